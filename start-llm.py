@@ -8983,12 +8983,12 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # packs what is there once a prompt has some length. Then what a token has read depends
 # on where the slices ended.)
 #
-# A group's word has two numbers of 16 bits: the size of a step, and where its steps
-# begin (MLX: scale and bias). "turboquant" turns each group before by a Hadamard matrix
-# with random signs, which spreads a number that stands out over its whole group (arXiv
-# 2504.19874). The codebook of that paper is not used: to look numbers up takes longer
-# than attention does. What stays as it is computed: windows, states, and heads whose
-# size is no multiple of the group.
+# An element of `groups` holds two numbers of 16 bits: the size of a step, and where the
+# steps of this group start (MLX: scale and bias). With "turboquant", each group is
+# first multiplied by a Hadamard matrix with random signs, which spreads a number that
+# stands out over its whole group (arXiv 2504.19874). The codebook of that paper is not
+# used: to look numbers up takes longer than attention does. What stays as it is
+# computed: windows, states, and heads whose size is no multiple of the group.
 #
 # A layer reads KV in one of two ways:
 #
@@ -9001,7 +9001,7 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
 # Public   KVPacking, choose_packing, pack_caches, PackedKVCache
-# Uses     CONFIG
+# Uses     CONFIG, LOGGING
 # Thread   model; mlx
 
 # Bits of keys and of values. Where they differ, keys have more: they harm more.
@@ -9018,6 +9018,7 @@ _SIGNS_SEED: Final = 20504  # the same in each process: KV on the disk is read a
 _WORD_BITS: Final = 32
 # Of logits, between both ways to read: bfloat16 is off by less, a wrong read by more.
 _MAX_READ_DIFFERENCE: Final = 0.1
+_N_TRIED_TOKENS: Final = 9  # every vocabulary has as many
 
 
 @dataclass(frozen=True)
@@ -9055,20 +9056,25 @@ class KVPacking:
         """`(..., head_dim)` -> words and groups `(..., n)`, each row by itself."""
         if self.is_rotated:
             plain = self.rotate(plain)
-        words, steps, smallest = mx.quantize(
-            plain, group_size=self.group_size, bits=bits
-        )
-        groups = mx.stack([steps, smallest], axis=-1)
-        groups = groups.astype(_group_type(plain.dtype))
+        words, steps, starts = mx.quantize(plain, group_size=self.group_size, bits=bits)
+        groups = mx.stack([steps, starts], axis=-1).astype(_group_dtype(plain.dtype))
         return words, groups.view(mx.uint32).squeeze(-1)
 
-    def unpack(self, packed: QuantizedArray, bits: int) -> mx.array:
-        """`(..., head_dim)`, of the type that was packed."""
-        numbers = mx.dequantize(*packed, group_size=self.group_size, bits=bits)
-        return self.rotate_back(numbers) if self.is_rotated else numbers
+    def unpack(
+        self, words: mx.array, groups: mx.array, *, bits: int, dtype: mx.Dtype
+    ) -> mx.array:
+        """`(..., head_dim)` of the dtype that was packed."""
+        steps, starts = _read_groups(groups, dtype)
+        plain = mx.dequantize(
+            words, steps, starts, group_size=self.group_size, bits=bits
+        )
+        return self.rotate_back(plain) if self.is_rotated else plain
 
     def rotate(self, plain: mx.array) -> mx.array:
-        """Turn each group: products of what was turned are what they were before."""
+        """Multiply each group by an orthogonal matrix.
+
+        The dot product of two rotated arrays is that of the arrays themselves.
+        """
         groups = mx.unflatten(plain, -1, (-1, self.group_size))
         signs = mx.array(self._signs, dtype=plain.dtype)
         return mx.hadamard_transform(groups * signs).flatten(-2)
@@ -9085,18 +9091,21 @@ class KVPacking:
         return random.choice((-1.0, 1.0), self.group_size)
 
 
-# Words, the size of a step and where steps begin, as mx.quantize returns them.
+# Words, steps and starts, as mx.quantize returns them.
 type QuantizedArray = tuple[mx.array, mx.array, mx.array]
 
 
-def _group_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Of a group's two numbers. bfloat16 would round float16 by more than a step."""
+def _group_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """The dtype in which steps and starts are stored.
+
+    Of float16 it is float16: bfloat16 would round a start by more than a step.
+    """
     return mx.float16 if dtype == mx.float16 else mx.bfloat16
 
 
 def _read_groups(groups: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """The size of a step of each group, and where its steps begin."""
-    numbers = mx.contiguous(groups).view(_group_type(dtype)).astype(dtype)
+    """The size of a step of each group, and where its steps start."""
+    numbers = mx.contiguous(groups).view(_group_dtype(dtype)).astype(dtype)
     return numbers[..., ::2], numbers[..., 1::2]
 
 
@@ -9118,83 +9127,98 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
         return [KVCache() for _ in model.layers]
 
     make_plain = getattr(model, "make_cache", make_default)
-    examples = make_plain()
+    # Only a call shows the head sizes and the dtype of the KV.
+    filled_caches = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
-    model(two_tokens, cache=examples)
-    plain_types = [_plain_type(layer, packing) for layer in examples]
+    model(two_tokens, cache=filled_caches)
+    dtypes = [_packed_dtype(layer, packing) for layer in filled_caches]
 
     def make_packed(*, read_packed: bool) -> list[Any]:
-        layers = zip(make_plain(), plain_types, strict=True)
+        layers = zip(make_plain(), dtypes, strict=True)
         pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
         return [pack(*layer) for layer in layers]
 
+    # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
+    # a call of one token a row.
     attention.quantized_scaled_dot_product_attention = _attend_packed
-    is_better = any(_is_better_packed(kind, packing) for kind in plain_types)
+    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes)
     read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
 
 
-# What a layer that is packed would keep; None if it is not; of a list, of each part.
-type _PlainType = mx.Dtype | list[_PlainType] | None
+# The dtype of the KV that a layer packs; None: the layer stays plain. Of a CacheList, a
+# list of these, one for each part.
+type _PackedDtype = mx.Dtype | list[_PackedDtype] | None
 
 
-def _plain_type(layer: Any, packing: KVPacking) -> _PlainType:
-    """`layer`: with some tokens."""
-    if hasattr(layer, "caches"):
-        return [_plain_type(part, packing) for part in layer.caches]
-    if type(layer) is not KVCache or not packing.can_pack(layer.keys, layer.values):
+def _packed_dtype(filled_layer: Any, packing: KVPacking) -> _PackedDtype:
+    if hasattr(filled_layer, "caches"):
+        return [_packed_dtype(part, packing) for part in filled_layer.caches]
+    if type(filled_layer) is not KVCache:
         return None
-    dtype: mx.Dtype = layer.keys.dtype
-    return dtype
+    keys, values = filled_layer.keys, filled_layer.values
+    return keys.dtype if packing.can_pack(keys, values) else None
 
 
 def _pack_layer(
-    layer: Any, plain_type: _PlainType, *, packing: KVPacking, read_packed: bool
+    layer: Any, dtype: _PackedDtype, *, packing: KVPacking, read_packed: bool
 ) -> Any:
-    if plain_type is None:
+    """The layer's own cache, or what packs in its place."""
+    if dtype is None:
         return layer
-    if isinstance(plain_type, list):
+    if isinstance(dtype, list):
         pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        layer.caches = tuple(map(pack, layer.caches, plain_type))
+        layer.caches = tuple(map(pack, layer.caches, dtype))
         return layer
-    return PackedKVCache(packing, plain_type, can_read_packed=read_packed)
+    return PackedKVCache(packing, dtype, can_read_packed=read_packed)
 
 
 def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
-    """Whether the layers of a model can read KV packed.
+    """Whether the layers of a model can read KV packed: it is tried.
 
     Layers that do something with keys themselves (MLA), or have sinks, cannot.
     """
-    results: list[mx.array] = []
-    two_tokens = mx.zeros((1, 2), mx.int32)
-    for read_packed in (False, True):
+    # The first ids of the vocabulary. Were all tokens the same, so would be their
+    # values, and attention that sees the wrong tokens would return the right ones.
+    tokens = mx.arange(_N_TRIED_TOKENS)[None]
+
+    def decode_last_token(*, read_packed: bool) -> mx.array:
         caches = make_caches(read_packed=read_packed)
-        try:
-            model(two_tokens, cache=caches)
-            logits = model(two_tokens[:, :1], cache=caches)
-        except (AttributeError, TypeError, ValueError):  # in layers of all kinds
-            return False
-        results.append(logits[0, -1].astype(mx.float32))
+        model(tokens[:, :-1], cache=caches)
+        logits: mx.array = model(tokens[:, -1:], cache=caches)
+        return logits[0, -1].astype(mx.float32)
 
-    unpacked, packed = results
-    difference = mx.abs(unpacked - packed).max()
-    largest = mx.abs(unpacked).max()
-    return bool(difference <= _MAX_READ_DIFFERENCE * largest)
+    try:
+        unpacked = decode_last_token(read_packed=False)
+        packed = decode_last_token(read_packed=True)
+        difference = mx.abs(unpacked - packed).max() / mx.abs(unpacked).max()
+        can_read = bool(difference <= _MAX_READ_DIFFERENCE)  # computed here
+    except Exception as error:  # noqa: BLE001 - layers of all kinds, and kernels
+        logger.info("packed KV is read unpacked, layers cannot else: %r", error)
+        return False
+
+    if not can_read:
+        logger.info("packed KV is read unpacked, logits are others else")
+    return can_read
 
 
-def _is_better_packed(plain_type: _PlainType, packing: KVPacking) -> bool:
+def _is_better_packed(dtype: _PackedDtype, packing: KVPacking) -> bool:
     """Whether a call of one token should read KV packed, if its layer can.
 
-    On the CPU MLX has vector instructions for words and float32 alone; and what was
-    turned sums otherwise, so that warm would not be cold to the last bit.
+    On the CPU: only float32 without rotation. MLX has no vector code for other types;
+    and rotated sums have another order, so warm KV would differ from cold in the last
+    bits.
     """
-    if not isinstance(plain_type, mx.Dtype):
+    if isinstance(dtype, list):
+        return any(_is_better_packed(part, packing) for part in dtype)
+    if dtype is None:
         return False
     if mx.default_device() == mx.gpu:
         return True
-    return bool(plain_type == mx.float32 and not packing.is_rotated)
+    return bool(dtype == mx.float32 and not packing.is_rotated)
 
 
+# Pinned by test_packed_kv.py
 def _attend_packed(  # noqa: PLR0913 - upstream calls it
     queries: mx.array,
     keys: QuantizedArray,
@@ -9205,13 +9229,16 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
     group_size: int,
     bits: KVPacking,
 ) -> mx.array:
-    """Attention of one token a row; the arguments are those of upstream's function.
+    """Attention of one token a row, in the place of mlx-lm's function.
 
-    `queries` and what is returned: `(rows, heads, 1, head_dim)`. `mask`: which tokens
-    are seen. In the place of upstream's, which knows one width and nothing turned.
+    That one knows one width and no rotation. `queries` and what is returned:
+    `(rows, heads, 1, head_dim)`. `mask`: True of the tokens that are seen. `bits`: the
+    KVPacking (`PackedKVCache.bits`); the name is upstream's.
     """
     packing = bits
-    n_rows, n_heads, _, head_dim = queries.shape
+    n_rows, n_heads, n_tokens, head_dim = queries.shape
+    assert n_tokens == 1, "of several tokens, some would have to be hidden"
+    assert mask is None or mask.dtype == mx.bool_, "a mask that is to be added"
     n_kv_heads = keys[0].shape[1]
     # Heads that share KV are rows of one matrix: their KV is read once.
     sharing = (scale * queries).reshape(n_rows, n_kv_heads, -1, head_dim)
@@ -9219,8 +9246,10 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
         sharing = packing.rotate(sharing)
     multiply = partial(mx.quantized_matmul, group_size=group_size)
     scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
-    if mask is not None:
-        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    if mask is not None:  # it may be another one for each head (MiniMax-M3)
+        head_scores = scores.reshape(n_rows, n_heads, 1, -1)
+        head_scores = mx.where(mask, head_scores, mx.finfo(scores.dtype).min)
+        scores = head_scores.reshape(scores.shape)
     weights = mx.softmax(scores, axis=-1, precise=True)
     seen = multiply(weights, *values, transpose=False, bits=packing.value_bits)
     if packing.is_rotated:
@@ -9232,7 +9261,9 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
 class PackedKVCache(CacheList):  # type: ignore[misc]
     """Packed KV of one row, or, once merged, of several: in the place of a KVCache.
 
-    It consists of two of upstream's, so that each array can be read where it lies:
+    A KVCache of mlx-lm has `keys` and `values` `(rows, heads, places, size)`, `offset`
+    tokens of them used; its `merge` makes the form for several rows. This consists of
+    two, so that each array can be read where it lies:
 
         caches[0]   the words of keys, and of values
         caches[1]   the groups of keys, and of values
@@ -9246,21 +9277,30 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         self.packing = packing
         self._dtype = dtype
         self._can_read_packed = can_read_packed
-        self._reads_packed = False  # the call that goes on
+        self._is_read_packed = False  # in the call of the model that runs now
         self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
-        if values is keys:
-            # DeepSeek-V3.2's index has keys only. It hands them in twice, and sets
-            # `values` to zeros of their shape.
+        # DeepSeek-V3.2's index has keys only. It hands them in twice, and then sets
+        # `values` to zeros of their shape.
+        is_index = values is keys
+        if is_index:
             self._value_bits = self.packing.key_bits
+
+        words, groups = self.caches
         key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
         value_words, value_groups = self.packing.pack(values, self._value_bits)
-        words, groups = self.caches
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-        self._reads_packed = self._can_read_packed and keys.shape[2] == 1
+
+        # why(L-172): a step computes what its logits need. Layers read one offset of
+        # the two, and of an index that need not choose yet they ask for `keys` alone.
+        groups.offset = words.offset
+        if is_index:
+            words.keys = mx.depends(words.keys, (groups.keys, groups.values))
+
+        self._is_read_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -9268,20 +9308,29 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
         Layers that share this KV call it once it has the tokens of a call.
         """
-        words, groups = (leaf.keys_and_values() for leaf in self.caches)
-        keys, values = (
-            (part, *_read_groups(part_groups, self._dtype))
-            for part, part_groups in zip(words, groups, strict=True)
+        words, groups = self.caches
+        key_words, value_words = words.keys_and_values()
+        key_groups, value_groups = groups.keys_and_values()
+        dtype = self._dtype
+        if self._is_read_packed:
+            return (
+                (key_words, *_read_groups(key_groups, dtype)),
+                (value_words, *_read_groups(value_groups, dtype)),
+            )
+        unpack = partial(self.packing.unpack, dtype=dtype)
+        return (
+            unpack(key_words, key_groups, bits=self.packing.key_bits),
+            unpack(value_words, value_groups, bits=self._value_bits),
         )
-        if self._reads_packed:
-            return keys, values
-        unpack = self.packing.unpack
-        return unpack(keys, self.packing.key_bits), unpack(values, self._value_bits)
 
     @property
     def bits(self) -> KVPacking:
-        """Of a cache that has this upstream calls `_attend_packed`, and hands it on."""
-        if not self._reads_packed:
+        """The whole packing, under the name that mlx-lm looks for.
+
+        mlx-lm tests `hasattr(cache, "bits")`: if so, it calls `_attend_packed`, and
+        passes this. So while KV is read unpacked, this raises an AttributeError.
+        """
+        if not self._is_read_packed:
             raise AttributeError("bits")
         return self.packing
 
@@ -9297,7 +9346,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def keys(self) -> Any:
-        """The words. DeepSeek-V3.2 has its layers wait for them."""
+        """The words. Layers with an index make them depend on what it keeps."""
         return self.caches[0].keys
 
     @keys.setter
@@ -9306,7 +9355,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def values(self) -> Any:
-        """The words."""
+        """The words. DeepSeek-V3.2 alone sets them, of its index."""
         return self.caches[0].values
 
     @values.setter
@@ -9320,16 +9369,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
     @classmethod
     def merge(cls, layers: Sequence[PackedKVCache]) -> PackedKVCache:
         """A batch of several rows."""
-        return layers[0]._alike(CacheList.merge(layers))
+        return layers[0]._with_leaves(CacheList.merge(layers).caches)
 
     def extract(self, row: int) -> PackedKVCache:
         """One row, by itself."""
-        return self._alike(super().extract(row))
+        return self._with_leaves(super().extract(row).caches)
 
-    def _alike(self, other: Any) -> PackedKVCache:
-        """One that packs as this one does what `other` has."""
+    def _with_leaves(self, leaves: tuple[Any, ...]) -> PackedKVCache:
+        """This layer's settings around other leaves."""
         layer: PackedKVCache = copy(self)
-        layer.caches = other.caches
+        layer.caches = leaves
         return layer
 
 
@@ -9337,9 +9386,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
 # attributes of their cache objects, the ways their models are called. Each has a
 # function or class here with a plain name, and no other section uses the name itself,
-# with three exceptions: PACKED KV has caches that are made of mlx-lm's, KV STATE uses
-# attributes of caches (1 below), and VISION MODEL calls `language_model` (4) with
-# inputs of its own.
+# with three exceptions: PACKED KV has caches that are made of mlx-lm's, and replaces
+# mlx-lm's attention for caches that have `bits`; KV STATE uses attributes of caches (1
+# below); and VISION MODEL calls `language_model` (4) with inputs of its own.
 #
 # A release may change any of it without a word. So the versions are pinned
 # (requirements.txt), and a comment in front of each function names the test that fails

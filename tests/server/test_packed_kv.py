@@ -3,6 +3,7 @@
 The cold reference has no packed arrays: it rounds each number when it is written.
 """
 
+import io
 import itertools
 import json
 from urllib.error import HTTPError
@@ -15,9 +16,10 @@ import start_llm as s
 from cold_reference import RoundedKVCache, Rounding
 from engine_fixture import Bench, words
 from mlx_lm import load
-from mlx_lm.models import deepseek_v32, gemma3n
+from mlx_lm.models import deepseek_v32, falcon_h1, gemma3n, minimax_m3_vl
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.testing import assert_allclose
+from recurrent_families import FAMILIES
 from server_fixture import Served, user
 from test_drafts import counters, eager, forced, nothing_taken_back, state_not_put_back
 from test_engine import (
@@ -50,6 +52,21 @@ INDEXED = {  # fields of deepseek_v32
     "q_lora_rank": 32,
     "v_head_dim": 32,
     "qk_nope_head_dim": 32,
+}
+PICKING = {  # fields of minimax_m3_vl: each group of heads reads 2 blocks of 4 tokens
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "dense_intermediate_size": 64,
+    "moe_layer_freq": [0, 0],
+    "layer_types": ["full_attention", "sparse_attention"],
+    "index_n_heads": 2,
+    "index_head_dim": 64,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
 }
 # A window that has wrapped sums in another order, and MLA decodes by other sums than it
 # prefills by. What then falls on the other side of a rounding is a step away.
@@ -90,8 +107,8 @@ def test_numbers_far_from_zero_are_kept_as_finely_as_their_type_allows(dtype):
     """Keys may be about 10 and differ little: bfloat16 has steps of 1/16 there."""
     packing = s.choose_packing(s.Config(kv_bits="8"))
     keys = (mx.random.uniform(10, 11, (1, 2, 9, 64))).astype(dtype)
-    words, groups = packing.pack(keys, packing.key_bits)
-    kept = packing.unpack((words, *s._read_groups(groups, dtype)), packing.key_bits)
+    packed = packing.pack(keys, packing.key_bits)
+    kept = packing.unpack(*packed, bits=packing.key_bits, dtype=dtype)
 
     assert kept.dtype == dtype
     worst = mx.abs(kept.astype(mx.float32) - keys.astype(mx.float32)).max().item()
@@ -107,7 +124,6 @@ def test_an_index_of_keys_alone_is_packed(bits):
 
     for tokens in ([1, 2, 3], [4], [5]):
         logits = model(mx.array([tokens]), cache=caches)
-        s.evaluate_caches(caches)
 
     assert mx.isfinite(logits).all()
     assert s.kv_cache_offset(caches, recorded=0) == 5
@@ -188,6 +204,48 @@ def test_images_are_packed_like_words(kind, tmp_path):
         assert np.array_equal(np.isfinite(reply.logprobs), allowed)
         difference = np.abs(reply.logprobs[allowed] - cold_reply.logprobs[allowed])
         assert difference.max() <= (1e-3 if kind == HYBRID_VISION else 0.0)
+
+
+# -- graphs ------------------------------------------------------------------------------
+
+FIELDS_OF_KV = ("keys", "values", "offset", "left_padding")
+
+
+def dense_model(tmp_path):
+    return load(str(tiny_model(DENSE, tmp_path, **WIDE)))[0]
+
+
+def indexed_model(_tmp_path):
+    return deepseek_v32.Model(deepseek_v32.ModelArgs(**INDEXED))
+
+
+def count_edges(caches):
+    """Of the graph of all that these caches keep and that is still to be computed."""
+    leaves = s.cache_leaves(caches)
+    fields = [vars(leaf).get(name) for leaf in leaves for name in FIELDS_OF_KV]
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *(field for field in fields if isinstance(field, mx.array)))
+    return dot.getvalue().count("->")
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+@pytest.mark.parametrize("make_model", [dense_model, indexed_model])
+def test_no_graph_grows_with_the_steps_of_a_reply(tmp_path, make_model, n_rows):
+    """A step asks for its logits alone: they have to need all that it has written."""
+    model = make_model(tmp_path)
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
+    rows = [make_prompt_cache(model) for _ in range(n_rows)]
+    for n_tokens, row in enumerate(rows, start=3):
+        model(mx.ones((1, n_tokens), mx.int32), cache=row)
+        s.evaluate_caches(row)
+    caches = s.to_batch(*rows) if n_rows > 1 else rows[0]
+
+    edges = []
+    for _ in range(30):
+        mx.eval(model(mx.ones((n_rows, 1), mx.int32), cache=caches))
+        edges.append(count_edges(caches))
+
+    assert edges[-1] == edges[5]
 
 
 # -- with drafts -------------------------------------------------------------------------
@@ -358,12 +416,15 @@ def test_turned_kv_that_is_read_packed_is_the_same_but_for_rounding(
     assert worst <= 5e-3  # a rounding that falls on the other side is a step away
 
 
-def test_heads_that_share_kv_and_padded_rows_read_it_packed():
-    """As upstream's function does it, which knows one width and nothing that was turned."""
+PADDED = (mx.arange(50)[None] >= mx.array([[0], [7], [49]]))[:, None, None]
+FOR_EACH_HEAD = mx.arange(50) >= mx.arange(24).reshape(3, 8, 1, 1)
+
+
+@pytest.mark.parametrize("mask", [None, PADDED, FOR_EACH_HEAD])
+def test_heads_that_share_kv_and_padded_rows_read_it_packed(mask):
+    """As upstream's function does it, which knows one width and no rotation."""
     packing = s.choose_packing(s.Config(kv_bits="8"))
     queries = mx.random.normal((3, 8, 1, 64))
-    mask = mx.arange(50)[None] >= mx.array([[0], [7], [49]])
-    mask = mask[:, None, None]
     keys, values = (
         mx.quantize(mx.random.normal((3, 2, 50, 64)), group_size=64, bits=8)
         for _ in "kv"
@@ -381,6 +442,59 @@ def test_heads_that_share_kv_and_padded_rows_read_it_packed():
     assert_allclose(np.array(seen), np.array(expected), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "n_tokens, mask", [(1, mx.zeros((1, 1, 1, 9))), (2, None), (2, "causal")]
+)
+def test_attention_of_packed_kv_refuses_what_it_would_read_wrongly(n_tokens, mask):
+    """A mask that is added, and several tokens, of which none may see the next."""
+    packing = s.choose_packing(s.Config(kv_bits="8"))
+    array = mx.quantize(mx.random.normal((1, 2, 9, 64)), group_size=64, bits=8)
+    queries = mx.zeros((1, 2, n_tokens, 64))
+
+    with pytest.raises(AssertionError):
+        s._attend_packed(
+            queries, array, array, scale=1.0, mask=mask, group_size=64, bits=packing
+        )
+
+
+def falcon_model():
+    """Each layer has a list: of recurrent state, and of KV."""
+    fields = {**FAMILIES["falcon_h1"], "model_type": "falcon_h1", **WIDE}
+    return falcon_h1.Model(falcon_h1.ModelArgs.from_dict(fields))
+
+
+def picking_model():
+    """Its index, of a list of two, is plain, and a mask differs with the head."""
+    args = minimax_m3_vl.ModelArgs(text_config=PICKING)
+    return minimax_m3_vl.Model(args)
+
+
+@pytest.mark.parametrize("make_model", [falcon_model, picking_model])
+def test_kv_in_lists_is_read_packed(packed_reads, make_model):
+    mx.random.seed(2)
+    model = make_model()
+    packing = s.choose_packing(s.Config(kv_bits="8"))
+    rounding = Rounding((8, 8), group_size=64, is_rotated=False)
+    rounded = [rounded_layer(layer, rounding) for layer in make_prompt_cache(model)]
+    s.pack_caches(model, packing)
+    packed = make_prompt_cache(model)
+    packed_reads.clear()
+
+    for n_tokens in (20, 1, 1):
+        tokens = mx.random.randint(0, 50, (1, n_tokens))
+        logits = model(tokens, cache=packed)
+        expected = model(tokens, cache=rounded)
+        assert_allclose(np.array(logits), np.array(expected), atol=1e-5)
+
+    assert set(packed_reads) == {21, 22}
+
+
+def rounded_layer(layer, rounding):
+    if hasattr(layer, "caches"):
+        layer.caches = tuple(rounded_layer(part, rounding) for part in layer.caches)
+    return RoundedKVCache(rounding) if type(layer) is s.KVCache else layer
+
+
 def test_mla_is_unpacked(bench, packed_reads):
     b = bench(MLA, WIDE, kv_bits="8", kv_group_size="32")
     b.ask(words(np.random.default_rng(1), 100), n=4)
@@ -394,14 +508,46 @@ def sinks(*_args, **_kwargs):
     raise ValueError("Quantized SDPA does not support attention sinks.")
 
 
+def another_failure(*_args, **_kwargs):
+    raise NotImplementedError("no kernel")
+
+
+def failure_when_it_is_computed(queries, *_args, **_kwargs):
+    """As of a kernel that does not compile: the graph is made without an error."""
+    return queries + mx.linalg.inv(mx.zeros((64, 64)), stream=mx.cpu)[:1]
+
+
 def nothing_is_seen(queries, *_args, **_kwargs):
     return mx.zeros_like(queries)
 
 
-@pytest.mark.parametrize("attention", [sinks, nothing_is_seen])
+attend_packed = s._attend_packed
+
+
+def all_is_seen_alike(*args, scale, **fields):
+    return attend_packed(*args, scale=0 * scale, **fields)
+
+
+def only_the_last_token_is_seen(queries, *arrays, **fields):
+    last = [tuple(part[..., -1:, :] for part in array) for array in arrays]
+    return attend_packed(queries, *last, **fields)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        sinks,
+        another_failure,
+        failure_when_it_is_computed,
+        nothing_is_seen,
+        all_is_seen_alike,
+        only_the_last_token_is_seen,
+    ],
+)
 def test_layers_that_read_otherwise_are_noticed_when_a_model_is_loaded(
-    monkeypatch, tmp_path, attention
+    monkeypatch, tmp_path, caplog, attention
 ):
+    caplog.set_level("INFO")
     packing = s.choose_packing(s.Config(kv_bits="8"))
 
     def pack():
@@ -410,8 +556,10 @@ def test_layers_that_read_otherwise_are_noticed_when_a_model_is_loaded(
         return model.make_cache.keywords["read_packed"]
 
     assert pack()
+    assert "unpacked" not in caplog.text
     monkeypatch.setattr(s, "_attend_packed", attention)
     assert not pack()
+    assert "packed KV is read unpacked" in caplog.text
 
 
 def test_bfloat16_is_unpacked_on_the_cpu(packed_reads, tmp_path):

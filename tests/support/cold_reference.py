@@ -42,7 +42,7 @@ class RoundedKVCache(KVCache):
 
     def update_and_fetch(self, keys, values):
         sizes = (keys.shape[-1], values.shape[-1])
-        if any(size % self.rounding.group_size for size in sizes):
+        if any(not size or size % self.rounding.group_size for size in sizes):
             return super().update_and_fetch(keys, values)
         key_bits, value_bits = self.rounding.bits
         return super().update_and_fetch(
