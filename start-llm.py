@@ -676,8 +676,8 @@ def describe_fault(details: ErrorDetails) -> str:
 # the same list. Only .env.example explains a setting at length.
 #
 # Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
-#          read_replicas, has_tenants, name_tenant, key_of_tenant, is_seen_by,
-#          Temperature, TopP, MinP, RepetitionPenalty
+#          ReplicaAddress, read_replicas, has_tenants, name_tenant, key_of_tenant,
+#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty
 # Uses     ERRORS
 # Thread   any; pure
 
@@ -728,24 +728,26 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def write_url(host: str, port: int) -> str:
+def write_url(host: str, port: int, *, scheme: str = "http") -> str:
     """A URL that works on this machine; an address of all networks has loopback's."""
     openable = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
-    host = openable.get(host.lower(), host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host = openable.get(host.lower(), host.lower())
+    name = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{name}:{port}"
 
 
 class ReplicaAddress(NamedTuple):
     """Another server with the same model."""
 
-    url: str  # as in "http://other.local:8080", without the key
-    key: str  # that it asks for; "": none, or the same as this one
+    url: str  # from write_url(), so that each server has one; without the key
+    key: str  # that is sent to it; "": API_KEY is
 
 
 _SERVER_URL: Final = re.compile(  # http://KEY@other.local:8080
-    r"""(?x: (https?://) (?: ([^\s@]+) @ )?
-    ( (?: [\w.-]+ | \[[0-9a-fA-F:]+\] ) (?: : [1-9][0-9]{0,4} )? ) /? )"""
+    r"""(?x: (https?) :// (?: ([^\s@]+) @ )?
+    (?: ([\w.-]+) | \[ ([0-9a-fA-F:]+) \] ) (?: : ([1-9][0-9]{0,4}) )? /? )"""
 )
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def read_replicas(text: str) -> list[ReplicaAddress]:
@@ -753,15 +755,17 @@ def read_replicas(text: str) -> list[ReplicaAddress]:
     addresses = []
     for part in split_list(text):
         match = _SERVER_URL.fullmatch(part)
-        if match is None:
+        if match is None or int(match[5] or 0) > 65_535:
             sentence = (
                 "should be URLs such as http://other.local:8080, or with a key"
                 " http://KEY@other.local:8080: {shown} is none"
             )
             shown = re.sub(".*@", "", part)
             raise PydanticCustomError(OUR_FAULT, sentence, {"shown": shown})
-        scheme, key, host = match.groups(default="")
-        addresses.append(ReplicaAddress(f"{scheme}{host}", key))
+        scheme, key, name, ipv6, port = match.groups(default="")
+        port_number = int(port or _DEFAULT_PORTS[scheme])
+        url = write_url(name or ipv6, port_number, scheme=scheme)
+        addresses.append(ReplicaAddress(url, key))
     return addresses
 
 
@@ -22738,16 +22742,37 @@ class ReplicaReport(TypedDict):
     """A server behind the proxy, as the proxy sees it."""
 
     url: str
-    state: str  # a key of STATE_WORDS in scripts/helpers/replica_choice.py
+    # What each means: STATE_WORDS in scripts/helpers/replica_choice.py.
+    state: Literal[
+        "up",
+        "draining",
+        "loading",
+        "error",
+        "down",
+        "key_refused",
+        "other_model",
+    ]
     sessions: int  # that it had requests of in the last ten minutes
 
 
 class Proxy:
-    """The state of LiteLLM beside the server: MAIN sets it, STATUS shows it."""
+    """The state of LiteLLM beside the server: MAIN sets it, STATUS shows it.
+
+    LiteLLM is a process of its own, kept by another. How a replica is gets here so:
+
+    Replicas.note    replica_choice.py, in LiteLLM: a replica does not answer
+       |             a line REPLICAS [{"url": ..., "state": "down", ...}, ...]
+    pipe             stderr of the keeper (litellm_beside.py), which LiteLLM inherits
+       |
+    _follow_keeper   MAIN: sets `replicas`
+       |
+    status_body      STATUS: GET /v1/status, which the page reads
+    """
 
     def __init__(self, config: Config) -> None:
         self.state: ProxyPhase = "off"
-        self.replicas: list[ReplicaReport] = []  # none if this is the only server
+        # Empty if this is the only server, or LiteLLM is not there to ask the others.
+        self.replicas: list[ReplicaReport] = []
         self.was_reported = threading.Event()  # a state, by the keeper
         self._url = write_url(config.proxy_host, config.proxy_port)
 
@@ -26155,18 +26180,7 @@ def run_proxy(
         return
 
     script, program = paths
-    keys = split_list(config.api_key)
-    order = {
-        **config.model_dump(mode="json"),
-        "program": str(program),
-        "model_id": model["id"],
-        "context_length": model["context_length"],
-        "api_key": keys[0] if keys else "",
-        "replicas": [
-            replica._asdict() for replica in read_replicas(config.proxy_replicas)
-        ],
-        "advice": advice_by_path(config),
-    }
+    order = _make_order(config, model, program)
     keeper = subprocess.Popen(
         [sys.executable, script],
         stdin=subprocess.PIPE,
@@ -26189,6 +26203,29 @@ def run_proxy(
         relay.join(_KEEPER_SECONDS)
 
 
+def _make_order(
+    config: Config, model: Mapping[str, object], program: Path
+) -> dict[str, object]:
+    """What the keeper is to do: `Order` in scripts/helpers/litellm_beside.py."""
+    keys = split_list(config.api_key)
+    own_key = keys[0] if keys else ""
+    own_url = write_url(config.mlx_host, config.mlx_port)
+    others = [
+        replica._replace(key=replica.key or own_key)
+        for replica in read_replicas(config.proxy_replicas)
+    ]
+    servers = [ReplicaAddress(own_url, own_key), *others]
+    return {
+        **config.model_dump(mode="json"),
+        "program": str(program),
+        "model_id": model["id"],
+        "context_length": model["context_length"],
+        "servers": [server._asdict() for server in servers],
+        "proxy_url": write_url(config.proxy_host, config.proxy_port),
+        "advice": advice_by_path(config),
+    }
+
+
 def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
     """Log what the keeper prints, and keep the state of LiteLLM, until the keeper ends.
 
@@ -26204,6 +26241,8 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
         if word == "STATE":
             proxy.state = cast(ProxyPhase, sentence)
             proxy.was_reported.set()
+            if sentence == "starting":  # nobody asks them until it has started
+                proxy.replicas = []
         elif word == "REPLICAS":
             proxy.replicas = json.loads(sentence)
         elif word in levels:

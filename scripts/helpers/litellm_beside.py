@@ -53,16 +53,16 @@ class Order:
     program: str  # LiteLLM's
     model_id: str
     context_length: int  # tokens
-    mlx_host: str
-    mlx_port: int
-    api_key: str  # one of the server's; empty: it needs none
-    replicas: list[dict[str, str]]  # `url` and `key` of the other servers
+    servers: list[
+        dict[str, str]
+    ]  # `url` and `key` of each, the one that sends this first
     strict_model_names: bool
     max_body_bytes: int
     keepalive_seconds: float
     proxy_model_id: str
     proxy_host: str
     proxy_port: int
+    proxy_url: str  # of these two, as clients on this machine write it
     proxy_api_key: str
     proxy_startup_wait_seconds: float
     log_root: str
@@ -77,10 +77,6 @@ class Order:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def model_list_for(order: Order) -> list[dict[str, Any]]:
     """Each name that a client may send, and how LiteLLM reaches our model for it.
 
@@ -88,7 +84,7 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
     """
     names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
     rows = []
-    for server in servers_of(order):
+    for server in order.servers:
         route = {
             "model": f"openai/{order.model_id}",
             "api_base": f"{server['url']}/v1",
@@ -108,16 +104,6 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
     return rows
 
 
-def servers_of(order: Order) -> list[dict[str, str]]:
-    """The server itself, then the others. Who has no key in PROXY_REPLICAS gets ours."""
-    own_url = url_of(order.mlx_host, order.mlx_port)
-    others = [
-        {"url": server["url"], "key": server["key"] or order.api_key}
-        for server in order.replicas
-    ]
-    return [{"url": own_url, "key": order.api_key}, *others]
-
-
 def names_of(order: Order) -> list[str]:
     """The names of the model; none if any other means it, too."""
     names = [order.model_id]
@@ -133,7 +119,7 @@ def settings_for(order: Order) -> dict[str, Any]:
         # The lack of a key, or one that LiteLLM thinks weak, is meant.
         "dangerously_permit_weak_or_unset_master_key": True,
     }
-    key = order.proxy_api_key or order.api_key
+    key = order.proxy_api_key or order.servers[0]["key"]
     if key:
         general_settings["master_key"] = key
 
@@ -153,7 +139,7 @@ def settings_for(order: Order) -> dict[str, Any]:
         },
         "start_llm_gate": {
             "key": key,
-            "servers": servers_of(order),
+            "servers": order.servers,
             "model_id": order.model_id,
             "models": names_of(order),
             "max_body_bytes": order.max_body_bytes,
@@ -165,13 +151,11 @@ def settings_for(order: Order) -> dict[str, Any]:
 
 def welcome_for(order: Order) -> str:
     """What stands at `/`."""
-    server = url_of(order.mlx_host, order.mlx_port)
-    proxy = url_of(order.proxy_host, order.proxy_port)
     return (
         f"This is LiteLLM before start-llm, with the model {order.model_id}. "
-        f"OpenAI's clients take the base URL {proxy}/v1, for chats and responses; "
-        f"Anthropic's and Google's take {proxy}. "
-        f"People find the server's page at {server}/"
+        f"OpenAI's clients take the base URL {order.proxy_url}/v1, for chats and "
+        f"responses; Anthropic's and Google's take {order.proxy_url}. "
+        f"People find the server's page at {order.servers[0]['url']}/"
     )
 
 
@@ -211,12 +195,16 @@ def report_state(state: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """Of a command that listens on `host`:`port` and has `files`.json among its arguments."""
+    """Of a command that listens on `host`:`port` and has `files`.json among its arguments.
+
+    `url`: how clients on this machine reach it.
+    """
 
     command: Sequence[str]
     files: Path  # without the ending: .json, .log and .pid
     settings: str  # goes into the first
     port: int
+    url: str
     host: str = "127.0.0.1"
     told_every: float = 0.0  # seconds between two lines about its start; 0 = none
     delay: float = 1.0  # seconds before its second start, then ever more
@@ -299,7 +287,7 @@ class Keeper:
         environment = {
             **ENVIRONMENT,
             # Unset or empty, every web page could read it.
-            "LITELLM_CORS_ORIGINS": self.origins or url_of(self.host, self.port),
+            "LITELLM_CORS_ORIGINS": self.origins or self.url,
             "START_LLM_GATE": str(settings_file),
         }
         with ExitStack() as files:
@@ -343,8 +331,7 @@ class Keeper:
             if not is_up:
                 is_up = is_open(self.port, self.host)
                 if is_up:
-                    url = url_of(self.host, self.port)
-                    log.info("LiteLLM is up at %s (%.0f s)", url, seconds)
+                    log.info("LiteLLM is up at %s (%.0f s)", self.url, seconds)
                     self.report("up")
                 elif seconds >= due:
                     due += self.told_every
@@ -399,10 +386,11 @@ def main() -> None:
         files=files,
         settings=json.dumps(settings_for(order)),
         port=order.proxy_port,
+        url=order.proxy_url,
         host=order.proxy_host,
         told_every=order.proxy_startup_wait_seconds,
         origins=order.cors_origins.strip(" ,").lower(),
-        reports=bool(order.replicas),
+        reports=len(order.servers) > 1,
     )
     keeper.keep_running(stop)
 

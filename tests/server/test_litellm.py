@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import anthropic
 import litellm_beside as beside
@@ -29,6 +29,7 @@ import start_llm as s
 from anthropic_client import SYSTEM, as_chat, ask, react, text, total
 from anthropic_client import user as blocks
 from litellm_beside import Keeper, Order, is_open, settings_for
+from replica_choice import STATE_WORDS
 from server_fixture import (
     MAX_WAIT_SECONDS,
     MOST_TOKENS,
@@ -60,21 +61,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), None).serve_forever()
 DIES = "import time; time.sleep(0.1); raise SystemExit(3)"
 
 
-def order_of(config: Config, **more: Any) -> str:
-    """What a server says to the keeper, but for the list of keys."""
-    model = {
-        "model_id": "maker/Model-4bit",
-        "context_length": 4096,
-        "program": str(LITELLM),
-        "replicas": [r._asdict() for r in s.read_replicas(config.proxy_replicas)],
-        "advice": s.advice_by_path(config),
-    }
-    fields = {**config.model_dump(mode="json"), **model, **more}
-    return json.dumps(fields)
+def order_of(config: Config, model_id: str, context_length: int) -> Order:
+    """What a server has the keeper do."""
+    model = {"id": model_id, "context_length": context_length}
+    return Order.from_json(json.dumps(s._make_order(config, model, LITELLM)))
 
 
 def settings_of(**fields: Any) -> dict[str, Any]:
-    return settings_for(Order.from_json(order_of(Config(**fields))))
+    return settings_for(order_of(Config(**fields), "maker/Model-4bit", 4096))
 
 
 def routes_of(settings: dict[str, Any]) -> dict[str, str]:
@@ -118,6 +112,23 @@ def test_each_route_goes_to_the_server_with_no_key_of_anybody(host, url):
     assert {row["api_base"] for row in rows} == {f"{url}/v1"}
     assert {row["api_key"] for row in rows} == {"none"}
     assert settings["start_llm_gate"]["servers"] == [{"url": url, "key": ""}]
+
+
+def test_an_address_that_listens_everywhere_is_nowhere_shown():
+    settings = settings_of(api_key=KEY, mlx_host="0.0.0.0", proxy_host="::")
+    assert settings["start_llm_gate"]["servers"][0]["url"] == "http://127.0.0.1:8080"
+    assert "http://[::1]:4000/v1" in settings["start_llm_gate"]["welcome"]
+    assert "0.0.0.0" not in json.dumps(settings)
+
+
+def test_each_server_has_its_own_key_or_the_servers():
+    replicas = "http://two:1, http://own@three:1"
+    settings = settings_of(api_key="first, second", proxy_replicas=replicas)
+    assert settings["start_llm_gate"]["servers"] == [
+        {"url": "http://127.0.0.1:8080", "key": "first"},
+        {"url": "http://two:1", "key": "first"},
+        {"url": "http://three:1", "key": "own"},
+    ]
 
 
 def test_a_key_is_asked_of_all_or_its_lack_is_said_to_be_meant():
@@ -176,6 +187,7 @@ class Pump:
         self.states: list[str] = []
         fields: dict[str, Any] = {"delay": 0.05, "patience": 0.5, **times}
         fields["report"] = self.states.append
+        fields["url"] = f"http://127.0.0.1:{self.port}"
         keeper = Keeper(command, self.files, '{"key": "hidden"}', self.port, **fields)
         self._stop = threading.Event()
         self.thread = threading.Thread(
@@ -494,6 +506,31 @@ def test_a_litellm_that_is_killed_comes_again_and_is_told(server):
     assert are_gone(family)
 
 
+def test_while_litellm_is_away_nobody_says_how_the_replicas_are():
+    proxy = s.Proxy(Config())
+    reported = [{"url": "http://two:1", "state": "up", "sessions": 1}]
+    shown = []
+
+    def lines() -> Iterator[bytes]:
+        for _life in range(2):
+            yield b"STATE starting\n"
+            shown.append(proxy.replicas)
+            yield f"REPLICAS {json.dumps(reported)}\n".encode()
+            yield b"STATE up\n"
+            shown.append(proxy.replicas)
+
+    s._follow_keeper(lines(), proxy)
+    assert shown == [[], reported, [], reported]
+    assert proxy.replicas == []
+
+
+def test_the_states_of_a_replica_are_the_same_everywhere():
+    in_status = get_args(get_type_hints(s.ReplicaReport)["state"])
+    openapi = json.loads((Path(s.__file__).parent / "web/openapi.json").read_text())
+    replica = openapi["components"]["schemas"]["Replica"]["properties"]
+    assert list(in_status) == list(STATE_WORDS) == replica["state"]["enum"]
+
+
 def test_a_server_that_is_killed_leaves_nothing_and_the_next_one_has_the_port(server):
     program = server()
     family = program.family()
@@ -605,11 +642,9 @@ class Lab:
         files = folder / "litellm"
         command = [sys.executable, str(LITELLM), "--config", f"{files}.json"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        order = order_of(
-            self.served.state.config, model_id=self.model_id, context_length=2048
-        )
-        settings = json.dumps(settings_for(Order.from_json(order)))
-        keeper = Keeper(command, files, settings, self.port, origins=PAGE)
+        order = order_of(self.served.state.config, self.model_id, 2048)
+        settings = json.dumps(settings_for(order))
+        keeper = Keeper(command, files, settings, self.port, "", origins=PAGE)
         self._stop = threading.Event()
         self._pump = threading.Thread(
             target=keeper.keep_running, args=(self._stop,), daemon=True

@@ -181,6 +181,12 @@ def test_all_bad_values_are_told_at_once(env):
         ("http://K3Y@other:0", r": other:0 is none"),
         ("http://a:1,http://K3Y@a:1", r"http://a:1 is there twice"),
         ("http://127.0.0.1:8080", r"http://127.0.0.1:8080 is this one"),
+        ("http://LocalHost:8080", r"http://127.0.0.1:8080 is this one"),
+        ("http://0.0.0.0:8080/", r"http://127.0.0.1:8080 is this one"),
+        ("http://A:1,http://a:1/", r"http://a:1 is there twice"),
+        ("http://a,http://K3Y@a:80", r"http://a:80 is there twice"),
+        ("http://K3Y@[FE80::1]:1,http://[fe80::1]:1", r"http://\[fe80::1\]:1 is there"),
+        ("http://K3Y@other:65536", r": other:65536 is none"),
     ],
 )
 def test_a_bad_replica_is_told_without_its_key(text, fault):
@@ -195,7 +201,7 @@ def test_replicas_have_keys_that_are_in_no_output():
     )
     assert start_llm.read_replicas(config.proxy_replicas) == [
         ("http://one.local:8080", ""),
-        ("https://two.local", "k/:y"),
+        ("https://two.local:443", "k/:y"),
     ]
     assert "two" not in repr(config)
 
