@@ -9198,11 +9198,11 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
         difference = mx.abs(unpacked - packed).max() / mx.abs(unpacked).max()
         can_read = bool(difference <= _MAX_READ_DIFFERENCE)  # computed here
     except Exception as error:  # noqa: BLE001 - layers of all kinds, and kernels
-        logger.info("packed KV is read unpacked, layers cannot else: %r", error)
+        logger.info("the layers cannot read KV packed, so it is unpacked: %r", error)
         return False
 
     if not can_read:
-        logger.info("packed KV is read unpacked, logits are others else")
+        logger.info("read packed, KV gives other logits, so it is unpacked")
     return can_read
 
 
