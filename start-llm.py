@@ -100,9 +100,10 @@ THREADS AND LOCKS
     accept      one for each address          connection  one for each client: parses,
     console     writes the log                            renders, waits, writes
     disk        writes KV to files            records     saves what is remembered
-    rank        one for each other rank: reads what it says
+    rank        one for each other rank: reads what it sends
     Locks guard themselves only: none is held while another is taken, or while waiting.
-    (But jinja2's LRUCache has a lock of its own, for one access at a time.)
+    (But jinja2's LRUCache has a lock of its own, for one access at a time; and that of
+    a link between ranks is held while a message is sent.)
 """
 
 from __future__ import annotations
@@ -1261,17 +1262,17 @@ class FaultLog:
         self,
         task: Callable[[], object],
         *,
-        check_fault: Callable[[Exception], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         """Run a task. If it fails, that is logged, and nothing is raised.
 
-        Except for what `check_fault` raises of the error.
+        Except for what `on_error` raises of the error.
         """
         try:
             task()
         except Exception as error:
-            if check_fault is not None:
-                check_fault(error)
+            if on_error is not None:
+                on_error(error)
             if repr(error) not in self._logged_faults:
                 logger.exception("a fault beside the requests, which are served on")
             self._logged_faults.append(repr(error))
@@ -13662,51 +13663,63 @@ class VisionModel(Module):  # type: ignore[misc]
 # layer's weights and KV. Rank 0 serves HTTP, renders prompts and samples.
 #
 #     rank 0        requests --> scheduler.step() --> events
-#                      | told        | sums of layers (mx.distributed)
+#                      | messages    | sums of layers (mx.distributed)
 #     other ranks      +-------> scheduler.step()      the same step, events dropped
 #
 # The scheduler runs on each rank. Its steps are the same on all of them, since whatever
-# a step reads from outside, rank 0 reads and tells the others: what has arrived, what
-# clients want, the time, memory. `Lockstep.observe` is the only way to it (L-170):
+# a step reads from outside, rank 0 reads and sends to the others: what has arrived,
+# what clients want, the time, memory. `Lockstep.from_rank_0` is the only way to it
+# (L-170):
 #
-#     rank 0        observe("now", time.monotonic)      reads 17.25, and tells it
-#     other ranks   observe("now", time.monotonic)      wait for it: 17.25
-#     a machine alone                                   reads 17.25
+#     rank 0          from_rank_0("now", time.monotonic)   reads 17.25, and sends it
+#     other ranks     from_rank_0("now", time.monotonic)   wait for it: 17.25
+#     a single rank   from_rank_0("now", time.monotonic)   reads 17.25
 #
-# What is told goes through one TCP connection from each rank to rank 0, in JSON lines:
-# plain data, so nothing that comes in can run code. MLX's own connections would do, but
-# they ask for no secret, a rank that rests would compute while it waits, and the end of
-# a rank would be noticed by nobody.
+# Messages go through one TCP connection from each rank to rank 0, in JSON lines: plain
+# data, so nothing that comes in can run code. MLX's own connections would do, but they
+# ask for no secret, a rank that rests would compute while it waits, and the end of a
+# rank would be noticed by nobody.
 #
-# Ranks that part must never go on: a token would be wrong, or a rank would wait for
+# Ranks that differ must never go on: a token would be wrong, or a rank would wait for
 # ever. So an exception that one machine would survive, a lost connection, a difference
 # in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
 # ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
 #
-# Public   RankPlace, find_rank, LostStep, Lockstep, ALONE, Ranks, join_ranks
+# Public   RankPlace, find_rank, RanksEnd, Lockstep, ALONE, ClusterRank, join_ranks
 # Uses     OPTIONS, CONFIG, LOGGING
-# Thread   model; find_rank, join_ranks: main; Ranks.leave, and what waits for messages,
-#          on a thread for each connection: any; mlx
+# Thread   main: find_rank, join_ranks; rank, one for each connection: _read_all, which
+#          calls on_end; any: leave; model: all else; mlx
 
 _JOIN_SECONDS: Final = 120.0  # for all ranks to start
 _HELLO_SECONDS: Final = 10.0  # for each message with which a rank joins
-_CONNECT_SECONDS: Final = 60.0  # for MLX to connect them; no other thread runs then
-_LOADING_SILENCE: Final = 90.0  # after so many seconds a rank that loads hangs
+_CONNECT_SECONDS: Final = 60.0  # for MLX to connect them
+_LINE_SECONDS: Final = 1.0  # for somebody to read a line
+_LOADING_SILENCE: Final = 90.0  # a rank that loads, and has sent nothing so long, hangs
 _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to stop
 _MAX_HELLO_BYTES: Final = 65_536
 _LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
-_ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to say
+_ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
 # Settings that a rank keeps; it takes all others from rank 0, except for secrets.
 _OWN_SETTINGS: Final = frozenset(
-    (
-        *("model_path", "trust_remote_code", "mlx_backend", "mlx_host", "mlx_port"),
-        *("proxy_host", "proxy_port", "cache_isolation", "cache_disk_folder"),
-        *("cluster_port", "log_root", "log_level", "memory_limit_bytes"),
-    )
+    {
+        "model_path",
+        "trust_remote_code",
+        "mlx_backend",
+        "mlx_host",
+        "mlx_port",
+        "proxy_host",
+        "proxy_port",
+        "cache_isolation",
+        "cache_disk_folder",
+        "cluster_port",
+        "log_root",
+        "log_level",
+        "memory_limit_bytes",
+    }
 )
-# What does not go over several ranks yet, or, the last one, must end all of them.
-_CLUSTER_SETTINGS: Final[Mapping[str, object]] = {
+# What several ranks cannot do yet is off. A dead engine always ends the process.
+_FORCED_SETTINGS: Final[Mapping[str, object]] = {
     "model_kind": "text",
     "speculation": "off",
     "draft_model": "",
@@ -13717,7 +13730,7 @@ _CLUSTER_SETTINGS: Final[Mapping[str, object]] = {
 
 
 class RankPlace(NamedTuple):
-    """Which rank this process is, as mlx.launch has set it."""
+    """Which rank this process is, as its environment states it."""
 
     rank: int
     n_ranks: int
@@ -13725,9 +13738,14 @@ class RankPlace(NamedTuple):
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """What MLX's variables say; None: this process has the model alone.
+    """Which rank MLX's variables make this process; None: it has the model alone.
 
-    Raises ConfigError if they cannot be read.
+    For example MLX_RANK=1, and in the file of MLX_HOSTFILE
+
+        [["10.0.0.1:32323"], ["10.0.0.2:32324"]]
+
+    make it rank 1 of 2, and rank 0 is at 10.0.0.1. Raises ConfigError if they cannot
+    be read.
     """
     rank = environ.get("MLX_RANK", "")
     coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
@@ -13751,68 +13769,99 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 # -- in step ---------------------------------------------------------------------------
 
 
-class LostStep(BaseException):
-    """The ranks cannot go on together; why, in a sentence. "": rank 0 has stopped.
+class RanksEnd(BaseException):
+    """All ranks end; the text says why. Not a failure: rank 0 was stopped.
 
     No `except Exception` may stop it: what it ends cannot be mended.
     """
 
+    def __init__(self, reason: str, *, is_failure: bool = True) -> None:
+        super().__init__(reason)
+        self.is_failure = is_failure
 
-class Lockstep:
-    """What a step reads from outside itself. This one is a machine's alone."""
 
-    rank = 0
-    n_ranks = 1
-    hosts: Sequence[str] = ()  # on rank 0, of each rank, as it reaches them
-    link_report = ""  # how fast ranks exchange sums, for people
+class Lockstep(Protocol):
+    """What keeps the steps of all ranks the same."""
 
-    def observe[T](self, _name: str, read: Callable[[], T]) -> T:
-        """What `read` returns, on rank 0; plain data, as JSON has it."""
-        return read()
+    rank: int
+    n_ranks: int
+
+    def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
+        """What `read` returns on rank 0.
+
+        Every rank calls this at the same point of the same step; on other ranks `read`
+        is not called. The value passes through JSON: no tuples, no NumPy.
+        """
 
     def now(self) -> float:
         """time.monotonic() of rank 0."""
-        return self.observe("now", time.monotonic)
+        return self.from_rank_0("now", time.monotonic)
 
-    def compare(self, _name: str, _read: Callable[[], object]) -> None:
-        """Raise LostStep if what `_read` returns, plain data, differs on rank 0."""
+    def compare(self, name: str, read: Callable[[], object]) -> None:
+        """Raise RanksEnd if what `read` returns, plain data, differs from rank 0's.
 
-    def acknowledge(self) -> None:
-        """Let rank 0 know that this rank is in step with it."""
+        If not, rank 0 is sent that this rank has come so far.
+        """
+
+    def begin_steps(self) -> None:
+        """The model is loaded: from now on CLUSTER_WATCHDOG_SECONDS count."""
 
     def agree(self, tokens: mx.array) -> mx.array:
         """The tokens that rank 0 has sampled; they are not computed yet."""
-        return tokens
 
-    def check_fault(self, error: Exception) -> None:
-        """Raise LostStep if other ranks may not have met this exception."""
+    def end_ranks_on(self, error: Exception) -> None:
+        """With several ranks, raise RanksEnd: the others may not have met this."""
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is observed inside is this rank's own, and is not told."""
+        """What is read inside is this rank's own, and is not sent."""
         yield
 
 
-ALONE: Final = Lockstep()
+class SingleRank(Lockstep):
+    """A machine that has the whole model: there is nobody to keep step with."""
+
+    rank = 0
+    n_ranks = 1
+
+    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
+        return read()
+
+    def compare(self, _name: str, _read: Callable[[], object]) -> None:
+        pass
+
+    def begin_steps(self) -> None:
+        pass
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        return tokens
+
+    def end_ranks_on(self, _error: Exception) -> None:
+        pass
 
 
-class Ranks(Lockstep):
-    """Several ranks; rank 0 has a link to each of the others, and they to rank 0."""
+ALONE: Final = SingleRank()
+
+
+class ClusterRank(Lockstep):
+    """One of several ranks. Rank 0 has a link to each other one, and they to rank 0."""
 
     def __init__(
         self, place: RankPlace, links: Sequence[_Link], *, max_silence: float
     ) -> None:
-        """`max_silence`: after so many seconds without a step a rank hangs."""
+        """`max_silence`: seconds without a message after which a rank hangs."""
         self.rank = place.rank
         self.n_ranks = place.n_ranks
+        # On rank 0: where it reaches each of them.
         self.hosts = [place.host, *(link.host for link in links)]
-        # Called with why the ranks have parted, on any thread, once or more.
-        self.on_loss: Callable[[str], None] = lambda _sentence: None
+        self.link_report = ""  # how fast ranks exchange sums, for people
+        # Called with why all ranks end, on any thread, once or more.
+        self.on_end: Callable[[RanksEnd], None] = lambda _end: None
         self._links = links
         self._max_silence = max_silence
-        self._is_stepping = False  # it loads: `_read_all` says that it is there
+        self._is_loading = True  # until begin_steps(); till then `_read_all` sends
         self._is_apart = False
-        self._loss: str | None = None
+        self._end: RanksEnd | None = None
         self._group: Any = None
         for link in links:
             reader = threading.Thread(
@@ -13820,37 +13869,39 @@ class Ranks(Lockstep):
             )
             reader.start()
 
-    # -- what is told ------------------------------------------------------------------
+    # -- what is sent ------------------------------------------------------------------
 
-    def observe[T](self, name: str, read: Callable[[], T]) -> T:
+    def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
         if self._is_apart:
             return read()
         if self.rank == 0:
             value = read()
-            self._tell([name, value])
+            self._broadcast([name, value])
             return value
-        told_name, told_value = self._next_message(self._links[0])
-        if told_name != name:
-            self._part(f"rank 0 is at {told_name!r}, rank {self.rank} at {name!r}")
-        return cast(T, told_value)
+        sent_name, sent_value = self._next_message(self._links[0])
+        if sent_name != name:
+            self._diverge(f"rank 0 is at {sent_name!r}, rank {self.rank} at {name!r}")
+        return cast(T, sent_value)
 
     def compare(self, name: str, read: Callable[[], object]) -> None:
         value = read()
-        if self.observe(name, lambda: value) != value:
-            self._part(f"{name} of rank {self.rank} differs from that of rank 0")
-
-    def acknowledge(self) -> None:
-        self._is_stepping = True
+        if self.from_rank_0(name, lambda: value) != value:
+            self._diverge(f"{name} of rank {self.rank} differs from that of rank 0")
         if self.rank:
-            self._tell(_ALIVE)
+            self._broadcast(_ALIVE)
+
+    def begin_steps(self) -> None:
+        self._is_loading = False
 
     def agree(self, tokens: mx.array) -> mx.array:
-        # Times 0, not zeros: they must not be summed before this rank's layers are.
+        # `tokens * 0` depends on this rank's forward pass, so MLX sums it after the
+        # sums of the layers. `mx.zeros` depends on nothing: this rank could sum it
+        # first, and the ranks would sum different things.
         own_part = tokens if self.rank == 0 else tokens * 0
         return mx.distributed.all_sum(own_part, group=self._group)
 
-    def check_fault(self, error: Exception) -> None:
-        raise LostStep(f"rank {self.rank} has failed: {error!r}") from error
+    def end_ranks_on(self, error: Exception) -> None:
+        raise RanksEnd(f"an exception, which ends all ranks: {error!r}") from error
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -13861,80 +13912,85 @@ class Ranks(Lockstep):
         finally:
             self._is_apart = was_apart
 
-    def _part(self, sentence: str) -> NoReturn:
-        raise LostStep(f"the ranks are not in step: {sentence}")
+    def _diverge(self, sentence: str) -> NoReturn:
+        raise RanksEnd(f"the ranks are not in step: {sentence}")
 
-    def _tell(self, message: list[object]) -> None:
-        if self._loss is not None:
-            raise LostStep(self._loss)
+    def _broadcast(self, message: list[object]) -> None:
+        if self._end is not None:
+            raise self._end
         for link in self._links:
             link.send(message)
 
     def _next_message(self, link: _Link) -> Any:
         message = link.messages.get()
-        if isinstance(message, LostStep):
+        if isinstance(message, RanksEnd):
+            link.messages.put(message)  # for whoever asks again
             raise message
         return message
 
     # -- the end -----------------------------------------------------------------------
 
-    def leave(self, sentence: str) -> None:
-        """Tell the others that this rank ends, and why; "": nothing has failed."""
+    def leave(self, failure: str | None) -> None:
+        """Send the others that this rank ends, and why; None: it was stopped."""
         for link in self._links:
-            with suppress(LostStep):
-                link.send(["gone", sentence])
+            with suppress(RanksEnd):
+                link.send(["gone", failure])
 
     def _read_all(self, link: _Link) -> None:
-        """Read what a rank says until it has gone, or says nothing for too long."""
+        """Read what a rank sends until it has gone, or is silent for too long."""
         try:
             while True:
                 self._read_one(link)
-        except LostStep as loss:
-            if self._loss is None:
-                self._loss = str(loss)
-            link.messages.put(loss)
-            self.on_loss(self._loss)
+        except RanksEnd as end:
+            if self._end is None:
+                self._end = end
+            link.messages.put(end)
+            self.on_end(self._end)
 
     def _read_one(self, link: _Link) -> None:
-        if not self._is_stepping and time.monotonic() - link.sent_at > _LOOK_SECONDS:
-            link.send(_ALIVE)  # of too few bytes to mingle with a message of `_tell`
+        if self._is_loading and time.monotonic() - link.sent_at > _LOOK_SECONDS:
+            link.send(_ALIVE)
         message = link.read(_LOOK_SECONDS)
         if message is None:
             self._check_silence(link)
             return
         if not isinstance(message, list) or len(message) != 2:
-            raise LostStep(f"{link.peer} sends no message of ours")
-        link.heard_at = time.monotonic()
+            raise RanksEnd(f"{link.peer} sends no message of ours")
+        link.received_at = time.monotonic()
         name, value = message
         if name == "gone":
-            sentence = str(value)
-            if not sentence and self.rank == 0:
-                sentence = f"{link.peer} was stopped"
-            raise LostStep(sentence)
+            raise self._explain_leave(link, value)
         if message != _ALIVE:
             link.messages.put(message)
 
+    def _explain_leave(self, link: _Link, failure: object) -> RanksEnd:
+        if failure is not None:
+            return RanksEnd(f"{link.peer} has ended: {failure}")
+        # From rank 0 it is an ordinary stop; no other rank may stop by itself.
+        return RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
+
     def _check_silence(self, link: _Link) -> None:
-        limit = f"CLUSTER_WATCHDOG_SECONDS ({self._max_silence:g})"
-        limit_seconds = self._max_silence
-        if not self._is_stepping:
-            limit = f"{_LOADING_SILENCE:g} s"
-            limit_seconds = _LOADING_SILENCE
-        if time.monotonic() - link.heard_at > limit_seconds:
-            raise LostStep(f"{link.peer} says nothing for longer than {limit}")
+        if self._is_loading:
+            max_seconds = _LOADING_SILENCE
+            limit = f"{max_seconds:g} s"
+        else:
+            max_seconds = self._max_silence
+            limit = f"CLUSTER_WATCHDOG_SECONDS ({max_seconds:g})"
+        if time.monotonic() - link.received_at > max_seconds:
+            raise RanksEnd(f"{link.peer} has sent nothing for longer than {limit}")
 
     # -- MLX ---------------------------------------------------------------------------
 
     def connect(self) -> Any:
-        """MLX's group of all ranks, for the parts of a model. Raises LostStep."""
+        """MLX's group of all ranks, for the parts of a model. Raises RanksEnd."""
         self._wait_for_all()
         try:
             with _ending_after(_CONNECT_SECONDS):
                 self._group = mx.distributed.init(strict=True)
         except RuntimeError as error:
-            raise LostStep(f"MLX cannot connect the ranks: {error}") from error
+            raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
         if self._group.size() != self.n_ranks:
-            raise LostStep("MLX has connected another number of ranks")
+            raise RanksEnd("MLX has connected another number of ranks")
         self.link_report = self._measure_link()
         logger.info("%d ranks are connected: %s", self.n_ranks, self.link_report)
         return self._group
@@ -13942,32 +13998,38 @@ class Ranks(Lockstep):
     def _wait_for_all(self) -> None:
         """Return when all ranks have come so far."""
         if self.rank:
-            self._tell(["ready", None])
+            self._broadcast(["ready", None])
         else:
             for link in self._links:
                 self._next_message(link)
-        self.observe("all are ready", lambda: True)
+        self.from_rank_0("all are ready", lambda: True)
 
     def _measure_link(self) -> str:
         """How long a sum over all ranks takes: of one number, and of many bytes."""
-        seconds: list[float] = []
-        for n_numbers in (1, 1, 1, _LINK_BYTES // 4):
-            numbers = mx.zeros(n_numbers)
-            mx.eval(numbers)
-            began = time.monotonic()
-            mx.eval(mx.distributed.all_sum(numbers, group=self._group))
-            seconds.append(time.monotonic() - began)
-        speed = _LINK_BYTES / max(seconds[-1], 1e-6) / 1e6
-        return f"a sum takes {1e3 * min(seconds[:3]):.2f} ms, {speed:,.0f} MB a second"
+        seconds = min(self._time_sum(n_numbers=1) for _ in range(3))
+        many_seconds = self._time_sum(n_numbers=_LINK_BYTES // 4)
+        speed = _LINK_BYTES / max(many_seconds, 1e-6) / 1e6
+        return f"a sum takes {1e3 * seconds:.2f} ms, {speed:,.0f} MB a second"
+
+    def _time_sum(self, *, n_numbers: int) -> float:
+        numbers = mx.zeros(n_numbers)
+        mx.eval(numbers)
+        began = time.monotonic()
+        mx.eval(mx.distributed.all_sum(numbers, group=self._group))
+        return time.monotonic() - began
 
 
 @contextmanager
 def _ending_after(seconds: float) -> Iterator[None]:
-    """End the process if what is inside takes longer; no other thread may run then.
+    """End the process if what is inside takes longer.
 
-    MLX waits for its connections with the GIL held, without end.
+    MLX waits for its connections without end and holds the GIL meanwhile, so no other
+    thread of this process runs, and what is to be read must be written before.
     """
-    logger.info("MLX connects the ranks; the program ends if that takes %g s", seconds)
+    sentence = f"MLX connects the ranks; this one ends if that takes {seconds:g} s"
+    sys.stderr.write(f"start-llm: {sentence}\n")
+    if isinstance(sys.stderr, ConsoleStream):
+        sys.stderr.drain(seconds=_LINE_SECONDS)
     with open(os.devnull, "w", encoding="ascii") as nowhere:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
         try:
@@ -13989,28 +14051,32 @@ def _ending_after(seconds: float) -> Iterator[None]:
 class _Link:
     """A connection to another rank: messages, which are lines of JSON."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, *, host: str = "") -> None:
+        """`peer`: for people, as "rank 1". `host`: its address, on rank 0."""
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer = peer  # as in "rank 1"
-        self.host = peer  # its address, on rank 0
-        self.messages = queue.SimpleQueue[Any]()  # a LostStep is the last one
-        self.heard_at = self.sent_at = time.monotonic()
+        self.peer = peer
+        self.host = host
+        self.messages = queue.SimpleQueue[Any]()  # a RanksEnd is the last one
+        self.received_at = self.sent_at = time.monotonic()
         self._connection = connection
+        self._sending = threading.Lock()  # of one message at a time
         self._unread = bytearray()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     def send(self, message: object) -> None:
-        """Send a message. Raises LostStep."""
+        """Send a message. Raises RanksEnd."""
         self.sent_at = time.monotonic()
+        line = json.dumps(message).encode() + b"\n"
         try:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            with self._sending:
+                self._connection.sendall(line)
         except OSError as error:
-            raise LostStep(f"{self.peer} cannot be reached any more") from error
+            raise RanksEnd(f"{self.peer} cannot be reached any more") from error
 
     def read(self, seconds: float, *, max_bytes: float = math.inf) -> Any:
-        """The next message; None: none came for so long. Raises LostStep."""
+        """The next message; None: none came for so long. Raises RanksEnd."""
         deadline = time.monotonic() + seconds
         while True:
             line, newline, rest = self._unread.partition(b"\n")
@@ -14018,7 +14084,7 @@ class _Link:
                 self._unread = rest
                 return self._parse(line)
             if len(self._unread) > max_bytes:
-                raise LostStep(f"{self.peer} sends no message of ours")
+                raise RanksEnd(f"{self.peer} sends no message of ours")
             left_seconds = max(0.0, deadline - time.monotonic())
             if not left_seconds or not self._poll.poll(1000 * left_seconds):
                 return None
@@ -14029,25 +14095,31 @@ class _Link:
         with suppress(OSError):
             data = self._connection.recv(1 << 20)
         if not data:
-            raise LostStep(f"{self.peer} has ended, or its connection is lost")
+            raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
         self._unread += data
 
     def _parse(self, line: bytes | bytearray) -> Any:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise LostStep(f"{self.peer} sends no message of ours") from error
+            raise RanksEnd(f"{self.peer} sends no message of ours") from error
 
     def read_hello(self) -> dict[str, Any]:
-        """A message of who joins. Raises LostStep."""
+        """A message of who joins. Raises RanksEnd."""
         message = self.read(_HELLO_SECONDS, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(message, dict):
-            raise LostStep(f"{self.peer} does not answer as start-llm does")
+            raise RanksEnd(f"{self.peer} does not answer as start-llm does")
         return message
 
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
+
+
+class _JoinedRank(NamedTuple):
+    rank: int
+    link: _Link
+    memory_bytes: int
 
 
 def join_ranks(
@@ -14056,43 +14128,51 @@ def join_ranks(
     *,
     memory_bytes: int,
     stop: threading.Event,
-) -> tuple[Config, Ranks]:
+) -> tuple[Config, ClusterRank]:
     """Wait for all ranks; returns the settings of all, and what keeps them in step.
 
     `memory_bytes`: what this rank has. All use as much as the one that has least.
-    Raises ConfigError: a rank does not come, or differs, or `stop` was set.
+    Raises ConfigError: a rank differs. Raises RanksEnd: one does not come, or `stop`
+    was set.
     """
     if not config.cluster_secret and not is_loopback(place.host):
         raise ConfigError(
             "CLUSTER_SECRET must be set, to the same text on each machine: rank 0"
             f" listens on {place.host}, which others may reach"
         )
-    facts = {"n_ranks": place.n_ranks, **_program_facts()}
-    try:
-        if place.rank == 0:
-            joining = _Gathering(config, place, facts=facts, stop=stop)
-            links = joining.gather()
-            least_bytes = min([memory_bytes, *joining.memory_bytes])
-            settings = {**_shared_settings(config), "memory_limit_bytes": least_bytes}
-            for link in links:
-                link.send({"settings": settings})
-        else:
-            facts["memory_bytes"] = memory_bytes
-            link, settings = _join_rank_0(config, place, facts=facts, stop=stop)
-            links = [link]
-    except LostStep as loss:
-        raise ConfigError(f"the ranks do not come together: {loss}") from loss
+    facts = {"the number of ranks": place.n_ranks, **_program_facts()}
+    if place.rank == 0:
+        _warn_of_forced(config)
+        joined = _gather_ranks(config, place, facts=facts, stop=stop)
+        least_bytes = min([memory_bytes, *(other.memory_bytes for other in joined)])
+        settings = {**_shared_settings(config), "memory_limit_bytes": least_bytes}
+        links = [other.link for other in joined]
+        for link in links:
+            link.send({"settings": settings})
+    else:
+        facts["memory_bytes"] = memory_bytes
+        link, settings = _join_rank_0(config, place, facts=facts, stop=stop)
+        links = [link]
 
-    config = config.model_copy(update={**settings, **_CLUSTER_SETTINGS})
-    config = Config.model_validate(config.model_dump())
-    return config, Ranks(place, links, max_silence=config.cluster_watchdog_seconds)
+    config = config.model_copy(update={**settings, **_FORCED_SETTINGS})
+    config = Config.model_validate(config.model_dump())  # model_copy validates nothing
+    silence = config.cluster_watchdog_seconds
+    return config, ClusterRank(place, links, max_silence=silence)
+
+
+def _warn_of_forced(config: Config) -> None:
+    """Log which settings that somebody has made do not hold for several ranks."""
+    for name in sorted(config.model_fields_set & _FORCED_SETTINGS.keys()):
+        forced = _FORCED_SETTINGS[name]
+        if getattr(config, name) != forced:
+            logger.warning("with several ranks %s is %r", name.upper(), forced)
 
 
 def _shared_settings(config: Config) -> dict[str, Any]:
     names = {
         name
         for name, setting in Config.model_fields.items()
-        if setting.repr and name not in _OWN_SETTINGS
+        if setting.repr and name not in _OWN_SETTINGS  # repr=False marks a secret
     }
     return config.model_dump(mode="json", include=names)
 
@@ -14113,7 +14193,7 @@ def _prove(secret: str, sender: str, *nonces: str) -> str:
 
 
 def _is_proof(value: object, proof: str) -> bool:
-    """Whether a value from elsewhere is this proof; how long it takes tells nothing."""
+    """Whether a value from elsewhere is this proof; compared in constant time."""
     return hmac.compare_digest(str(value).encode(errors="replace"), proof.encode())
 
 
@@ -14121,94 +14201,101 @@ def _new_nonce() -> str:
     return os.urandom(16).hex()
 
 
-class _Gathering:
-    """Rank 0 while it waits for the others."""
-
-    def __init__(
-        self,
-        config: Config,
-        place: RankPlace,
-        *,
-        facts: dict[str, Any],
-        stop: threading.Event,
-    ) -> None:
-        self.memory_bytes: list[int] = []  # of each rank that has joined
-        self._config = config
-        self._place = place
-        self._facts = facts
-        self._stop = stop
-        self._links: dict[int, _Link] = {}  # by rank
-
-    def gather(self) -> list[_Link]:
-        """The links to all other ranks. Raises ConfigError, LostStep."""
-        address = (self._place.host, self._config.cluster_port)
-        deadline = time.monotonic() + _JOIN_SECONDS
-        try:
-            listener = socket.create_server(address)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(
-                f"rank 0 cannot listen on {address[0]}:{address[1]} (CLUSTER_PORT):"
-                f" {reason}"
-            ) from error
-        with listener:
-            listener.settimeout(_LOOK_SECONDS)
-            while len(self._links) < self._place.n_ranks - 1:
-                _check_start(self._stop, deadline, f"{len(self._links) + 1} of them")
-                with suppress(TimeoutError):
-                    connection, (host, *_) = listener.accept()
-                    self._admit(_Link(connection, str(host)))
-        return [self._links[rank] for rank in sorted(self._links)]
-
-    def _admit(self, link: _Link) -> None:
-        """Let a rank join; somebody else's connection is closed. Raises LostStep."""
-        nonce = _new_nonce()
-        try:
-            link.send({"nonce": nonce})
-            hello = link.read_hello()
-            rank = int(hello["rank"])
-            nonces = (nonce, str(hello["nonce"]))
-            proof = _prove(self._config.cluster_secret, f"rank {rank}", *nonces)
-            is_proven = _is_proof(hello["proof"], proof)
-            facts = dict(hello["facts"])
-            memory_bytes = int(facts.pop("memory_bytes"))
-        except (LostStep, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            logger.warning("%s has asked to join, and is no rank: %s", link.peer, error)
-            link.close()
-            return
-
-        if not is_proven:
-            logger.warning("%s has asked to join with another secret", link.peer)
-            with suppress(LostStep):
-                link.send({"refusal": "CLUSTER_SECRET is another one on rank 0"})
-            link.close()
-            return
-        link.peer = f"rank {rank}"
-        refusal = self._find_refusal(rank, facts)
-        if refusal:
-            link.send({"refusal": refusal})
-            raise LostStep(refusal)
-        own_proof = _prove(self._config.cluster_secret, "rank 0", *nonces)
-        link.send({"proof": own_proof})
-        self._links[rank] = link
-        self.memory_bytes.append(memory_bytes)
-
-    def _find_refusal(self, rank: int, facts: dict[str, Any]) -> str:
-        """Why a rank cannot join; "" if it can."""
-        if rank in self._links or not 0 < rank < self._place.n_ranks:
-            return f"there are two processes with rank {rank}"
-        for name, value in self._facts.items():
-            if facts.get(name) != value:
-                other = facts.get(name)
-                return f"{name} is {value} on rank 0, and {other} on rank {rank}"
-        return ""
+def _gather_ranks(
+    config: Config,
+    place: RankPlace,
+    *,
+    facts: dict[str, Any],
+    stop: threading.Event,
+) -> list[_JoinedRank]:
+    """All other ranks, once they have joined rank 0. Raises ConfigError, RanksEnd."""
+    address = (place.host, config.cluster_port)
+    deadline = time.monotonic() + _JOIN_SECONDS
+    try:
+        listener = socket.create_server(address)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"rank 0 cannot listen on {address[0]}:{address[1]} (CLUSTER_PORT):"
+            f" {reason}"
+        ) from error
+    missing = set(range(1, place.n_ranks))
+    joined: list[_JoinedRank] = []
+    with listener:
+        listener.settimeout(_LOOK_SECONDS)
+        while missing:
+            _check_start(stop, deadline, f"rank {min(missing)} did not come")
+            new_rank = _admit(listener, config, facts=facts, missing=missing)
+            if new_rank is not None:
+                joined.append(new_rank)
+                missing.remove(new_rank.rank)
+    return sorted(joined)  # by rank
 
 
-def _check_start(stop: threading.Event, deadline: float, present: str) -> None:
+def _admit(
+    listener: socket.socket,
+    config: Config,
+    *,
+    facts: dict[str, Any],
+    missing: set[int],
+) -> _JoinedRank | None:
+    """The rank that connects next; None: nobody for a while, or somebody else.
+
+    Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone.
+    """
+    try:
+        connection, (host, *_) = listener.accept()
+    except TimeoutError:
+        return None
+    link = _Link(connection, str(host), host=str(host))
+    nonce = _new_nonce()
+    try:
+        link.send({"nonce": nonce})
+        hello = link.read_hello()
+        rank = int(hello["rank"])
+        nonces = (nonce, str(hello["nonce"]))
+        proof = _prove(config.cluster_secret, f"rank {rank}", *nonces)
+        is_proven = _is_proof(hello["proof"], proof)
+        its_facts = dict(hello["facts"])
+        memory_bytes = int(its_facts.pop("memory_bytes"))
+    except (RanksEnd, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        logger.warning("%s has asked to join, and is no rank: %s", link.host, error)
+        link.close()
+        return None
+
+    if not is_proven:
+        logger.warning("%s has asked to join with another secret", link.host)
+        with suppress(RanksEnd):
+            link.send({"refusal": "CLUSTER_SECRET is another one on rank 0"})
+        link.close()
+        return None
+    link.peer = f"rank {rank}"
+    refusal = _find_other_fact(rank, facts, its_facts)
+    if not refusal and rank not in missing:
+        refusal = f"MLX_RANK={rank} is that of another process, too"
+    if refusal:
+        link.send({"refusal": refusal})
+        raise ConfigError(refusal)
+    link.send({"proof": _prove(config.cluster_secret, "rank 0", *nonces)})
+    return _JoinedRank(rank, link, memory_bytes)
+
+
+def _find_other_fact(
+    rank: int, facts: dict[str, Any], its_facts: dict[str, Any]
+) -> str:
+    """Which fact of a rank is another one on rank 0; "": none."""
+    for name, value in facts.items():
+        other = its_facts.get(name)
+        if other != value:
+            return f"{name} is {value} on rank 0, and {other} on rank {rank}"
+    return ""
+
+
+def _check_start(stop: threading.Event, deadline: float, lack: str) -> None:
     if stop.is_set():
-        raise LostStep("the start was stopped")
+        raise RanksEnd("the start was stopped", is_failure=False)
     if time.monotonic() > deadline:
-        raise LostStep(f"after {_JOIN_SECONDS:g} s only {present} had started")
+        raise RanksEnd(f"{lack} within {_JOIN_SECONDS:g} s")
 
 
 def _join_rank_0(
@@ -14218,31 +14305,36 @@ def _join_rank_0(
     facts: dict[str, Any],
     stop: threading.Event,
 ) -> tuple[_Link, dict[str, Any]]:
-    """Join rank 0; returns the link to it, and its settings. Raises LostStep."""
+    """Join rank 0: the link to it, and its settings. Raises ConfigError, RanksEnd."""
     deadline = time.monotonic() + _JOIN_SECONDS
-    link = None
-    while link is None:
-        _check_start(stop, deadline, "others")
-        with suppress(OSError):
-            address = (place.host, config.cluster_port)
-            connection = socket.create_connection(address, timeout=_HELLO_SECONDS)
-            link = _Link(connection, "rank 0")
-        stop.wait(0.0 if link else _LOOK_SECONDS)
-
+    link = _connect_to_rank_0(config, place, deadline=deadline, stop=stop)
     nonces = (str(link.read_hello().get("nonce")), _new_nonce())
     hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
     hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
     link.send(hello)
     answer = link.read_hello()
     if "refusal" in answer:
-        raise LostStep(str(answer["refusal"]))
+        raise ConfigError(str(answer["refusal"]))
     proof = _prove(config.cluster_secret, "rank 0", *nonces)
     if not _is_proof(answer.get("proof"), proof):
-        raise LostStep("rank 0 has another CLUSTER_SECRET")
+        raise ConfigError("rank 0 has another CLUSTER_SECRET")
 
     while (message := link.read(_LOOK_SECONDS)) is None:
-        _check_start(stop, deadline, "some of the ranks")
+        _check_start(stop, deadline, "not all of the ranks came")
     return link, dict(message["settings"])
+
+
+def _connect_to_rank_0(
+    config: Config, place: RankPlace, *, deadline: float, stop: threading.Event
+) -> _Link:
+    address = (place.host, config.cluster_port)
+    where = f"{address[0]}:{address[1]} (CLUSTER_PORT)"
+    while True:
+        _check_start(stop, deadline, f"rank 0 did not answer at {where}")
+        with suppress(OSError):
+            connection = socket.create_connection(address, timeout=_HELLO_SECONDS)
+            return _Link(connection, "rank 0")
+        stop.wait(_LOOK_SECONDS)
 
 
 # region MODEL LOADING =========================================================
@@ -14503,11 +14595,11 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
-def load_part(path: Path, config: Config, ranks: Ranks) -> LoadedModel:
-    """load_model() of this rank's part of a text model. Raises LostStep, too."""
+def load_part(path: Path, config: Config, cluster: ClusterRank) -> LoadedModel:
+    """load_model() of this rank's part of a text model. Raises RanksEnd, too."""
     _prepare_device(config)
-    ranks.compare("the model", lambda: _weights_digest(path))
-    return _load_or_explain(path, config, kind="text", ranks=ranks)
+    cluster.compare("the model", lambda: _weights_digest(path))
+    return _load_or_explain(path, config, kind="text", cluster=cluster)
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
@@ -14563,11 +14655,11 @@ def _has_vision_tower(path: Path) -> bool:
 
 
 def _load_or_explain(
-    path: Path, config: Config, *, kind: _Kind, ranks: Ranks | None = None
+    path: Path, config: Config, *, kind: _Kind, cluster: ClusterRank | None = None
 ) -> LoadedModel:
     """Load a model, for text or for images, too. Raises ModelError."""
     try:
-        return _load(path, config, kind=kind, ranks=ranks)
+        return _load(path, config, kind=kind, cluster=cluster)
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
@@ -14578,7 +14670,7 @@ def _load_or_explain(
 
 
 def _load(
-    path: Path, config: Config, *, kind: _Kind, ranks: Ranks | None
+    path: Path, config: Config, *, kind: _Kind, cluster: ClusterRank | None
 ) -> LoadedModel:
     model_config = mlx_lm.utils.load_config(path)
     model, tokenizer = _load_parts(
@@ -14586,14 +14678,14 @@ def _load(
         model_config,
         kind=kind,
         trust=config.trust_remote_code,
-        is_lazy=ranks is not None,
+        is_lazy=cluster is not None,
     )
     # Of a vision model, config.json has the facts about its layers in `text_config`.
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
-    if ranks is not None:
-        _check_heads(facts, ranks.n_ranks)
-        divide_model(model, ranks.connect())
+    if cluster is not None:
+        _check_heads(facts, cluster.n_ranks)
+        divide_model(model, cluster.connect())
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -14631,7 +14723,7 @@ def _load(
         eos_ids=frozenset(tokenizer.eos_token_ids),
         hidden_ids=_find_hidden_ids(tokenizer),
         device=f"{mx.device_info()['device_name']} ({mx.default_device().type.name})",
-        lockstep=ranks or ALONE,
+        lockstep=cluster or ALONE,
     )
 
 
@@ -16768,7 +16860,7 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.lockstep = ALONE
+        self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
@@ -16882,7 +16974,7 @@ class RunningRequest:
         if self.has_failed:
             return
         is_number = partial(_is_finite_at, logprobs, token_id)
-        if not self.lockstep.observe("number", is_number):
+        if not self.lockstep.from_rank_0("number", is_number):
             self.output_ids.append(NO_TOKEN)
             return
         self.output_ids.append(token_id)
@@ -17493,10 +17585,14 @@ class PromptReader:
 
         At least MIN_SLICE_TOKENS, so that each slice brings the prompt forward.
         """
-        affordable = affordable_tokens(
-            self._slice_costs,
-            running.num_computed_tokens,
-            working_bytes=self._budget.shares.working,
+        # A fit by LAPACK, which may round otherwise on another machine.
+        affordable = self._loaded.lockstep.from_rank_0(
+            "affordable tokens",
+            lambda: affordable_tokens(
+                self._slice_costs,
+                running.num_computed_tokens,
+                working_bytes=self._budget.shares.working,
+            ),
         )
         n_tokens = min(running.prefill_speed * seconds, affordable)
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
@@ -17516,7 +17612,7 @@ class PromptReader:
         """
         lockstep = self._loaded.lockstep
         began = lockstep.now()
-        active_bytes = lockstep.observe("memory", mx.get_active_memory)
+        active_bytes = lockstep.from_rank_0("memory", mx.get_active_memory)
         self.note_peak()
         mx.reset_peak_memory()
         starts = [running.num_computed_tokens for running in requests]
@@ -17529,7 +17625,7 @@ class PromptReader:
             for running in requests:
                 running.prefill_speed = speed
             self.measured_speed = speed
-            peak_bytes = lockstep.observe("memory", mx.get_peak_memory)
+            peak_bytes = lockstep.from_rank_0("memory", mx.get_peak_memory)
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
@@ -17619,7 +17715,10 @@ class Scheduler:
         if loaded.vision is not None:
             loaded.vision.max_bytes = shares.features
 
+        # Another generation_config.json would end replies at other steps.
+        eos_ids = sorted(loaded.eos_ids)
         self._lockstep.compare("the KV", lambda: [repr(self.spec), *shares])
+        self._lockstep.compare("the list of end tokens", lambda: eos_ids)
         self.cache = PrefixCache(
             config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=self._now
         )
@@ -17691,7 +17790,7 @@ class Scheduler:
         now = self._now()
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
-            if self._lockstep.observe("stop", handle.read_stop_reason) is not None:
+            if self._lockstep.from_rank_0("stop", handle.read_stop_reason) is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
@@ -17719,7 +17818,7 @@ class Scheduler:
     ) -> EndReason | ServerError | None:
         """Why a request must end now; None: it goes on."""
         handle = running.handle
-        stop_reason = self._lockstep.observe("stop", handle.read_stop_reason)
+        stop_reason = self._lockstep.from_rank_0("stop", handle.read_stop_reason)
         if stop_reason is not None:
             return stop_reason
         if not running.has_begun:
@@ -17767,7 +17866,7 @@ class Scheduler:
         try:
             self._put_back(running, previous)
         except Exception as error:
-            self._lockstep.check_fault(error)
+            self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
             running.lease.drop()
@@ -17827,7 +17926,7 @@ class Scheduler:
             try:
                 can_go_on = self._admit(handle)
             except Exception as error:
-                self._lockstep.check_fault(error)
+                self._lockstep.end_ranks_on(error)
                 logger.exception("a request could not be started")
                 self.waiting.remove(handle)
                 self._free_memory(error)
@@ -18139,7 +18238,7 @@ class Scheduler:
         try:
             yield
         except Exception as error:
-            self._lockstep.check_fault(error)
+            self._lockstep.end_ranks_on(error)
             failed = [running for running in self.running if running in requests]
             logger.exception("a fault costs %d request(s) their KV", len(failed))
             self._free_memory(error)
@@ -18174,7 +18273,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.observe("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18391,7 +18490,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # step, or at once if it rests. The connection waits in handle.next_event().
 #
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
-# which tells the others of each that changes anything.
+# which sends the others a record of each that changes anything.
 #
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
@@ -18403,8 +18502,8 @@ IDLE_SECONDS_WITH_KV: Final = 60.0  # the second of these while KV is cached (L-
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
 CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the model thread lives
 _GONE: Final = "the model cannot be used any more; the server's log says why"
-_RANK_GONE: Final = (
-    "a machine that has a part of the model is gone, or hangs; the server starts again"
+_RANKS_ENDED: Final = (
+    "the machines that share the model had to end; the server's log says why"
 )
 _STOPPING: Final = "the server is stopping"
 
@@ -18454,7 +18553,7 @@ class _SharedTask:
     """One that changes what all ranks have; any other only reads."""
 
     run: _ModelTask
-    write: Callable[[], JsonObject]  # what other ranks read it from, plain data
+    write: Callable[[], JsonObject]  # a record for other ranks, plain data
     handle: RequestHandle | None = None  # of a request that comes
 
     def __call__(self, scheduler: Scheduler) -> object:
@@ -18463,7 +18562,7 @@ class _SharedTask:
 
 
 class _FollowedHandle(RequestHandle):
-    """A request of another rank, where its connection is."""
+    """A request as ranks without its connection have it."""
 
     def put(self, event: EngineEvent) -> None:
         """Drop an event: nobody waits for it here."""
@@ -18474,6 +18573,7 @@ def _write_request(handle: RequestHandle) -> JsonObject:
     request = handle.request
     token_bytes = request.key.tokens.astype("<i4").tobytes()
     return {
+        "task": "submit",
         "tokens": binascii.b2a_base64(token_bytes, newline=False).decode(),
         "salt": request.key.salt.hex(),
         "checkpoint_positions": request.checkpoint_positions,
@@ -18503,30 +18603,25 @@ def _read_request(record: JsonObject, *, block_size: int) -> RequestHandle:
     return _FollowedHandle(request, record["submitted_at"])
 
 
-def _share_tasks(tasks: list[_ModelTask], scheduler: Scheduler) -> list[_ModelTask]:
-    """What this rank is to do: on rank 0 these tasks, elsewhere what rank 0 tells."""
-    lockstep = scheduler.loaded.lockstep
-    lockstep.compare("the scheduler", scheduler.figures)
-    lockstep.acknowledge()
+def _share_tasks(tasks: Sequence[_ModelTask], scheduler: Scheduler) -> list[JsonObject]:
+    """Records of those tasks of rank 0 that change anything."""
 
     def write_all() -> list[JsonObject]:
         return [task.write() for task in tasks if isinstance(task, _SharedTask)]
 
-    records = lockstep.observe("tasks", write_all)
-    if lockstep.rank == 0:
-        return tasks
-    return [
-        _SharedTask(partial(_follow_record, record), record.copy) for record in records
-    ]
+    lockstep = scheduler.loaded.lockstep
+    lockstep.compare("the scheduler", scheduler.figures)
+    return lockstep.from_rank_0("tasks", write_all)
 
 
-def _follow_record(record: JsonObject, scheduler: Scheduler) -> None:
-    """Do what rank 0 does by a task."""
-    if "tokens" in record:
-        block_size = scheduler.config.prompt_cache_block_size
-        scheduler.waiting.append(_read_request(record, block_size=block_size))
-    else:
-        scheduler.drop_kv(record["tenant"], record["session"])
+def _do_record(record: JsonObject, scheduler: Scheduler) -> None:
+    """Do what rank 0 does by the task that it has written."""
+    match record["task"]:
+        case "submit":
+            block_size = scheduler.config.prompt_cache_block_size
+            scheduler.waiting.append(_read_request(record, block_size=block_size))
+        case "drop_kv":
+            scheduler.drop_kv(record["tenant"], record["session"])
 
 
 class Engine:
@@ -18539,21 +18634,21 @@ class Engine:
         *,
         load: Callable[[], LoadedModel],
         use_folder: Callable[[Path], None] | None = None,
-        ranks: Ranks | None = None,
+        cluster: ClusterRank | None = None,
     ) -> None:
         """`load` runs on the model thread, and may raise ModelError.
 
         With `use_folder`, KV is kept on the disk, too. It is called on the model thread
-        with the folder of this model, before requests are let in. `ranks`: that have a
-        part of the model each; None: it is on this machine alone.
+        with the folder of this model, before requests are let in. `cluster`: this rank
+        of those that share the model; None: this machine has all of it.
         """
         self._config = config
         self._metrics = metrics
         self._load = load
         self._use_folder = use_folder
-        self._ranks = ranks
-        if ranks is not None:
-            ranks.on_loss = self.abandon
+        self._cluster = cluster
+        if cluster is not None:
+            cluster.on_end = self.abandon
         self._inbox = queue.SimpleQueue[_ModelTask]()
         self._tasks: list[_ModelTask] = []  # taken from it, perhaps not done yet
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
@@ -18587,18 +18682,24 @@ class Engine:
         """End the thread after the current step; running requests fail."""
         self._has_ended.set()
         self._inbox.put(lambda _scheduler: None)  # wakes the thread if it rests
-        # Loading cannot be stopped, so nobody waits for it.
-        if not self._is_loading and not self.is_abandoned:
+        if self._is_loading:  # which cannot be stopped, so nobody waits for it
+            self._leave_ranks()
+        elif not self.is_abandoned:
             self._thread.join(timeout=10 + self._config.shutdown_grace_seconds)
 
-    def abandon(self, sentence: str) -> None:
+    def _leave_ranks(self) -> None:
+        if self._cluster is not None:
+            self._cluster.leave(self.failure)
+
+    def abandon(self, end: RanksEnd) -> None:
         """End at once, whatever the model thread waits for; all requests fail.
 
-        Other ranks are gone; `sentence` says why, "" that nothing has failed.
+        Other ranks are gone, or go.
         """
         if self._has_ended.is_set():
             return
-        self.failure = self.failure or sentence or None
+        if end.is_failure:
+            self.failure = self.failure or str(end)
         self.is_abandoned = True
         self._has_ended.set()
         if self._scheduler is not None:
@@ -18623,7 +18724,7 @@ class Engine:
     def _explain_end(self) -> NotReady:
         """What a client is told once the model thread has ended, or ends."""
         if self.is_abandoned:
-            return NotReady(_RANK_GONE)
+            return NotReady(_RANKS_ENDED)
         is_stopped = self.is_closing and self.failure is None
         return NotReady(_STOPPING if is_stopped else _GONE)
 
@@ -18652,7 +18753,7 @@ class Engine:
 
     def drop_kv(self, tenant: str, session: str | None) -> int:
         """Scheduler.drop_kv(). Raises what `call` does."""
-        record: JsonObject = {"tenant": tenant, "session": session}
+        record = {"task": "drop_kv", "tenant": tenant, "session": session}
         return self.call(
             lambda scheduler: scheduler.drop_kv(tenant, session), write=lambda: record
         )
@@ -18708,8 +18809,8 @@ class Engine:
                 self._serve(scheduler)
         except ModelError as error:
             self.failure = str(error)
-        except LostStep as loss:
-            self.abandon(str(loss))
+        except RanksEnd as end:
+            self.abandon(end)
         except Exception:
             logger.exception("the model thread died")
             self.failure = "the model thread died; the log says why"
@@ -18718,8 +18819,7 @@ class Engine:
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
                 self._save_all(scheduler)
-            if self._ranks is not None:
-                self._ranks.leave(self.failure or "")
+            self._leave_ranks()
             mx.clear_streams()  # why(L-20): else the process may abort at its end
 
     def _warm_up(self, scheduler: Scheduler) -> None:
@@ -18775,6 +18875,7 @@ class Engine:
     def _serve(self, scheduler: Scheduler) -> None:
         """Step as long as there is something to do; look around now and then."""
         lockstep = scheduler.loaded.lockstep
+        lockstep.begin_steps()
         worked_at = lockstep.now()
         reported_at = worked_at
         can_rest = True  # nothing runs, and no KV is left to be saved
@@ -18795,16 +18896,21 @@ class Engine:
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
-                    self._faults.guard(task, check_fault=lockstep.check_fault)
+                    self._faults.guard(task, on_error=lockstep.end_ranks_on)
                 with lockstep.apart():
                     self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all tasks of the inbox; wait for the first one, if there is none."""
         lockstep = scheduler.loaded.lockstep
-        self._tasks = [] if lockstep.rank else self._take_tasks(wait_seconds)
+        if lockstep.rank:
+            for record in _share_tasks([], scheduler):
+                _do_record(record, scheduler)
+            return
+
+        self._tasks = self._take_tasks(wait_seconds)
         if lockstep.n_ranks > 1:
-            self._tasks = _share_tasks(self._tasks, scheduler)
+            _share_tasks(self._tasks, scheduler)
         for task in self._tasks:
             if isinstance(task, _SharedTask):
                 task(scheduler)
@@ -24436,13 +24542,13 @@ def status_body(state: ServerState) -> StatusBody:
             "bytes": model.nbytes,
             "context_length": model.max_context_tokens,
         }
-        if model.lockstep.n_ranks > 1 and not state.tenant:
+        if isinstance(model.lockstep, ClusterRank) and not state.tenant:
             body["ranks"] = _describe_ranks(model.lockstep)
     return body
 
 
-def _describe_ranks(lockstep: Lockstep) -> RankReport:
-    return {"hosts": list(lockstep.hosts), "link": lockstep.link_report}
+def _describe_ranks(cluster: ClusterRank) -> RankReport:
+    return {"hosts": cluster.hosts, "link": cluster.link_report}
 
 
 def _merge[Row](
@@ -25778,8 +25884,9 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # replies and has the engine cut what is left; LiteLLM ends with its `with` block; main
 # returns 0. A second Ctrl-C ends the process at once.
 #
-# With several ranks (CLUSTER), which mlx.launch starts, rank 0 is this server; another
-# rank has an engine and no addresses (_follow), and ends when rank 0 does.
+# With several ranks (CLUSTER), which scripts/helpers/start_cluster.py starts, rank 0 is
+# this server; another rank has an engine and no addresses (_follow), and ends when rank
+# 0 does.
 #
 # Public   build_state, run_proxy, main, end_process
 # Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
@@ -25804,12 +25911,12 @@ _M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
 
 
 def build_state(
-    config: Config, *, can_be_demo: bool = False, ranks: Ranks | None = None
+    config: Config, *, can_be_demo: bool = False, cluster: ClusterRank | None = None
 ) -> ServerState:
     """Everything that outlives a request; nothing runs yet.
 
-    With `can_be_demo`, the demo is loaded if the model of `config` cannot be. `ranks`:
-    that have a part of the model each.
+    With `can_be_demo`, the demo is loaded if the model of `config` cannot be.
+    `cluster`: this rank of those that share the model.
     """
     limit_bytes = memory_limit(config)
     ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
@@ -25822,8 +25929,8 @@ def build_state(
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
-        if ranks is not None:
-            return load_part(resolve_model(config), config, ranks)
+        if cluster is not None:
+            return load_part(resolve_model(config), config, cluster)
         return load_model(resolve_model(config), config)
 
     def use_folder(folder: Path) -> None:
@@ -25838,7 +25945,7 @@ def build_state(
             metrics,
             load=load,
             use_folder=use_folder if has_disk else None,
-            ranks=ranks,
+            cluster=cluster,
         ),
         metrics=metrics,
         session_log=SessionLog(config),
@@ -25861,22 +25968,25 @@ def main() -> int:
         _raise_descriptor_limit(config)
         is_named = bool(config.model_path)
         place = find_rank(os.environ)
-        ranks = None
+        cluster = None
         if place is not None:
-            config, ranks = _join_ranks(config, place, stop)
+            config, cluster = _join_ranks(config, place, stop)
         elif not is_named:
             name = choose_model(config, stop)
             config = config.model_copy(update={"model_path": name})
         if stop.is_set():
             return _STOPPED
-        if ranks is not None and ranks.rank:
-            return _follow(config, ranks, stop)
-        state = build_state(config, can_be_demo=not is_named, ranks=ranks)
+        if cluster is not None and cluster.rank:
+            return _follow(config, cluster, stop)
+        state = build_state(config, can_be_demo=not is_named, cluster=cluster)
         state.session_log.check()
         signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
     except (ConfigError, OSError) as error:
         return _fail(error, status=_CANNOT_START)
+    except RanksEnd as end:
+        status = _MODEL_DIED if end.is_failure else _STOPPED
+        return _fail(f"the ranks do not come together: {end}", status=status)
     return _serve(state, servers, stop=stop)
 
 
@@ -26045,7 +26155,7 @@ def _serve(
             state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
             _print_line(_write_banner(state))
             _wait_until_stop(state, stop)
-        # Before replies end: mlx.launch stops all ranks when one has failed.
+        # Before replies end: what starts ranks stops all of them when one has failed.
         is_stopped = stop.is_set() and not state.engine.is_abandoned
         if is_stopped and is_loaded:
             _print_line("Stopping ... (a second Ctrl-C does not wait for replies)")
@@ -26260,17 +26370,20 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
 
 def _join_ranks(
     config: Config, place: RankPlace, stop: threading.Event
-) -> tuple[Config, Ranks]:
-    """Wait for all ranks; the settings of all. Raises ConfigError."""
+) -> tuple[Config, ClusterRank]:
+    """Wait for all ranks; the settings of all. Raises ConfigError, RanksEnd."""
     if not config.model_path:
         raise ConfigError("--model, or MODEL_PATH, must name the model that is divided")
     if config.model_kind == "vision":
         raise ConfigError("MODEL_KIND=vision: only text models can be divided yet")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        # What starts ranks over ssh with a terminal ends them so (`ssh -tt`).
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     _print_line(f"rank {place.rank} of {place.n_ranks}: waiting for the others ...")
     return join_ranks(config, place, memory_bytes=memory_limit(config), stop=stop)
 
 
-def _follow(config: Config, ranks: Ranks, stop: threading.Event) -> int:
+def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     """Be another rank than 0 until rank 0 ends. Returns the exit status.
 
     A signal that all ranks get lets rank 0 end its replies before this rank goes.
@@ -26278,8 +26391,8 @@ def _follow(config: Config, ranks: Ranks, stop: threading.Event) -> int:
     engine = Engine(
         config,
         CacheMetrics(),
-        load=lambda: load_part(resolve_model(config), config, ranks),
-        ranks=ranks,
+        load=lambda: load_part(resolve_model(config), config, cluster),
+        cluster=cluster,
     )
     engine.start()
     patience = config.shutdown_grace_seconds + _CUT_SECONDS
@@ -26289,11 +26402,11 @@ def _follow(config: Config, ranks: Ranks, stop: threading.Event) -> int:
     while engine.state != "dead" and time.monotonic() < deadline:
         time.sleep(_FOLLOW_SECONDS)
 
-    ranks.leave(engine.failure or "")
+    cluster.leave(engine.failure)
     if engine.failure is None:
-        _print_line(f"rank {ranks.rank}: stopped.")
+        _print_line(f"rank {cluster.rank}: stopped.")
         return _STOPPED
-    return _fail(f"rank {ranks.rank}: {engine.failure}", status=_MODEL_DIED)
+    return _fail(f"rank {cluster.rank}: {engine.failure}", status=_MODEL_DIED)
 
 
 # -- stop ------------------------------------------------------------------------------

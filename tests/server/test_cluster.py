@@ -110,7 +110,7 @@ def test_ranks_keep_and_compute_the_same_at_each_step(kind, tmp_path, table):
 
 
 @pytest.mark.parametrize("fault", ("clock", "exception", "eviction"))
-def test_ranks_that_part_end(fault, tmp_path):
+def test_ranks_that_differ_end(fault, tmp_path):
     """A fault that one rank alone has: every request gets an error, and both ranks end."""
     model = tiny_model(DENSE, tmp_path)
     first, second = play(
@@ -120,7 +120,7 @@ def test_ranks_that_part_end(fault, tmp_path):
         PLANTED_FAULT=fault,
         PROMPT_CACHE_MAX_ENTRIES_GLOBAL="2",
     )
-    assert "part of the model is gone" in first["error"]
+    assert "machines that share the model" in first["error"]
     assert first["failure"] and second["failure"]
     if fault != "exception":
         assert "not in step" in second["failure"]
@@ -250,6 +250,17 @@ def test_ranks_with_other_weights_do_not_serve(start, tmp_path):
     assert "the model of rank 1 differs from that of rank 0" in ranks.ranks[0].said
 
 
+def test_ranks_with_other_end_tokens_do_not_serve(start, tmp_path):
+    """They are in a file that need not be the same where the weights are."""
+    models = [tiny_model(DENSE, tmp_path / name) for name in ("a", "b")]
+    other = {"eos_token_id": 7}
+    (models[1] / "generation_config.json").write_text(json.dumps(other))
+    ranks = start(MODEL_PATH=[str(model) for model in models], model="unused")
+    assert ranks.wait_for_end() == [1, 1], ranks.said
+    expected = "the list of end tokens of rank 1 differs from that of rank 0"
+    assert expected in ranks.ranks[0].said
+
+
 def test_a_model_that_ranks_cannot_divide_is_refused():
     facts = {"num_attention_heads": 4, "num_key_value_heads": 2}
     s._check_heads(facts, 4)
@@ -319,7 +330,7 @@ def test_all_are_answered_when_a_rank_is_gone(number, start, table):
             agent.join(MAX_WAIT_SECONDS)
             assert not agent.is_alive()
             if isinstance(agent.end, urllib.error.HTTPError):
-                assert "a machine that has a part" in agent.end.read().decode()
+                assert "machines that share the model" in agent.end.read().decode()
             slowest = max(slowest, agent.answered_at - began)
         assert "Traceback" not in survivor.said
         assert "start-llm: " in survivor.said
@@ -425,7 +436,7 @@ def test_a_machine_with_another_version_is_named(tmp_path, monkeypatch):
         start_cluster.check_host("10.0.0.7")
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -441,7 +452,7 @@ def connection():
 
 def make_rank(rank, end):
     link = s._Link(end, f"rank {1 - rank}")
-    return s.Ranks(s.RankPlace(rank, 2, "127.0.0.1"), [link], max_silence=0.3)
+    return s.ClusterRank(s.RankPlace(rank, 2, "127.0.0.1"), [link], max_silence=0.3)
 
 
 @pytest.fixture
@@ -454,74 +465,135 @@ def test_what_rank_0_reads_is_what_the_others_get(two_ranks):
     first, second = two_ranks
     values = [17.25, 0, None, "stop", [1, "a"], 1e308, True]
     for value in values:
-        assert first.observe("x", lambda value=value: value) == value
-        assert second.observe("x", lambda: "its own") == value
+        assert first.from_rank_0("x", lambda value=value: value) == value
+        assert second.from_rank_0("x", lambda: "its own") == value
     first.compare("x", lambda: [1, "a"])
     second.compare("x", lambda: [1, "a"])
 
 
-def test_what_ranks_do_apart_is_told_to_nobody(two_ranks):
+def test_what_ranks_do_apart_is_not_sent(two_ranks):
     first, second = two_ranks
     with first.apart():
-        assert first.observe("x", lambda: 1) == 1
+        assert first.from_rank_0("x", lambda: 1) == 1
     with second.apart():
-        assert second.observe("x", lambda: 2) == 2
-    first.observe("x", lambda: 3)
-    assert second.observe("x", lambda: 4) == 3
+        assert second.from_rank_0("x", lambda: 2) == 2
+    first.from_rank_0("x", lambda: 3)
+    assert second.from_rank_0("x", lambda: 4) == 3
 
 
-def test_ranks_that_read_different_things_part(two_ranks):
+def test_ranks_that_read_different_things_end(two_ranks):
     first, second = two_ranks
-    first.observe("now", time.monotonic)
-    with pytest.raises(s.LostStep, match="rank 0 is at 'now', rank 1 at 'stop'"):
-        second.observe("stop", lambda: None)
+    first.from_rank_0("now", time.monotonic)
+    with pytest.raises(s.RanksEnd, match="rank 0 is at 'now', rank 1 at 'stop'"):
+        second.from_rank_0("stop", lambda: None)
     first.compare("the cache", lambda: [1])
-    with pytest.raises(s.LostStep, match="the cache of rank 1 differs"):
+    with pytest.raises(s.RanksEnd, match="the cache of rank 1 differs"):
         second.compare("the cache", lambda: [2])
 
 
-def test_no_handler_of_errors_keeps_parted_ranks_going(two_ranks):
-    with pytest.raises(s.LostStep, match="planted"):
+def test_no_handler_of_errors_keeps_ranks_going_that_differ(two_ranks):
+    with pytest.raises(s.RanksEnd, match="planted"):
         try:
-            two_ranks[1].check_fault(ValueError("planted"))
+            two_ranks[1].end_ranks_on(ValueError("planted"))
         except Exception:  # noqa: BLE001 - what the scheduler does with errors
             pytest.fail("it was handled")
 
 
 def test_a_rank_that_leaves_says_why(two_ranks):
     first, second = two_ranks
-    losses = []
-    first.on_loss = losses.append
+    ends = []
+    first.on_end = ends.append
     second.leave("it has no memory")
-    wait_until(lambda: losses)
-    assert losses == ["it has no memory"]
-    with pytest.raises(s.LostStep, match="it has no memory"):
-        first.observe("now", time.monotonic)
+    wait_until(lambda: ends)
+    assert [str(end) for end in ends] == ["rank 1 has ended: it has no memory"]
+    for _ in range(2):
+        with pytest.raises(s.RanksEnd, match="it has no memory"):
+            first.from_rank_0("now", time.monotonic)
+
+
+def test_rank_0_may_stop_and_no_other(two_ranks):
+    ends = {}
+    for cluster in two_ranks:
+        cluster.on_end = partial(ends.setdefault, cluster.rank)
+    for cluster in two_ranks:
+        cluster.leave(None)
+    wait_until(lambda: len(ends) == 2)
+    assert ends[0].is_failure and str(ends[0]) == "rank 1 was stopped"
+    assert not ends[1].is_failure
+
+
+def test_rank_0_may_stop_while_it_loads(two_ranks):
+    """Loading cannot be stopped, so the process ends, and its connections."""
+    can_end = threading.Event()
+
+    def load():
+        can_end.wait()
+        raise s.ModelError("it was stopped")
+
+    engine = s.Engine(s.Config(), s.CacheMetrics(), load=load, cluster=two_ranks[0])
+    ends = []
+    two_ranks[1].on_end = ends.append
+    engine.start()
+    engine.stop()
+    wait_until(lambda: ends)
+    can_end.set()
+    assert str(ends[0]) == "rank 0 was stopped" and not ends[0].is_failure
+
+
+def test_what_ends_a_rank_that_mlx_does_not_connect_is_written_before(
+    tmp_path, monkeypatch
+):
+    """Nothing can be written while MLX waits: it holds the GIL."""
+    console = tmp_path / "console"
+    with console.open("w") as file:
+        monkeypatch.setattr(sys, "stderr", s.ConsoleStream(file))
+        with s._ending_after(30):
+            assert "this one ends if that takes 30 s" in console.read_text()
+
+
+def test_a_rank_that_asks_again_after_the_end_does_not_wait(two_ranks):
+    two_ranks[0].leave("it has no memory")
+    for _ in range(2):
+        with pytest.raises(s.RanksEnd, match="rank 0 has ended: it has no memory"):
+            two_ranks[1].from_rank_0("now", time.monotonic)
+
+
+def test_messages_of_two_threads_do_not_mingle(connection):
+    """One of them longer than what the socket takes at once."""
+    connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sending, reading = (s._Link(end, "a rank") for end in connection)
+    long_message = ["x", "y" * 3_000_000]
+    threads = []
+    for message in (long_message, s._ALIVE):
+        threads.append(threading.Thread(target=sending.send, args=(message,)))
+        threads[-1].start()
+        time.sleep(0.1)
+    assert [reading.read(10), reading.read(10)] == [long_message, s._ALIVE]
 
 
 def test_a_rank_that_steps_no_more_is_noticed(two_ranks):
-    losses = {}
-    for ranks in two_ranks:
-        ranks.on_loss = partial(losses.setdefault, ranks.rank)
+    ends = {}
+    for cluster in two_ranks:
+        cluster.on_end = partial(ends.setdefault, cluster.rank)
     began = time.monotonic()
-    for ranks in two_ranks:  # while it loads, it lets the other know
-        wait_until(lambda link=ranks._links[0]: link.heard_at > began)
-    assert not losses
+    for cluster in two_ranks:  # while it loads, it lets the other know
+        wait_until(lambda link=cluster._links[0]: link.received_at > began)
+    assert not ends
 
-    for ranks in two_ranks:
-        ranks.acknowledge()
-    wait_until(lambda: len(losses) == 2)
+    for cluster in two_ranks:
+        cluster.begin_steps()
+    wait_until(lambda: len(ends) == 2)
     for rank in (0, 1):
-        expected = f"rank {1 - rank} says nothing for longer than CLUSTER_WATCHDOG"
-        assert expected in losses[rank]
-    with pytest.raises(s.LostStep):
-        two_ranks[1].observe("now", time.monotonic)
+        expected = f"rank {1 - rank} has sent nothing for longer than CLUSTER_WATCHDOG"
+        assert expected in str(ends[rank])
+    with pytest.raises(s.RanksEnd):
+        two_ranks[1].from_rank_0("now", time.monotonic)
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     (
-        (None, "rank 1 says nothing for longer than 0.3 s"),
+        (None, "rank 1 has sent nothing for longer than 0.3 s"),
         (b"", "rank 1 has ended, or its connection is lost"),
         (b"[1, 2, 3]\n", "rank 1 sends no message of ours"),
         (b'"ack"\n', "rank 1 sends no message of ours"),
@@ -534,14 +606,14 @@ def test_a_rank_that_hangs_or_ends_while_it_loads_is_noticed(
 ):
     monkeypatch.setattr(s, "_LOADING_SILENCE", 0.3)
     first = make_rank(0, connection[0])
-    losses = []
-    first.on_loss = losses.append
+    ends = []
+    first.on_end = ends.append
     if message:
         connection[1].sendall(message)
     elif message == b"":
         connection[1].shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: losses)
-    assert losses == [expected]
+    wait_until(lambda: ends)
+    assert [str(end) for end in ends] == [expected]
 
 
 def test_bytes_that_are_no_message_do_not_hold_who_reads(connection):
@@ -625,10 +697,10 @@ def test_a_process_knows_its_rank(variables, hosts, place, tmp_path):
 class Joining(threading.Thread):
     """A rank that joins."""
 
-    def __init__(self, port, rank, secret="x", memory_bytes=100):
+    def __init__(self, port, rank, secret="x", memory_bytes=100, n_ranks=2):
         super().__init__(daemon=True)
         self._config = s.Config(cluster_port=port, cluster_secret=secret)
-        self._place = s.RankPlace(rank, 2, "127.0.0.1")
+        self._place = s.RankPlace(rank, n_ranks, "127.0.0.1")
         self._memory_bytes = memory_bytes
         self.stop = threading.Event()
         self.config = None
@@ -643,7 +715,7 @@ class Joining(threading.Thread):
                 memory_bytes=self._memory_bytes,
                 stop=self.stop,
             )
-        except s.ConfigError as error:
+        except (s.ConfigError, s.RanksEnd) as error:
             self.error = str(error)
 
     def wait(self):
@@ -653,7 +725,7 @@ class Joining(threading.Thread):
 
 
 def test_who_is_no_rank_does_not_stop_the_others(port_of_rank_0):
-    """Somebody else connects to CLUSTER_PORT, says nothing or nonsense, and goes."""
+    """Somebody else connects to CLUSTER_PORT, sends nothing or nonsense, and goes."""
     first = Joining(port_of_rank_0, 0)
     hello = b'{"rank": %s, "nonce": "a", "proof": "%s", "facts": {"memory_bytes": 1}}\n'
     for nonsense in (
@@ -690,6 +762,37 @@ def test_a_rank_whose_others_do_not_come_can_be_stopped(port_of_rank_0):
         rank = Joining(port_of_rank_0, number)
         rank.stop.set()
         assert "the start was stopped" in rank.wait().error
+
+
+def test_a_rank_whose_others_do_not_come_names_them(port_of_rank_0, monkeypatch):
+    monkeypatch.setattr(s, "_JOIN_SECONDS", 0.7)
+    address = f"127.0.0.1:{port_of_rank_0} (CLUSTER_PORT)"
+    rank = Joining(port_of_rank_0, 1).wait()
+    assert rank.error == f"rank 0 did not answer at {address} within 0.7 s"
+    rank = Joining(port_of_rank_0, 0).wait()
+    assert rank.error == "rank 1 did not come within 0.7 s"
+
+
+def test_ranks_of_different_hostfiles_do_not_start(port_of_rank_0):
+    first = Joining(port_of_rank_0, 0, n_ranks=2)
+    third = Joining(port_of_rank_0, 2, n_ranks=3)
+    for rank in (first, third):
+        expected = "the number of ranks is 2 on rank 0, and 3 on rank 2"
+        assert rank.wait().error == expected
+
+
+def test_two_processes_of_one_rank_do_not_start(port_of_rank_0):
+    ranks = [Joining(port_of_rank_0, rank, n_ranks=3) for rank in (0, 1, 1)]
+    expected = "MLX_RANK=1 is that of another process, too"
+    assert ranks[0].wait().error == expected
+    assert expected in (ranks[1].wait().error, ranks[2].wait().error)
+
+
+@pytest.mark.parametrize(("cache_disk", "is_logged"), (("on", True), ("off", False)))
+def test_settings_that_ranks_cannot_keep_are_named(cache_disk, is_logged, caplog):
+    s._warn_of_forced(s.Config.from_env({"CACHE_DISK": cache_disk}))
+    assert ("with several ranks CACHE_DISK is 'off'" in caplog.text) == is_logged
+    assert "SPECULATION" not in caplog.text  # nobody has set it
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ class Asking:
             case 0:
                 seeded = GREEDY.model_copy(update={"temperature": 0.8, "seed": 3})
                 return {"sampling": seeded}
-            case 1:  # which other ranks are told nothing of
+            case 1:  # which other ranks do not get
                 return {"constraints": (lambda: s.forbid_tokens([11, 12, 13]),)}
         return {}
 
@@ -183,7 +183,7 @@ class Asking:
 def plant(fault):
     """A fault of this rank alone, which must end all ranks."""
     if fault == "clock":  # reads its own
-        s.Ranks.now = lambda self: time.monotonic()
+        s.ClusterRank.now = lambda self: time.monotonic()
     if fault == "exception":
         step = s.DecodeBatch.step
 
@@ -203,17 +203,19 @@ def main():
     folder, seed, report_path = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     place = s.find_rank(os.environ)
     config = s.Config.from_env(os.environ)
-    config, ranks = s.join_ranks(
+    config, cluster = s.join_ranks(
         config, place, memory_bytes=1 << 31, stop=threading.Event()
     )
     recording = Recording()
     if place.rank:
+        # Rank 0's fit of what memory allows is that of all: this one must not matter.
+        s.affordable_tokens = lambda *_costs, **_shares: 70
         plant(FAULT)
     engine = s.Engine(
         config,
         s.CacheMetrics(),
-        load=lambda: s.load_part(folder, config, ranks),
-        ranks=ranks,
+        load=lambda: s.load_part(folder, config, cluster),
+        cluster=cluster,
     )
     engine.start()
     report = {"names": [], "error": ""}
