@@ -9754,8 +9754,8 @@ class TokenGenerator:
             self._batch._next_tokens = self._agree(self._batch._next_tokens)
             mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
 
-    def next_id(self) -> int:
-        """The token sampled last of a single row; waits until it is computed."""
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
         return int(self._batch._next_tokens.item())
 
     def step_with(self, draft: list[int]) -> list[SampledToken]:
@@ -15996,15 +15996,17 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # Several tokens a step: where a reply repeats what stands in its conversation already,
 # or a smaller model (DRAFT_MODEL) can tell what follows.
 #
-#     past     ... def read(path): return open(path).read() ... def read(path):
-#                  [ six tokens ]  what followed                [ the same six ]
-#                                  -> a draft
+#     history  ... def read(path): return open(path).read() ... def read(path):
+#              [ six tokens ]  what followed                [ the same six ]
+#                              y and a draft
 #
-# A draft is fed with the token before it, in one call of the model, and each of its
-# tokens counts as far as it is the one that would have been sampled in its place. So a
-# reply is the same with drafts and without, greedy or not, and so is its KV. Only the
-# time differs: a call of 32 tokens may take as long as one of a single token, or as
-# 27 of them. That is measured, and a draft is only tried where it is expected to pay.
+# y is the token sampled last, which is not fed yet. A draft follows y. Both are fed in
+# one call of the model, and each token of the draft counts as far as it is the one that
+# would have been sampled in its place. So a reply is the same with drafts and without,
+# greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
+# as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
+# says whether a draft is expected to pay, and how long it may be; a Drafter finds its
+# tokens.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
@@ -16014,27 +16016,30 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # last, as each request decodes alone while it has drafts. A draft need not be accepted,
 # so it reads the end of a long conversation only: its KV has a bound.
 #
-# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftCosts, Draft, NO_DRAFT,
-#          can_draft
+# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftCosts, can_draft
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
 # Thread   model; mlx
 
-_MATCH_TOKENS: Final = 6  # that stood in the past, before they stand at its end
+_MATCH_TOKENS: Final = 6  # that stood in the history, before they stand at its end
 _NEAR_MATCH_TOKENS: Final = 3  # the same, for a place near the end of the last copy
 _NEAR_TOKENS: Final = 64  # what is near
 _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
 _ROOM_TOKENS: Final = 4096  # for the reply, at a time
-_NO_TEXT: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
-_DRAFT_LENGTHS: Final = (31, 15, 7)  # with the token before it, calls of 32, 16, 8
+_SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
+_DRAFT_LENGTHS: Final = (31, 15, 7)  # with y before them, calls of 32, 16, 8
 _MODEL_LENGTHS: Final = (7, 4, 2)  # of a model's drafts: each token takes a call of it
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
 _FIRST_SHARE: Final = 0.9  # of draft tokens that are accepted, until some were
 _FIRST_MODEL_SHARE: Final = 0.7  # of a model's
 _MAX_SHARE: Final = 0.99  # of them that is expected to be accepted, at most
 _UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
-_REST_TOKENS: Final = 8  # of the reply, after a draft that did not pay
+_FADING: Final = 0.98  # what a measured cost is multiplied by, to try it again some day
+_LOSS: Final = 0.01  # of the time of plain steps that drafts may lose
+_FIRST_LOSS: Final = 8.0  # plain steps that they may lose at once, for a reply
+_FIRST_MODEL_LOSS: Final = 256.0  # the same with a model: it reads the conversation
+_REST_TOKENS: Final = 4  # of the reply, after a copy that began with another y
 _LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
-_MAX_FOLLOWED_TOKENS: Final = 8192  # the end of a conversation that DraftModel reads
+_MAX_FOLLOWED_TOKENS: Final = 8192  # the tail of a conversation that DraftModel reads
 _MAX_READ_TOKENS: Final = 512  # by it in a step: other requests wait for it
 _FEW_TOKENS: Final = 16  # that it reads and drafts after, in the same step
 
@@ -16045,114 +16050,167 @@ def can_draft(layer_caches: LayerCaches) -> bool:
     return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
 
+# -- whether a draft pays --------------------------------------------------------------
+
+
 class DraftCosts:
-    """Seconds of a step by the tokens that are fed in it, on this machine and model."""
+    """Seconds of a step by the tokens that are fed in it, on this machine and model.
+
+    A step that feeds one token is a *plain* step.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # moving means
+        self._begun: set[int] = set()
 
     @property
     def is_known(self) -> bool:
-        """Whether a step without a draft was measured; `gain` needs it."""
+        """Whether plain steps were measured; `plain_steps` needs it."""
         return 1 in self._seconds
 
     def measure(self, n_fed: int, seconds: float) -> None:
         """A step that fed so many tokens took so long."""
+        if n_fed not in self._begun:
+            self._begun.add(n_fed)  # the first may have compiled kernels
+            return
         mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
 
-    def gain(self, n_draft: int, share_accepted: float) -> float:
-        """Expected tokens a second with such drafts, by those without.
-
-        `share_accepted`: of the draft tokens that follow accepted ones.
-        """
+    def plain_steps(self, *, n_draft: int) -> float:
+        """How many plain steps take as long as one with so long a draft."""
         plain = self._seconds[1]
-        seconds = self._seconds.get(n_draft + 1, _UNKNOWN_COST * plain)
-        n_expected = (1 - share_accepted ** (n_draft + 1)) / (1 - share_accepted)
-        return n_expected * plain / seconds
+        return self._seconds.get(n_draft + 1, _UNKNOWN_COST * plain) / plain
+
+    def in_plain_steps(self, seconds: float) -> float:
+        """How many plain steps take so long."""
+        return seconds / self._seconds[1]
+
+    def fade(self) -> None:
+        """Trust less in what steps with drafts have cost, so that they are tried again.
+
+        One that takes 30 plain steps seldom is: by one rest in 50.
+        """
+        for n_fed in self._seconds:
+            if n_fed > 1:
+                self._seconds[n_fed] *= _FADING
 
 
-class Draft(NamedTuple):
-    """What may follow the token that is fed next."""
+class DraftBudget:
+    """Whether the next draft of a reply is expected to pay, and how long it may be.
 
-    token_ids: list[int]
-    seconds: float = 0.0  # that it took, beside the step that it is fed in
-
-
-NO_DRAFT: Final = Draft([])
-
-
-class Drafter:
-    """Drafts for one request, as long as they pay."""
-
-    _first_share = _FIRST_SHARE
+    Drafts may lose what they have gained in this reply, and a small share of its time
+    besides: `spare_steps`, in plain steps.
+    """
 
     def __init__(
-        self,
-        text: TokenIds,
-        *,
-        end_ids: frozenset[int],
-        costs: DraftCosts,
-        metrics: CacheMetrics,
+        self, costs: DraftCosts, *, first_share: float, spare_steps: float
     ) -> None:
-        """`text`: what comes before the reply.
-
-        `end_ids`: tokens that may end the reply, and are never drafted.
-        """
+        """`first_share`: of draft tokens, how many are accepted, until it is known."""
         self.costs = costs
-        self._metrics = metrics
-        self._end_ids = end_ids
-        self._text = text  # then the reply so far, and room for more of it
-        self._n_text = len(text)
-        self._reply_start = len(text)
+        self.spare_steps = spare_steps
+        self._first_share = first_share
+        self._share_accepted = first_share
+        self._rests_until = 0  # this length of the history
+
+    def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
+        """The length that pays best; 0 during a rest, and where none pays."""
+        is_resting = n_history < self._rests_until or self.spare_steps < 0
+        if is_resting or not self.costs.is_known:
+            return 0
+        n_draft = max(lengths, key=self.gain)
+        if self.gain(n_draft) > 1.0:
+            return n_draft
+        self.rest(n_history + _LONG_REST_TOKENS)
         self._share_accepted = self._first_share
-        self._rests_until = 0  # this length of the text
+        self.costs.fade()
+        return 0
 
-    def follow(self, output_ids: Sequence[int]) -> None:
-        """Take over what the reply has become; the token fed next is not in it."""
-        new_ids = output_ids[self._n_text - self._reply_start :]
-        end = self._n_text + len(new_ids)
-        if end > len(self._text):
-            room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
-            self._text = np.concatenate([self._text[: self._n_text], room])
-        self._text[self._n_text : end] = new_ids
-        self._n_text = end
+    def gain(self, n_draft: int) -> float:
+        """Expected tokens a second with drafts of this length, by those of plain steps.
 
-    def is_end(self, token_id: int) -> bool:
-        """Whether a token may end the reply."""
-        return token_id in self._end_ids
-
-    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
-        """What may follow, at most `max_tokens`; NO_DRAFT if nothing would pay.
-
-        `next_id` waits for the token after the past, which the draft follows then.
-        None: the draft follows the past itself.
+        A token of a draft is tried when the one before it was accepted.
         """
-        raise NotImplementedError
+        share = self._share_accepted
+        n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
+        return n_expected / self.costs.plain_steps(n_draft=n_draft)
+
+    def rest(self, until: int) -> None:
+        """Allow no draft before the history has this length."""
+        self._rests_until = max(self._rests_until, until)
+
+    def learn_plain(self, seconds: float) -> None:
+        """A plain step took so long."""
+        self.costs.measure(1, seconds)
+        self.spare_steps += _LOSS
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """How much of a draft that was fed was accepted, and what the step took."""
+        """A step with a draft took so long, and so much of it was accepted."""
         self.costs.measure(n_draft + 1, seconds)
-        self._metrics.bump("draft_steps")
-        self._metrics.bump("draft_tokens", n_draft)
-        self._metrics.bump("draft_tokens_accepted", n_accepted)
         n_tried = min(n_accepted + 1, n_draft)
         share = n_accepted / n_tried
         self._share_accepted += _NEW_WEIGHT * (
             share * _MAX_SHARE - self._share_accepted
         )
+        self.spare_steps += 1 + n_accepted - self.costs.in_plain_steps(seconds)
 
-    def _choose_length(self, lengths: Iterable[int]) -> int:
-        """The length that pays best; 0 during a rest, and where none pays."""
-        if self._n_text < self._rests_until or not self.costs.is_known:
-            return 0
-        gains = {n: self.costs.gain(n, self._share_accepted) for n in lengths}
-        n_draft = max(gains, key=gains.__getitem__)
-        if gains[n_draft] > 1.0:
-            return n_draft
-        self._rests_until = self._n_text + _LONG_REST_TOKENS
-        self._share_accepted = self._first_share
-        return 0
+    def charge(self, seconds: float) -> None:
+        """Time was spent, and no draft came of it."""
+        self.spare_steps -= self.costs.in_plain_steps(seconds)
+
+
+# -- what a draft is -------------------------------------------------------------------
+
+
+class Drafter:
+    """Drafts for one request, as long as they pay."""
+
+    def __init__(
+        self,
+        history: TokenIds,
+        *,
+        end_ids: frozenset[int],
+        budget: DraftBudget,
+        metrics: CacheMetrics,
+    ) -> None:
+        """`history`: what comes before the reply.
+
+        `end_ids`: tokens that may end the reply, and are never drafted.
+        """
+        self.budget = budget
+        self._metrics = metrics
+        self._end_ids = end_ids
+        self._buffer = history  # then the reply so far, and room for more of it
+        self._n_history = len(history)
+        self._reply_start = len(history)
+
+    @property
+    def _history(self) -> TokenIds:
+        """What came before the reply, and the reply so far."""
+        return self._buffer[: self._n_history]
+
+    def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
+        """Take over what was fed of the reply: so many tokens."""
+        new_ids = output_ids[self._n_history - self._reply_start : n_fed]
+        end = self._n_history + len(new_ids)
+        if end > len(self._buffer):
+            room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
+            self._buffer = np.concatenate([self._history, room])
+        self._buffer[self._n_history : end] = new_ids
+        self._n_history = end
+
+    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
+        """What may follow y, at most `max_tokens`; [] if nothing would pay.
+
+        y comes after the history; `wait_for_y` returns it, once it is computed.
+        """
+        raise NotImplementedError
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """A step with a draft took so long, and so much of it was accepted."""
+        self._metrics.bump("draft_steps")
+        self._metrics.bump("draft_tokens", n_draft)
+        self._metrics.bump("draft_tokens_accepted", n_accepted)
+        self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
@@ -16176,68 +16234,65 @@ class CopyDrafter(Drafter):
     ) -> None:
         """`others`: conversations to copy from where this one has nothing, best first.
 
-        They come before the prompt in the text that is searched.
+        They come before the prompt in the history that is searched.
         """
-        text = _join(prompt, others)
-        super().__init__(text, end_ids=end_ids, costs=costs, metrics=metrics)
-        self._copy_start = 0  # in the text, of the last copy
+        super().__init__(
+            _join(prompt, others),
+            end_ids=end_ids,
+            budget=DraftBudget(
+                costs, first_share=_FIRST_SHARE, spare_steps=_FIRST_LOSS
+            ),
+            metrics=metrics,
+        )
+        self._copy_start = 0  # in the history, of the last copy
         self._copied_to = 0  # the same: where it was accepted to; 0: nowhere
 
-    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
-        """The copy after its first token, if that is the next one."""
-        copied_ids = self.copy(max_tokens + 1)
-        if next_id is None:
-            return Draft(copied_ids[:-1])
-        if len(copied_ids) < 2 or copied_ids[0] != next_id():
-            return NO_DRAFT
-        return Draft(copied_ids[1:])
-
-    def copy(self, max_tokens: int) -> list[int]:
-        """What may follow, the first token included; [] if nothing would pay.
-
-        `max_tokens`: of the reply that are left.
-        """
-        n_draft = self._choose_length(_DRAFT_LENGTHS)
-        if not n_draft:
+    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
+        """The copy after its first token, if that is y."""
+        n_draft = self.budget.choose_length(_DRAFT_LENGTHS, n_history=self._n_history)
+        n_draft = min(n_draft, max_tokens)
+        if n_draft <= 0:
             return []
-        n_tokens = min(n_draft + 1, max_tokens)
-        return self._before_end(self._find_copy(n_tokens))
+
+        y_and_draft = self._find_copy(1 + n_draft)
+        if len(y_and_draft) < 2:
+            return []
+        if y_and_draft[0] != wait_for_y():
+            self.budget.rest(self._n_history + _REST_TOKENS)
+            return []
+        return y_and_draft[1:]
 
     def _find_copy(self, n_tokens: int) -> list[int]:
-        text = self._text[: self._n_text]
-        start = self._find_near(text)
+        """What follows the history, if this goes on as it did before; [] if unknown."""
+        history = self._history
+        start = self._find_near(history)
         if start is None:
-            starts = _starts_after(text[-_MATCH_TOKENS:], text)
+            starts = _starts_after(history[-_MATCH_TOKENS:], history)
             if not starts.size:
                 return []
             start = int(starts[-1])
         self._copy_start = start
-        copied_ids: list[int] = text[start : start + n_tokens].tolist()
-        return copied_ids
+        return self._before_end(history[start : start + n_tokens].tolist())
 
-    def _find_near(self, text: TokenIds) -> int | None:
+    def _find_near(self, history: TokenIds) -> int | None:
         """Where the last copy may go on, after something that was changed in it."""
         if not self._copied_to:
             return None
         low = max(0, self._copied_to - _NEAR_TOKENS)
         high = self._copied_to + _NEAR_TOKENS
-        starts = low + _starts_after(text[-_NEAR_MATCH_TOKENS:], text[low:high])
+        starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], history[low:high])
         if not starts.size:
             return None
         return int(starts[np.abs(starts - self._copied_to).argmin()])
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """After a draft that did not pay there is a rest: the copy is over."""
+        """Remember where the copy ended, too."""
         self._copied_to = self._copy_start + 1 + n_accepted
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-        if self.costs.gain(n_draft, 0.0) * (1 + n_accepted) < 1.0:
-            self._rests_until = self._n_text + _REST_TOKENS
 
 
 class ModelDrafter(Drafter):
     """What a draft model would say."""
-
-    _first_share = _FIRST_MODEL_SHARE
 
     def __init__(
         self,
@@ -16248,33 +16303,41 @@ class ModelDrafter(Drafter):
         end_ids: frozenset[int],
         metrics: CacheMetrics,
     ) -> None:
-        costs = draft_model.costs
-        super().__init__(prompt, end_ids=end_ids, costs=costs, metrics=metrics)
+        budget = DraftBudget(
+            draft_model.costs,
+            first_share=_FIRST_MODEL_SHARE,
+            spare_steps=_FIRST_MODEL_LOSS,
+        )
+        super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
         self._tenant = tenant
+        self._drafting_seconds = 0.0  # that the last draft took
 
-    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
+    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self._choose_length(_MODEL_LENGTHS)
-        n_tokens = min(n_draft, max_tokens)
-        if n_tokens <= 0 or self._draft_model.has_failed:
-            return NO_DRAFT
+        n_draft = self.budget.choose_length(_MODEL_LENGTHS, n_history=self._n_history)
+        n_draft = min(n_draft, max_tokens)
+        if n_draft <= 0 or self._draft_model.has_failed:
+            return []
 
-        past = self._text[: self._n_text]
-        if next_id is not None:
-            token_id = next_id()
-            if self.is_end(token_id):
-                return NO_DRAFT
-            past = np.append(past, np.int32(token_id))
+        y = wait_for_y()
+        if y in self._end_ids:
+            return []
+        past = np.append(self._history, np.int32(y))
         began = time.monotonic()
-        token_ids = self._draft_model.propose(past, n_tokens, tenant=self._tenant)
-        return Draft(self._before_end(token_ids), time.monotonic() - began)
+        proposed = self._draft_model.propose(past, n_draft, tenant=self._tenant)
+        self._drafting_seconds = time.monotonic() - began
+        draft = self._before_end(proposed)
+        if not draft:
+            self.budget.charge(self._drafting_seconds)
+        return draft
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
+        seconds += self._drafting_seconds
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
 
 class DraftModel:
@@ -16284,7 +16347,7 @@ class DraftModel:
         asked of       a b c d e f g
                        [kept ] [read]   x and y are cut off; then h, i, ... is proposed
 
-    Of a long conversation it reads the end, which begins at a multiple of half its
+    Of a long conversation it reads the tail, which begins at a multiple of half its
     bound. So its KV has a bound, and half of that is read again now and then.
     """
 
@@ -16311,29 +16374,29 @@ class DraftModel:
         self._read_ids = self._read_ids[:0]
 
     def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
-        """The most probable tokens after a past; [] until so much of it was read.
+        """The most probable tokens after a past; [] until it has read its tail.
 
         [] for a past with images, too, and after a failure: that costs no request.
         """
-        end = past[_followed_start(len(past)) :]
-        is_text = end.min() >= 0 and end.max() < self._loaded.vocab_size
+        tail = past[_tail_start(len(past)) :]
+        is_text = tail.min() >= 0 and tail.max() < self._loaded.vocab_size
         if self.has_failed or not is_text:
             return []
         try:
-            self._cut_to(end, tenant)
-            return self._go_on(end, n_tokens)
+            self._cut_to(tail, tenant)
+            return self._read_or_draft(tail, n_tokens)
         except Exception:
             logger.exception("the draft model has failed, and is not asked any more")
             self.has_failed = True
             self.forget()
             return []
 
-    def _cut_to(self, end: TokenIds, tenant: str) -> None:
+    def _cut_to(self, tail: TokenIds, tenant: str) -> None:
         """Keep the KV that these tokens begin with, but not that of the last one."""
         if tenant != self._tenant:  # what another one has sent makes nothing faster
             self.forget()
             self._tenant = tenant
-        n_kept = common_prefix_length(self._read_ids, end[:-1])
+        n_kept = common_prefix_length(self._read_ids, tail[:-1])
         if n_kept == 0:
             self.forget()
             self._layer_caches = make_prompt_cache(self._loaded.model)
@@ -16341,15 +16404,15 @@ class DraftModel:
             leaf.trim(len(self._read_ids) - n_kept)
         self._read_ids = self._read_ids[:n_kept]
 
-    def _go_on(self, end: TokenIds, n_tokens: int) -> list[int]:
+    def _read_or_draft(self, tail: TokenIds, n_tokens: int) -> list[int]:
         """Read what is missing; the draft, if that was little."""
         n_read = len(self._read_ids)
-        missing_ids = mx.array(end[n_read:])[None]
+        missing_ids = mx.array(tail[n_read:])[None]
         if missing_ids.size > _FEW_TOKENS:  # no logits are computed of so many
             self._feed(missing_ids[:, :-1][:, :_MAX_READ_TOKENS])
             evaluate_caches(self._layer_caches)
-            read_end = min(n_read + _MAX_READ_TOKENS, len(end) - 1)
-            self._read_ids = end[:read_end].copy()
+            read_end = min(n_read + _MAX_READ_TOKENS, len(tail) - 1)
+            self._read_ids = tail[:read_end].copy()
             return []
 
         token = self._feed(missing_ids)
@@ -16360,7 +16423,7 @@ class DraftModel:
         drafted_row: Any = mx.concatenate(drafted, axis=1)[0]
         drafted_ids: list[int] = drafted_row.tolist()
         fed_ids = np.array(drafted_ids[:-1], np.int32)
-        self._read_ids = np.append(end, fed_ids)
+        self._read_ids = np.append(tail, fed_ids)
         return drafted_ids
 
     def _feed(self, tokens: mx.array) -> mx.array:
@@ -16369,8 +16432,8 @@ class DraftModel:
         return mx.argmax(logits[:, -1:, : self._loaded.vocab_size], axis=-1)
 
 
-def _followed_start(n_past: int) -> int:
-    """Where the part of a past begins that the draft model reads."""
+def _tail_start(n_past: int) -> int:
+    """Where the tail of a past begins, which the draft model reads."""
     half = _MAX_FOLLOWED_TOKENS // 2
     return max(0, -(-n_past // half) - 2) * half
 
@@ -16382,7 +16445,7 @@ def _join(prompt: TokenIds, others: Sequence[TokenIds]) -> TokenIds:
     for tokens in others:
         if n_left <= 0:
             break
-        parts[:0] = [tokens[-n_left:], _NO_TEXT]
+        parts[:0] = [tokens[-n_left:], _SEPARATOR]
         n_left -= len(tokens)
     return np.concatenate(parts)
 
@@ -17052,10 +17115,10 @@ HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step has added to the reply of a request: one token, for now.
+    """What a step has added to the reply of a request: one token, or more by a draft.
 
-    With drafts there may be more. Since a state cannot be rewound, only the last one
-    may be an end token, one of `checkpoint_ids`, or the last of `max_tokens`.
+    Since a state cannot be rewound, only the last one may be an end token, one of
+    `checkpoint_ids`, or the last of `max_tokens`.
     """
 
     running: RunningRequest
@@ -17092,9 +17155,9 @@ class DecodeBatch:
         self._previous_state: LayerCaches | None = None  # before the last step
         # By request: its row in that state, and its position then.
         self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
-        # Whether the next token is being computed, and nobody has waited for it: only
-        # then a plain step takes as long as in a row of them.
-        self._has_launched = False
+        # When the token that is being computed was launched; -inf: there is none, or
+        # something has waited for it.
+        self._launched_at = -math.inf
 
         model = _model_call(loaded, self.requests)
         if joint_caches is None:
@@ -17159,7 +17222,8 @@ class DecodeBatch:
             running: (row, running.num_computed_tokens - n_pending)
             for row, running in enumerate(self.requests)
         }
-        rows = self._step_drafted() or self._step_without()
+        found = self._find_draft()
+        rows = self._step_plain() if found is None else [self._step_with(*found)]
 
         accepted: list[AcceptedTokens] = []
         for running, tokens in zip(self.requests, rows, strict=True):
@@ -17172,58 +17236,53 @@ class DecodeBatch:
             accepted.append(AcceptedTokens(running, token_ids))
         return accepted
 
-    def _step_drafted(self) -> list[list[SampledToken]]:
-        """A step with the first draft that there is; [] if there is none."""
+    def _find_draft(self) -> tuple[Drafter, list[int]] | None:
+        """The first drafter that has a draft, and the draft."""
         running, *others = self.requests
         if others:
-            return []
-        drafters = running.drafters
-        if self._generator.pending_ids:  # the last was not accepted whole: copies only
-            drafters = drafters[:1]
-        for drafter in drafters:
-            draft = self._find_draft(drafter)
-            if draft.token_ids:
-                return [self._step_with(draft, drafter)]
-        return []
+            return None
+        n_fed = running.num_computed_tokens - running.n_prompt
+        # y counts, and one more is sampled in a step of its own.
+        n_left = running.request.max_tokens - n_fed - 2
+        for drafter in running.drafters:
+            # What is fed again is paid for first: a model would add to it at each step.
+            if self._generator.pending_ids and isinstance(drafter, ModelDrafter):
+                continue
+            drafter.follow(running.output_ids, n_fed)
+            draft = drafter.draft(n_left, self._wait_for_y)
+            if draft:
+                return drafter, draft
+        return None
 
-    def _find_draft(self, drafter: Drafter) -> Draft:
-        """What may follow the token sampled last; NO_DRAFT if nothing is known to."""
-        (running,) = self.requests
-        drafter.follow(running.output_ids)
-        # The token sampled last is fed and counts, and the next one is sampled.
-        n_left = running.request.max_tokens - len(running.output_ids) - 2
-        if running.num_computed_tokens > running.n_prompt:
-            return drafter.draft(n_left, self._wait_for_next_id)
-        if drafter.is_end(running.output_ids[-1]):  # the one sampled last
-            return NO_DRAFT
-        return drafter.draft(n_left, None)
+    def _wait_for_y(self) -> int:
+        """The token sampled last, when it is computed."""
+        self._launched_at = -math.inf
+        return self._generator.wait_for_y()
 
-    def _wait_for_next_id(self) -> int:
-        """The token sampled last; a plain step after that has nothing to wait for."""
-        self._has_launched = False
-        return self._generator.next_id()
-
-    def _step_without(self) -> list[list[SampledToken]]:
-        is_usual = self._has_launched and not self._generator.pending_ids
+    def _step_plain(self) -> list[list[SampledToken]]:
+        """A step without a draft."""
         began = time.monotonic()
+        has_pending = bool(self._generator.pending_ids)
         rows = [[token] for token in self._generator.step()]
-        seconds = time.monotonic() - began
-        if len(rows) == 1 and is_usual:
+        ended = time.monotonic()
+        # Else the device was done before, or had something else to do.
+        has_waited = ended - began > began - self._launched_at
+        if len(rows) == 1 and has_waited and not has_pending:
             for drafter in self.requests[0].drafters:
-                drafter.costs.measure(1, seconds)
-        self._has_launched = True
+                drafter.budget.learn_plain(ended - began)
+        self._launched_at = ended
         return rows
 
-    def _step_with(self, draft: Draft, drafter: Drafter) -> list[SampledToken]:
+    def _step_with(self, drafter: Drafter, draft: list[int]) -> list[SampledToken]:
+        """A step with a draft of the only request."""
         began = time.monotonic()
-        tokens = self._generator.step_with(draft.token_ids)
-        seconds = time.monotonic() - began + draft.seconds
+        tokens = self._generator.step_with(draft)
+        seconds = time.monotonic() - began
         n_accepted = len(tokens) - 1
         (running,) = self.requests
         running.handle.saved_steps += n_accepted
-        n_draft = len(draft.token_ids)
-        drafter.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-        self._has_launched = False
+        drafter.learn(n_draft=len(draft), n_accepted=n_accepted, seconds=seconds)
+        self._launched_at = -math.inf
         return tokens
 
     def read_state(self, running: RunningRequest) -> StateCheckpoint:
@@ -17271,6 +17330,7 @@ class DecodeBatch:
             self._generator.keep_rows(other_rows)
             evaluate_caches(self.layer_caches)  # why(L-69): as in `merge`
         self.requests.remove(running)
+        self._launched_at = -math.inf  # with other rows
         if len(self.requests) == 1:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)

@@ -32,7 +32,8 @@ from tiny_models import DENSE, HYBRID, SLIDING
 def eager(monkeypatch):
     """The model is always asked, for drafts of unlike lengths, and nothing is copied."""
     lengths = itertools.cycle([7, 2, 4, 1])
-    monkeypatch.setattr(s.DraftCosts, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s.DraftBudget, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
     monkeypatch.setattr(s, "_MODEL_LENGTHS", LengthsInTurn(lengths))
     monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda *_: [])
 
@@ -210,17 +211,17 @@ def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch
     prompt = words(np.random.default_rng(8), 300)
     expected, _, _ = bench(DENSE, speculation="off").ask(prompt, n=100)
     most = 0
-    go_on = s.DraftModel._go_on
+    read_or_draft = s.DraftModel._read_or_draft
 
-    def watched(draft_model, end, n_tokens):
+    def watched(draft_model, tail, n_tokens):
         nonlocal most
-        draft = go_on(draft_model, end, n_tokens)
+        draft = read_or_draft(draft_model, tail, n_tokens)
         offsets = {layer.offset for layer in draft_model._layer_caches}
         assert offsets == {len(draft_model._read_ids)}
         most = max(most, *offsets)
         return draft
 
-    monkeypatch.setattr(s.DraftModel, "_go_on", watched)
+    monkeypatch.setattr(s.DraftModel, "_read_or_draft", watched)
     ids, _, _ = b.ask(prompt, n=100)
 
     assert ids == expected
@@ -362,7 +363,7 @@ def test_it_reads_a_part_in_each_step(counting):
     "n_past, start", [(1, 0), (8192, 0), (8193, 4096), (12288, 4096), (12289, 8192)]
 )
 def test_the_end_of_a_conversation_is_followed(n_past, start):
-    assert s._followed_start(n_past) == start
+    assert s._tail_start(n_past) == start
 
 
 def drafter_of(counting, *end_ids):
@@ -376,15 +377,20 @@ def drafter_of(counting, *end_ids):
     )
 
 
+def know_plain_steps(counting):
+    for _ in range(2):  # the first is not counted
+        counting.draft_model.costs.measure(1, 1.0)
+
+
 def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
     def wait():
         raise AssertionError("the token sampled last was waited for")
 
-    counting.draft_model.costs.measure(1, 1.0)
+    know_plain_steps(counting)
     counting.draft_model.has_failed = True
     drafter = drafter_of(counting)
 
-    assert drafter.draft(7, wait) == s.NO_DRAFT
+    assert drafter.draft(7, wait) == []
 
 
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 4, 60), (7, 149, 999)])
@@ -392,38 +398,53 @@ def test_where_drafts_do_not_pay_it_rests(
     counting, monkeypatch, n_right, n_least, n_most
 ):
     monkeypatch.undo()
-    costs = counting.draft_model.costs
-    costs.measure(1, 1.0)
+    know_plain_steps(counting)
     drafter = drafter_of(counting)
     output_ids = []
     n_drafts = 0
     while len(output_ids) < 1200:
-        drafter.follow(output_ids)
-        draft = drafter.draft(1000, None).token_ids
+        drafter.follow(output_ids, len(output_ids))
+        draft = drafter.draft(1000, lambda: 6)
         if draft:
             n_drafts += 1
             n = min(n_right, len(draft))
             drafter.learn(n_draft=len(draft), n_accepted=n, seconds=1.1)
-            output_ids += draft[:n]
-        output_ids.append(5)
+            output_ids += [6, *draft[:n]]
+        else:
+            drafter.budget.learn_plain(1.0)
+            output_ids.append(6)
 
     assert n_least <= n_drafts <= n_most
-    drafter.costs.measure(8, 1000.0)  # its own seconds count
-    drafter.costs.measure(5, 1000.0)
-    drafter.costs.measure(3, 1000.0)
-    assert drafter.draft(1000, None) == s.NO_DRAFT
+    for n_fed in (8, 5, 3) * 2:  # its own seconds count
+        counting.draft_model.costs.measure(n_fed, 1000.0)
+    assert drafter.draft(1000, lambda: 6) == []
 
 
 def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
-    counting.draft_model.costs.measure(1, 1.0)
+    know_plain_steps(counting)
 
-    def drafted(next_id, *end_ids):
-        drafter = drafter_of(counting, *end_ids)
-        return drafter.draft(2, next_id).token_ids
+    def drafted(y, *end_ids):
+        return drafter_of(counting, *end_ids).draft(2, lambda: y)
 
-    assert set(drafted(None)) == {7}
-    assert drafted(lambda: 3, 3) == []
-    assert drafted(lambda: 3, 7) == []
+    assert set(drafted(3)) == {7}
+    assert drafted(3, 3) == []
+    assert drafted(3, 7) == []
+
+
+def test_two_conversations_in_turn_do_not_make_it_read_for_ever(counting, monkeypatch):
+    monkeypatch.undo()
+    know_plain_steps(counting)
+    monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 1.0)  # a part read
+    drafters = [drafter_of(counting) for _ in range(2)]
+    for number, drafter in enumerate(drafters):
+        drafter.follow([number] * 4000, 4000)
+    for _ in range(2000):
+        for drafter in drafters:
+            assert drafter.draft(7, lambda: 6) == []
+            drafter.budget.learn_plain(1.0)
+
+    # Of 8,000,000 tokens.
+    assert counting.model.n_fed < 2 * s._MAX_READ_TOKENS * (s._FIRST_MODEL_LOSS + 50)
 
 
 # -- loading -------------------------------------------------------------------------------
@@ -506,8 +527,8 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
 
 
 def kv_not_cut(monkeypatch):
-    def cut_to(draft_model, end, tenant):
-        n_kept = s.common_prefix_length(draft_model._read_ids, end[:-1])
+    def cut_to(draft_model, tail, tenant):
+        n_kept = s.common_prefix_length(draft_model._read_ids, tail[:-1])
         draft_model._read_ids = draft_model._read_ids[:n_kept]
         if not draft_model._layer_caches:
             draft_model._layer_caches = make_prompt_cache(draft_model._loaded.model)

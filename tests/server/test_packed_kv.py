@@ -272,9 +272,9 @@ def test_with_drafts_packed_kv_is_what_a_cold_run_has(
     """Drafts everywhere: how the prompt begins, which is wrong nearly always."""
     lengths = itertools.cycle([7, 1, 15, 3])
 
-    def guess(drafter, max_tokens, _next_id):
+    def guess(drafter, max_tokens, _wait_for_y):
         n_tokens = max(0, min(next(lengths), max_tokens))
-        return s.Draft(drafter._text[:n_tokens].tolist())
+        return drafter._history[:n_tokens].tolist()
 
     monkeypatch.setattr(s.CopyDrafter, "draft", guess)
     b = bench(kind, WIDE, **settings)
