@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,20 +219,31 @@ def our_environment(
 
 
 @contextmanager
-def our_server(model: Path, scratch: Path, **settings: object) -> Iterator[Server]:
+def our_server(
+    model: Path,
+    scratch: Path,
+    *,
+    program: Sequence[str] = (str(START_LLM),),
+    **settings: object,
+) -> Iterator[Server]:
     port = free_port()
     environ = our_environment(model, port, scratch, **settings)
-    command = [sys.executable, str(START_LLM)]
+    command = [sys.executable, *program]
     with running(Server(OURS, port), command, scratch, environ) as server:
         yield server
 
 
 @contextmanager
-def their_server(model: Path, scratch: Path) -> Iterator[Server]:
+def their_server(
+    model: Path,
+    scratch: Path,
+    *,
+    program: Sequence[str] = ("-m", "mlx_lm", "server"),
+) -> Iterator[Server]:
     """mlx-lm's own server, with its defaults; or the file of `compare_with`."""
     port = free_port()
     environ = dict(os.environ)
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
+    command = [sys.executable, *program, "--model", str(model)]
     command += ["--port", str(port), "--log-level", "WARNING"]
     if _beside:
         environ = our_environment(model, port, scratch)

@@ -1,139 +1,150 @@
-"""What drafts do to decoding: tokens a second with them by those without, in one run.
+"""Decoding with drafts and without, beside mlx_lm.server and mlx_lm.generate, in one run.
 
-    LD_PRELOAD=... .venv/bin/python benchmarks/drafts.py [--rounds 3] [--kinds qwen3 qwen3_5]
+    .venv/bin/python benchmarks/drafts.py [--rounds 3] [--kinds qwen3 qwen3_5]
 
-For each kind of reply, which a constraint forces, since models here are random:
+All have the same random model and prompt, and a logits processor forces the same reply. The
+prompt has a file of 60 lines, of about ten tokens each, and the reply is one of
 
-    rewrite  400 tokens that stand before, every 150th of them another one
-    diff     pieces of 24 tokens of that text, with 12 new ones between them
-    call     40 new tokens, then 200 that stand before
-    free     400 random tokens
+    rewrite  the file, every 15th line another one
+    diff     the unified diff of that
+    call     a call that writes 40 of the lines to the file's path
+    free     300 tokens of random words
+    eight    eight of those, decoded together: tokens a second of all
 
-LD_PRELOAD: the OpenBLAS that install_and_run.py uses (libopenblas-for-mlx.so in .venv). Without
-it a call of 32 tokens takes as long as 30 of one, and drafts rest.
+Each round has a new file and asks all in turn, in any order; ratios are within a round. The
+servers are asked over HTTP, mlx_lm.generate is called in this process; the clock runs from the
+first token to the last. `call` begins with text, since mlx_lm.server sends a call when it is whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import random
-import time
-from collections.abc import Callable, Iterator
+import statistics
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-import mlx_lm
-import numpy as np
-from project_files import make_tiny_model, start_llm
+from agent_workload import Body, Words, chat, user
+from compare import machine, with_openblas
+from compared_servers import OURS, THEIRS, Server, our_server, their_server
+from forced_server import force
+from mlx_lm_reference import Plain
+from project_files import make_tiny_model
+from report import markdown, ratios, spread
+from sections import ask_together, speed_together
 
-SIZE: Final = {"hidden": 512, "mlp": 1536, "layers": 8}
-N_TEXT: Final = 400
-N_WORDS: Final = 300  # of the vocabulary that are plain words, from the tenth on
-
-
-def words(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(10, N_WORDS) for _ in range(n)]
-
-
-def rewrite(rng: random.Random, text: list[int]) -> list[int]:
-    return [words(rng, 1)[0] if n % 150 == 149 else text[n] for n in range(N_TEXT)]
-
-
-def diff(rng: random.Random, text: list[int]) -> list[int]:
-    reply: list[int] = []
-    for start in range(0, N_TEXT - 24, 48):
-        reply += text[start : start + 24] + words(rng, 12)
-    return reply
+SIZE: Final = {"hidden": 512, "mlp": 1536, "layers": 4}
+FORCED_SERVER: Final = Path(__file__).resolve().parent / "forced_server.py"
+AUTO: Final = "auto"
+OFF: Final = "off"
+GENERATE: Final = "mlx_lm.generate"
+BARS: Final = {"rewrite": 2.0, "diff": 1.5, "call": 1.5, "free": 0.98, "eight": 0.98}
+N_LINES: Final = 60
+N_FREE_TOKENS: Final = 300
+LINE_TOKENS: Final = 8  # as text is cut, and with the line end, about ten
 
 
-def call(rng: random.Random, text: list[int]) -> list[int]:
-    return words(rng, 40) + text[100:300]
+class Task(NamedTuple):
+    """A request, and the reply that it gets."""
+
+    body: Body
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
 
 
-def free(rng: random.Random, _text: list[int]) -> list[int]:
-    return words(rng, N_TEXT)
+def make_task(kind: str, words: Words) -> Task:
+    def line() -> str:
+        return words.text(LINE_TOKENS)
+
+    path = f"src/{line().replace(' ', '_')}.py"
+    old = [line() for _ in range(N_LINES)]
+    new = [line() if n % 15 == 14 else old[n] for n in range(N_LINES)]
+    if kind == "rewrite":
+        text = "\n".join(new)
+    elif kind == "diff":
+        text = "\n".join(difflib.unified_diff(old, new, path, path, lineterm=""))
+    elif kind == "call":
+        values = {"path": path, "content": "\n".join(old[10:50])}
+        parameters = [
+            f"<parameter={key}>\n{value}\n</parameter>\n"
+            for key, value in values.items()
+        ]
+        call = f"<function=write>\n{''.join(parameters)}</function>"
+        text = f"{line()}\n\n<tool_call>\n{call}\n</tool_call>"
+    else:
+        text = words.text(2 * N_FREE_TOKENS)
+
+    token_ids = words.tokenizer.encode(text, add_special_tokens=False)
+    if kind in ("free", "eight"):  # as long as the others of the eight
+        token_ids = token_ids[:N_FREE_TOKENS]
+        text = words.tokenizer.decode(token_ids)
+    messages = [user("\n".join([f"Change {path}:", "", *old]))]
+    kwargs = {"enable_thinking": False}
+    body = chat(messages, n_out=len(token_ids), chat_template_kwargs=kwargs)
+    prompt_ids = words.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tools=body["tools"], **kwargs
+    )
+    return Task(body, prompt_ids, text, token_ids)
 
 
-REPLIES: Final[dict[str, Callable[[random.Random, list[int]], list[int]]]] = {
-    "rewrite": rewrite,
-    "diff": diff,
-    "call": call,
-    "free": free,
-}
+class Decoders:
+    """All that decode with one model."""
+
+    def __init__(self, folder: Path, scratch: Path, stack: ExitStack) -> None:
+        self._replies = scratch / "replies.json"
+        self._replies.write_text("[]")  # of the requests of the start
+        program = [str(FORCED_SERVER), str(self._replies)]
+        ours = [*program, OURS]
+        theirs = [*program, THEIRS]
+        self._servers: dict[str, Server] = {}
+        for name in (AUTO, OFF):
+            server = our_server(folder, scratch, program=ours, speculation=name)
+            self._servers[name] = stack.enter_context(server)
+        server = their_server(folder, scratch, program=theirs)
+        self._servers[THEIRS] = stack.enter_context(server)
+        self._plain = Plain(folder)
+        self.words = Words(self._plain.tokenizer, 1)
+
+    def speed(self, name: str, tasks: list[Task]) -> float:
+        """Tokens a second of all tasks together."""
+        if name == GENERATE:
+            (task,) = tasks
+            processors = [force(task.token_ids)]
+            n_tokens = len(task.token_ids)
+            return self._plain.speed_with(processors, task.prompt_ids, n_tokens)
+
+        self._replies.write_text(json.dumps([task.token_ids for task in tasks]))
+        replies = ask_together(self._servers[name], [task.body for task in tasks])
+        n_prompts = {len(task.prompt_ids) for task in tasks}
+        assert {reply.n_prompt for reply in replies} == n_prompts, "another prompt"
+        messages = json.dumps([reply.message for reply in replies])
+        lines = [line for task in tasks for line in task.text.splitlines()]
+        assert all("<" in line or line in messages for line in lines), "another reply"
+        return replies[0].decode_speed if len(replies) == 1 else speed_together(replies)
 
 
-class Decoder:
-    """An engine that is made to write a reply."""
+def measure(decoders: Decoders, kind: str, n_rounds: int) -> list[str]:
+    """The cells of a row."""
+    n_tasks = 8 if kind == "eight" else 1
+    names = [AUTO, OFF] if kind == "eight" else [AUTO, OFF, THEIRS, GENERATE]
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(n_rounds):
+        tasks = [make_task(kind, decoders.words) for _ in range(n_tasks)]
+        for name in random.sample(names, len(names)):
+            speeds[name].append(decoders.speed(name, tasks))
 
-    def __init__(self, folder: Path, speculation: str) -> None:
-        self._server = start_llm()
-        config = self._server.Config(model_path=str(folder), speculation=speculation)
-        self.metrics = self._server.CacheMetrics()
-        self._engine = self._server.Engine(
-            config, self.metrics, load=lambda: self._server.load_model(folder, config)
-        )
-        self._engine.start()
-        while self._engine.state == "loading":
-            time.sleep(0.01)
-
-    def speed(self, prompt: list[int], reply: list[int]) -> float:
-        """Tokens a second, from the first to the last."""
-        server = self._server
-
-        def force() -> Iterator[Any]:
-            for token_id in reply:
-                flags = np.zeros(token_id + 1, bool)
-                flags[token_id] = True
-                yield server.AllowedTokens(flags, others=False)
-            yield server.AllowedTokens(
-                n_steps=1 << 40
-            )  # the last step samples one more
-
-        tokens = np.array(prompt, np.int32)
-        request = server.EngineRequest(
-            key=server.TokenKey(b"", tokens, server.block_hashes(tokens, 16, root=b"")),
-            checkpoint_positions=(),
-            max_tokens=len(reply),
-            sampling=server.SamplingParams(temperature=0, repetition_context_size=0),
-            constraints=(force,),
-        )
-        handle = self._engine.submit(request)
-        stamps: list[float] = []
-        ids: list[int] = []
-        while not isinstance(event := handle.next_event(600), server.FinishedEvent):
-            if isinstance(event, server.TokenEvent):
-                ids.append(event.token_id)
-                stamps.append(time.perf_counter())
-        assert ids == reply, "it wrote something else"
-        return (len(ids) - 1) / (stamps[-1] - stamps[0])
-
-    def stop(self) -> None:
-        self._engine.stop()
-
-
-def measure(folder: Path, kind: str, rounds: int) -> None:
-    tokenizer = mlx_lm.utils.load_tokenizer(folder)
-    assert len(tokenizer) > N_WORDS
-    plain = Decoder(folder, "off")
-    drafting = Decoder(folder, "auto")
-    rng = random.Random(1)
-    text = words(rng, N_TEXT)
-    for name, write in REPLIES.items():
-        reply = write(rng, text)
-        ratios = []
-        for _ in range(rounds):
-            prompt = text + words(rng, 40)
-            without = plain.speed(prompt, reply)
-            ratios.append(drafting.speed(prompt, reply) / without)
-        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(
-            f"{kind:8} {name:8} {shown}  ({without:.0f} tokens/s without)", flush=True
-        )
-    counts = drafting.metrics.snapshot()
-    print(kind, {name: counts[name] for name in counts if "draft" in name})
-    plain.stop()
-    drafting.stop()
+    medians = [f"{statistics.median(speeds[name]):.0f}" for name in names]
+    quotients = [ratios(speeds[AUTO], speeds[name]) for name in names[1:]]
+    is_met = statistics.median(quotients[0]) >= BARS[kind]
+    verdict = f">= {BARS[kind]}: {'yes' if is_met else '**no**'}"
+    gaps = [""] * (4 - len(names))
+    return [*medians, *gaps, *map(spread, quotients), *gaps, verdict]
 
 
 def main() -> None:
@@ -142,13 +153,25 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", default=["qwen3", "qwen3_5"])
+    parser.add_argument("--replies", nargs="+", default=list(BARS), choices=BARS)
     options = parser.parse_args()
+    blas = with_openblas()
     maker = make_tiny_model()
-    with TemporaryDirectory() as scratch:
-        for kind in options.kinds:
+    rows = []
+    for kind in options.kinds:
+        with TemporaryDirectory() as scratch, ExitStack() as stack:
             folder = Path(scratch) / kind
             maker.make_model(folder, maker.choose_recipe(kind, size="small", **SIZE))
-            measure(folder, kind, options.rounds)
+            decoders = Decoders(folder, Path(scratch), stack)
+            for reply in options.replies:
+                rows.append([kind, reply, *measure(decoders, reply, options.rounds)])
+                print(*rows[-1], sep="  ", flush=True)
+    headings = [
+        *("model", "reply", *(name + ", tokens/s" for name in (AUTO, OFF)), THEIRS),
+        *(GENERATE, "auto / off", f"auto / {THEIRS}", f"auto / {GENERATE}", "bar"),
+    ]
+    command = " ".join(["python", *sys.argv])
+    print(markdown(headings, rows, f"Measured on {machine(blas)}, with `{command}`."))
 
 
 if __name__ == "__main__":

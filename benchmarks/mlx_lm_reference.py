@@ -49,17 +49,23 @@ class Plain:
         return time.perf_counter() - began
 
     def decode_speed(self, prompt: list[int], fields: dict[str, Any]) -> float:
-        """Tokens per second of mlx_lm's stream_generate, first token to last."""
+        """Tokens per second, first token to last, with the `logit_bias` of a request."""
         bias = {int(token): value for token, value in fields["logit_bias"].items()}
+        processors = make_logits_processors(bias)
+        return self.speed_with(processors, prompt, fields["max_tokens"])
+
+    def speed_with(
+        self, processors: list[Any], prompt: list[int], n_tokens: int
+    ) -> float:
+        """Tokens per second of mlx_lm's stream_generate, first token to last."""
         stamps = [
             time.perf_counter()
             for _ in stream_generate(
                 self.model,
                 self.tokenizer,
                 prompt,
-                max_tokens=fields["max_tokens"],
-                logits_processors=make_logits_processors(bias),
+                max_tokens=n_tokens,
+                logits_processors=processors,
             )
         ]
-        n_tokens = fields["max_tokens"]
         return (n_tokens - 1) / (stamps[n_tokens - 1] - stamps[0])
