@@ -1,28 +1,30 @@
-"""Start one model over several machines: the server on each of them, by mlx.launch.
+"""Start one model over several machines: the server on each of them, as a rank.
 
     python3.12 install_and_run.py cluster --hosts 10.0.0.1,10.0.0.2 --model NAME
     python3.12 install_and_run.py cluster --hosts 127.0.0.1 --ranks 2 --model demo
 
-The first host is rank 0, which clients ask. Each is an IP address that the others reach, and that
-ssh reaches without a password, be it this machine; start-llm must be in the same folder on all of
-them. The same versions are checked for here; weights, settings and the links between the machines
-are checked by the ranks themselves. What is no option of this program goes to the server.
+The first host is rank 0, which clients ask. Each is an IP address that the others reach. Those of
+other machines are reached by ssh, without a password; start-llm must be in the same folder on all
+of them. The same versions are checked for here; weights, settings and the links between the
+machines are checked by the ranks themselves. What is no option of this program goes to the server.
 
-It ends with status 0 when it is told to, else with 1: a supervisor then starts it again.
+    status 0   it got SIGINT or SIGTERM, and the ranks have ended
+    status 1   a rank has ended, or a machine does not answer: a supervisor starts all again
+    status 2   an option, a version or a setting is wrong: to start again does not help
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
-import os
+import json
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -30,15 +32,54 @@ import psutil  # type: ignore[import-untyped]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SERVER: Final = ROOT / "start-llm.py"
-LOOPBACK: Final = "127.0.0.1"  # mlx.launch starts what is there without ssh
 SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 SSH_SECONDS: Final = 120.0  # a slow machine imports for some seconds
-LOOK_SECONDS: Final = 0.5  # between two looks whether a rank has ended
-END_SECONDS: Final = 30.0  # for the others, when one has ended
+LOOK_SECONDS: Final = 0.2  # between two looks whether a rank has ended
+END_SECONDS: Final = 20.0  # for the others, when one has ended; then they are killed
+KILL_SECONDS: Final = 15.0  # for RANK_SCRIPT to do that, which takes it 10
+
+STOPPED: Final = 0
+FAILED: Final = 1
+CANNOT_START: Final = 2
+
+# Runs one rank: sh -c RANK_SCRIPT sh FOLDER RANK HOSTFILE'S_TEXT COMMAND ... A line on its
+# stdin is a SIGTERM for the rank. The end of its stdin, as when ssh or this program is
+# killed, is the last one: who hangs is killed.
+RANK_SCRIPT: Final = """
+cd "$1" || exit 1
+MLX_RANK=$2
+MLX_HOSTFILE=$(mktemp) && printf %s "$3" >"$MLX_HOSTFILE" || exit 1
+export MLX_RANK MLX_HOSTFILE
+shift 3
+exec 3<&0
+"$@" </dev/null 3<&- &
+rank=$!
+{
+    while read -r _; do kill "$rank"; done
+    kill "$rank"
+    sleep 10
+    kill -9 "$rank"
+} <&3 >/dev/null 2>&1 &
+stopper=$!
+wait "$rank"
+status=$?
+kill "$stopper" 2>/dev/null
+rm "$MLX_HOSTFILE"
+exit "$status"
+"""
 
 
 class ClusterError(Exception):
-    """The ranks were not started. The text says in one sentence why."""
+    """The ranks are not started: `status` is the exit status, the text says why."""
+
+    def __init__(self, text: str, *, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def ip_addresses(text: str) -> list[str]:
+    """Those of an option. Raises ValueError."""
+    return [str(ip_address(host.strip())) for host in text.split(",")]
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,6 +93,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     parser.add_argument(
         "--hosts",
         required=True,
+        type=ip_addresses,
         metavar="IP,IP",
         help="addresses of the machines; the first is rank 0, which clients ask",
     )
@@ -68,6 +110,13 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     return parser.parse_known_args(arguments)
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether an address is one of this machine."""
+    interfaces = psutil.net_if_addrs().values()
+    own = [address.address for addresses in interfaces for address in addresses]
+    return host in own or ip_address(host).is_loopback
+
+
 def check_host(host: str) -> None:
     """Raise ClusterError unless a host has the same version as this machine."""
     own = [sys.executable, str(SERVER), "--version"]
@@ -75,7 +124,8 @@ def check_host(host: str) -> None:
     own_version = run_for_line(own, "this machine")
     version = run_for_line(command, host)
     if version != own_version:
-        raise ClusterError(f"{host} has {version}, and this machine {own_version}")
+        text = f"{host} has {version}, and this machine {own_version}"
+        raise ClusterError(text, status=CANNOT_START)
 
 
 def run_for_line(command: list[str], host: str) -> str:
@@ -90,79 +140,96 @@ def run_for_line(command: list[str], host: str) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{host} does not answer: {error}") from error
+        text = f"{host} does not answer: {error}"
+        raise ClusterError(text, status=FAILED) from error
     lines = result.stdout.split("\n")
     if result.returncode or not result.stdout.strip():
         reason = " ".join(result.stderr.split())[-300:] or "it prints nothing"
-        raise ClusterError(f"{host} cannot run {SERVER}: {reason}")
+        raise ClusterError(f"{host} cannot run {SERVER}: {reason}", status=FAILED)
     return [line for line in lines if line.strip()][-1].strip()
 
 
-def launch(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run mlx.launch until it ends or we are told to. Returns the exit status."""
-    command = [
-        str(Path(sys.executable).with_name("mlx.launch")),
-        *("--hosts", options.hosts, "--repeat-hosts", str(options.ranks)),
-        *("--backend", "ring", "--starting-port", str(options.starting_port)),
-        *("--", sys.executable, str(SERVER), *rest),
-    ]
-    is_told = False
-
-    def end(_number: int, _frame: object) -> None:
-        nonlocal is_told
-        is_told = True
-        # mlx.launch would end without its ranks: they are of its process group.
-        os.killpg(process.pid, signal.SIGTERM)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=unblock)  # noqa: PLW1509
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-    unblock()
-    wait_for_end(process, n_ranks=options.ranks * len(options.hosts.split(",")))
-    return 0 if is_told else 1
+def start_ranks(
+    hosts: Sequence[str], *, starting_port: int, rest: Sequence[str]
+) -> list[psutil.Popen]:
+    """A process for each of these hosts: a shell here, or the ssh to one there."""
+    addresses = [[f"{host}:{starting_port + i}"] for i, host in enumerate(hosts)]
+    processes = []
+    for rank, host in enumerate(hosts):
+        place = [str(ROOT), str(rank), json.dumps(addresses)]
+        server = [sys.executable, str(SERVER), *rest]
+        command = ["sh", "-c", RANK_SCRIPT, "sh", *place, *server]
+        if not is_this_machine(host):
+            command = [*SSH, host, shlex.join(command)]
+        # Of its own session, so that Ctrl-C on a terminal reaches this program alone.
+        process = psutil.Popen(
+            command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        processes.append(process)
+    return processes
 
 
-def wait_for_end(process: subprocess.Popen[bytes], *, n_ranks: int) -> None:
-    """Wait for mlx.launch; kill what is left of it some seconds after the first rank has ended.
+def wait_for_end(processes: Sequence[psutil.Popen], signals: Sequence[int]) -> int:
+    """Stop the ranks at each signal that has come, and when one of them has ended.
 
-    It waits for all ranks itself, without end, and one that hangs takes no notice of its SIGTERM.
+    Returns the exit status, when all have ended; those that hang are killed.
     """
-    launcher = psutil.Process(process.pid)
-    all_have_started = False
-    ended_at = math.inf  # the first rank
-    while process.poll() is None:
+    n_sent = 0
+    while all(process.poll() is None for process in processes):
+        if len(signals) > n_sent:
+            n_sent += 1
+            stop_ranks(processes)
         time.sleep(LOOK_SECONDS)
-        with contextlib.suppress(psutil.Error):
-            n_children = len(launcher.children())
-            all_have_started = all_have_started or n_children >= n_ranks
-            if all_have_started and n_children < n_ranks:
-                ended_at = min(ended_at, time.monotonic())
-        if time.monotonic() - ended_at > END_SECONDS:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    cannot_start = any(process.poll() == CANNOT_START for process in processes)
+
+    if not n_sent:
+        stop_ranks(processes)
+    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    for process in alive:
+        process.stdin.close()  # RANK_SCRIPT kills the rank
+    _, alive = psutil.wait_procs(alive, timeout=KILL_SECONDS)
+    for process in alive:  # an ssh to a machine that does not answer
+        process.kill()
+
+    if n_sent:
+        return STOPPED
+    return CANNOT_START if cannot_start else FAILED
 
 
-def unblock() -> None:
-    """Let signals end this process again."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+def stop_ranks(processes: Sequence[psutil.Popen]) -> None:
+    """Send each rank a SIGTERM: see RANK_SCRIPT."""
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            process.stdin.write(b"\n")
+
+
+def note_signals() -> list[int]:
+    """A list to which SIGINT and SIGTERM are added from now on."""
+    signals: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, lambda number, _frame: signals.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # install_and_run.py blocks
+    return signals
 
 
 def main() -> int:
     """Check the machines, then start the ranks. Returns the exit status."""
     options, rest = read_arguments(sys.argv[1:])
     try:
-        if options.ranks < 1 or options.ranks * len(options.hosts.split(",")) < 2:
-            raise ClusterError(
-                "two ranks are the least: name two --hosts, or --ranks 2"
-            )
-        for host in dict.fromkeys(options.hosts.split(",")):
-            if host != LOOPBACK:
+        hosts = [host for host in options.hosts for _ in range(options.ranks)]
+        if len(hosts) < 2:
+            text = "two ranks are the least: name two --hosts, or --ranks 2"
+            raise ClusterError(text, status=CANNOT_START)
+        for host in dict.fromkeys(hosts):
+            if not is_this_machine(host):
                 check_host(host)
     except ClusterError as error:
         print(f"start-llm: {error}", file=sys.stderr)
-        return 2
-    return launch(options, rest)
+        return error.status
+    signals = note_signals()
+    processes = start_ranks(hosts, starting_port=options.starting_port, rest=rest)
+    return wait_for_end(processes, signals)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One model over several ranks: two processes on loopback, as mlx.launch starts them."""
+"""One model over several ranks: two processes on loopback, as start_cluster.py has them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ WATCHDOG_SECONDS = 4.0
 
 
 def rank_environment(folder, n_ranks=2):
-    """By rank, what mlx.launch sets, and where rank 0 listens for the others."""
+    """By rank, what start_cluster.py sets, and where rank 0 listens for the others."""
     hosts = [[f"127.0.0.1:{free_port()}"] for _ in range(n_ranks)]
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps(hosts))
@@ -394,23 +394,141 @@ def command(tmp_path):
 
 def test_one_command_starts_and_ends_all_ranks(command):
     assert ask(command.port, [user("alpha river")])["choices"]
+    ranks = [command.rank(number) for number in (0, 1)]
     command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(timeout=MAX_WAIT_SECONDS) == 0
+    assert not any(rank.is_running() for rank in ranks)  # it has waited for them
     assert command.wait_for_end() == 0
 
 
 def test_the_command_says_why_it_ends_when_a_rank_is_killed(command):
-    """Though mlx.launch tells rank 0 to stop."""
+    """Though it stops rank 0 then."""
     command.rank(1).kill()
     assert command.wait_for_end() == 1
     assert "start-llm: rank 1 has ended" in command.said
 
 
-def test_a_rank_that_hangs_does_not_keep_the_command(monkeypatch):
-    monkeypatch.setattr(start_cluster, "END_SECONDS", 0.5)
-    launcher = "(trap '' TERM; sleep 600; true) & (sleep 1; true) & wait"
-    process = subprocess.Popen(["bash", "-c", launcher], start_new_session=True)
-    start_cluster.wait_for_end(process, n_ranks=2)
-    assert process.returncode == -signal.SIGKILL
+FAKE_RANK = """
+import os, signal, sys, time
+
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print("start-llm 1.0.0"))
+rank = os.environ["MLX_RANK"]
+
+def stop(*_):
+    time.sleep(1)  # replies end
+    print(f"rank {rank} has ended", flush=True)
+    os._exit(0)
+
+is_deaf = sys.argv[1] == "deaf" and rank == "1"
+signal.signal(signal.SIGTERM, signal.SIG_IGN if is_deaf else stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+hosts = open(os.environ["MLX_HOSTFILE"]).read()
+print(f"rank {rank} of {hosts}, process {os.getpid()}", flush=True)
+if sys.argv[1].isdecimal() and rank == "1":
+    sys.exit(int(sys.argv[1]))
+while True:
+    time.sleep(60)
+"""
+# The command with that program as server, and little patience.
+COMMAND_OF_FAKES = """
+import pathlib, sys
+import start_cluster as c
+
+c.SERVER = pathlib.Path(sys.argv.pop(1))
+c.END_SECONDS = 2.0
+c.RANK_SCRIPT = c.RANK_SCRIPT.replace("sleep 10", "sleep 1")
+sys.exit(c.main())
+"""
+FAKE_SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+shift  # the host
+exec sh -c "$*"
+"""
+
+
+class FakeRanks:
+    """The command with two ranks that are no servers; rank 1 is reached by ssh."""
+
+    def __init__(self, folder, mode):
+        server = folder / "fake rank.py"
+        server.write_text(FAKE_RANK)
+        ssh = folder / "ssh"
+        ssh.write_text(FAKE_SSH)
+        ssh.chmod(0o755)
+        command = [sys.executable, "-c", COMMAND_OF_FAKES, str(server)]
+        command += ["--hosts", "127.0.0.1,10.99.99.9", mode]
+        paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": START.parent}
+        self._console = folder / "console"
+        with self._console.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **paths}, stdout=file, stderr=file
+            )
+        hosts = '[["127.0.0.1:32323"], ["10.99.99.9:32324"]]'
+        for rank in (0, 1):
+            start = f"rank {rank} of {hosts}, process "
+            wait_until(lambda start=start: start in self.said)
+
+    @property
+    def said(self):
+        return self._console.read_text()
+
+    def wait_for_end(self):
+        """The exit status; no rank is left then."""
+        status = self.process.wait(timeout=MAX_WAIT_SECONDS)
+        pids = [int(pid) for pid in re.findall(r"process (\d+)", self.said)]
+        assert len(pids) == 2
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        return status
+
+
+@pytest.fixture
+def fake_ranks(tmp_path):
+    started = []
+
+    def start(mode):
+        started.append(FakeRanks(tmp_path, mode))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.process.kill()
+
+
+def test_the_command_waits_until_all_ranks_have_ended(fake_ranks):
+    ranks = fake_ranks("well")
+    times = psutil.Process(ranks.process.pid).cpu_times()
+    time.sleep(2)
+    later_times = psutil.Process(ranks.process.pid).cpu_times()
+    assert later_times.user - times.user < 1  # it waits, and takes no processor
+
+    ranks.process.send_signal(signal.SIGINT)
+    assert ranks.wait_for_end() == 0
+    for rank in (0, 1):
+        assert f"rank {rank} has ended" in ranks.said
+
+
+def test_ranks_are_stopped_when_the_command_is_killed(fake_ranks):
+    ranks = fake_ranks("well")
+    ranks.process.kill()
+    for rank in (0, 1):
+        wait_until(lambda rank=rank: f"rank {rank} has ended" in ranks.said)
+
+
+def test_a_rank_that_hangs_is_killed(fake_ranks):
+    ranks = fake_ranks("deaf")
+    ranks.process.send_signal(signal.SIGTERM)
+    assert ranks.wait_for_end() == 0
+    assert "rank 0 has ended" in ranks.said
+    assert "rank 1 has ended" not in ranks.said
+
+
+@pytest.mark.parametrize(("status", "expected"), ((0, 1), (1, 1), (2, 2), (137, 1)))
+def test_a_rank_that_ends_ends_the_command(status, expected, fake_ranks):
+    """A wrong setting is not tried again by a supervisor: status 2."""
+    ranks = fake_ranks(str(status))
+    assert ranks.wait_for_end() == expected
+    assert "rank 0 has ended" in ranks.said
 
 
 @pytest.mark.parametrize("options", (["--ranks", "1"], ["--ranks", "0"]))
@@ -421,19 +539,28 @@ def test_one_rank_is_no_cluster(options, monkeypatch, capsys):
     assert "two ranks are the least" in capsys.readouterr().err
 
 
-def test_a_machine_with_another_version_is_named(tmp_path, monkeypatch):
+def test_a_machine_with_another_version_is_named(tmp_path, monkeypatch, capsys):
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho start-llm 0.9.0\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(
-        start_cluster.ClusterError, match=r"10\.0\.0\.7 has start-llm 0\.9\.0"
-    ):
-        start_cluster.check_host("10.0.0.7")
+    argv = ["start_cluster.py", "--hosts", "127.0.0.1, 10.99.99.9"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert start_cluster.main() == 2
+    assert "10.99.99.9 has start-llm 0.9.0" in capsys.readouterr().err
 
     ssh.write_text("#!/bin/sh\necho no route >&2; exit 255\n")
-    with pytest.raises(start_cluster.ClusterError, match=r"10\.0\.0\.7 .*: no route"):
-        start_cluster.check_host("10.0.0.7")
+    assert start_cluster.main() == 1  # it may start yet
+    error = capsys.readouterr().err
+    assert error.startswith("start-llm: 10.99.99.9 ") and "no route" in error
+
+
+@pytest.mark.parametrize("hosts", ("", "127.0.0.1,", "127.0.0.1,mac.local"))
+def test_hosts_are_ip_addresses(hosts, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        start_cluster.read_arguments(["--hosts", hosts])
+    assert exit_info.value.code == 2
+    assert "--hosts: invalid ip_addresses value" in capsys.readouterr().err
 
 
 # -- what is sent ----------------------------------------------------------------------------------
