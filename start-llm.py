@@ -827,7 +827,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends
 
-    # One model over several machines, which mlx.launch starts
+    # One model over several machines, which start_cluster.py starts
     cluster_port: _Port = 32300  # rank 0 listens there for the others
     cluster_secret: str = Field(default="", repr=False)  # of all ranks; see CLUSTER
     cluster_watchdog_seconds: Annotated[float, Field(ge=3)] = 30.0  # a rank is silent

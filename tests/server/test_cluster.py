@@ -416,7 +416,7 @@ if sys.argv[1:] == ["--version"]:
 rank = os.environ["MLX_RANK"]
 
 def stop(*_):
-    time.sleep(1)  # replies end
+    time.sleep(1 + int(rank))  # replies end
     print(f"rank {rank} has ended", flush=True)
     os._exit(0)
 
@@ -437,7 +437,7 @@ import start_cluster as c
 
 c.SERVER = pathlib.Path(sys.argv.pop(1))
 c.END_SECONDS = 2.0
-c.RANK_SCRIPT = c.RANK_SCRIPT.replace("sleep 10", "sleep 1")
+c.RANK_SCRIPT = c.RANK_SCRIPT.replace("sleep 10", "sleep 4")
 sys.exit(c.main())
 """
 FAKE_SSH = """#!/bin/sh
