@@ -201,6 +201,7 @@ from itertools import (
     count,
     groupby,
     islice,
+    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -9658,7 +9659,9 @@ class TokenGenerator:
     """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
 
     A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself.
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
 
     A single row may go on with a draft, in one call of the model:
 
@@ -9668,9 +9671,9 @@ class TokenGenerator:
         sampled          a b x . .      after y, a, b: the draft was right up to b
         returned         y a b          x is fed next; c and d are taken back
 
-    KV is taken back by its count. A recurrent layer or a window cannot go back, so its
-    old arrays are put back, which such a call does not write into, and `y a b` is fed
-    again with the next step.
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
     """
 
     def __init__(
@@ -9706,7 +9709,8 @@ class TokenGenerator:
             stop_sequences=[StopSequences() for _ in choices],
             max_tokens=[sys.maxsize] * n_rows,
         )
-        self._batch.model = model  # no method of this object: KV would outlive it
+        # Not a bound method: a reference cycle would keep the KV until it is collected.
+        self._batch.model = model
         self._model = model
         self._agree = agree
         self._agree_on_next()
@@ -9730,7 +9734,7 @@ class TokenGenerator:
     def layer_caches(self, layer_caches: LayerCaches) -> None:
         self._batch.prompt_cache = layer_caches
 
-    def first_tokens(self) -> list[SampledToken]:
+    def next_tokens(self) -> list[SampledToken]:
         """The token sampled last, of each row; it is not fed yet."""
         token_ids: list[int] = self._batch._next_tokens.tolist()
         logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
@@ -9740,7 +9744,7 @@ class TokenGenerator:
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         if self.pending_ids:
-            self._batch.model = _feed_before(self._model, self.pending_ids)
+            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
             self.pending_ids = []
         responses = self._batch.next()
         self._batch.model = self._model
@@ -9764,30 +9768,31 @@ class TokenGenerator:
         Returns the token sampled last and those of the draft that would be sampled. If
         the first token of the draft is wrong, that is what `step` returns.
         """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
         batch = self._batch
-        first = self.first_tokens()[0]
+        first = self.next_tokens()[0]
         fed_ids = [first.token_id, *draft]
         leaves = cache_leaves(batch.prompt_cache)
-        replaced = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        states_before = list(map(_fields_of, replaced))
-        n_again = len(self.pending_ids)
-        again_ids = self.pending_ids
-        call = _feed_before(self._model, again_ids)
-        logits = call(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_again:]
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(_fields_of, to_put_back))
+        pending_ids = self.pending_ids
+        n_pending = len(pending_ids)
+        model = _prepend_tokens(self._model, pending_ids)
+        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
         self.pending_ids = []
         sampled = self._sample_along(fed_ids, logits)
 
         n_right = len(sampled) - 1
         right_ids = fed_ids[: 1 + n_right]
-        n_wrong = len(fed_ids) - len(right_ids)
-        if n_wrong and replaced:
-            n_wrong += n_again + len(right_ids)
-            self.pending_ids = again_ids + right_ids
-            for leaf, state in zip(replaced, states_before, strict=True):
-                vars(leaf).update(state)
+        n_to_trim = len(fed_ids) - len(right_ids)
+        if n_to_trim and to_put_back:
+            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
+            self.pending_ids = pending_ids + right_ids
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
         for leaf in leaves:
             if leaf_kind(leaf).can_cut:
-                leaf.trim(n_wrong)
+                leaf.trim(n_to_trim)
 
         *right, last = sampled
         batch.tokens[0].extend(right_ids)
@@ -9813,7 +9818,7 @@ class TokenGenerator:
             ]
 
         sampled: list[SampledToken] = []
-        for place, fed_id in enumerate(fed_ids):
+        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
             place_logits = logits[place : place + 1]
             if processors:
                 fed = mx.array([fed_id], batch._next_tokens.dtype)
@@ -9823,8 +9828,9 @@ class TokenGenerator:
             logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
             token = batch.samplers[0](logprobs)
             mx.eval(token, logprobs)
-            sampled.append(SampledToken(int(token.item()), logprobs[0]))
-            if fed_ids[place + 1 : place + 2] != [sampled[-1].token_id]:
+            token_id = int(token.item())
+            sampled.append(SampledToken(token_id, logprobs[0]))
+            if token_id != next_fed:
                 break
         return sampled
 
@@ -9850,7 +9856,7 @@ def _fields_of(leaf: Any) -> dict[str, Any]:
 
 
 # Pinned by test_drafts.py
-def _feed_before(model: ModelCall, token_ids: list[int]) -> ModelCall:
+def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
     """The model, which is fed these tokens of a single row first."""
 
     def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
@@ -17102,10 +17108,11 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
 #     step               r2         8        r0 r1 r2     r2
 #
 # A step *accepts* the tokens that it feeds: their KV is there, they are in the reply.
-# After each step KV and `output_ids` end with the same token. A step reports what it
-# accepts, and meanwhile the token after it is being computed (L-10). Only r0 is
-# reported when it is sampled, for the sake of the time to the first token; so the first
-# step accepts r0, and has nothing to report.
+# After each step KV and `output_ids` end with the same token; after a draft only once
+# what is pending was fed (`DecodeBatch.layer_caches`). A step reports what it accepts,
+# and meanwhile the token after it is being computed (L-10). Only r0 is reported when it
+# is sampled, for the sake of the time to the first token; so the first step accepts r0,
+# and has nothing to report.
 #
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
@@ -17152,9 +17159,9 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._previous_state: LayerCaches | None = None  # before the last step
+        self._held_state: LayerCaches | None = None  # before the last step
         # By request: its row in that state, and its position then.
-        self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -17177,7 +17184,7 @@ class DecodeBatch:
             running.batch = self
             running.layer_caches = []
 
-        first_tokens = self._generator.first_tokens()
+        first_tokens = self._generator.next_tokens()
         for running, token in zip(requests, first_tokens, strict=True):
             running.add_token(token.token_id, logprobs=token.logprobs)
         # why(L-46): else the token is sent only when the next step has been launched.
@@ -17202,7 +17209,10 @@ class DecodeBatch:
 
     @property
     def layer_caches(self) -> LayerCaches:
-        """The KV of all its requests; of more than one in batch form."""
+        """The KV of all its requests; of more than one in batch form.
+
+        Runs the model, where tokens are pending.
+        """
         self._generator.settle()
         return self._generator.layer_caches
 
@@ -17217,8 +17227,8 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._previous_state = hold_recurrent_state(self._generator.layer_caches)
-        self._previous_rows = {
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
             running: (row, running.num_computed_tokens - n_pending)
             for row, running in enumerate(self.requests)
         }
@@ -17306,7 +17316,7 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._previous_state = None
+        self._held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
@@ -17314,12 +17324,13 @@ class DecodeBatch:
     def remove(self, running: RunningRequest) -> PreviousState | None:
         """Give a request its KV back, and take it out of the batch.
 
-        None: the model has no state, or none is known from before the last step.
+        None: the model has no state, or none is known from before the last step. Of
+        windows none is held.
         """
         previous = None
-        if self._previous_state is not None:
-            previous_row, position = self._previous_rows[running]
-            state = copy_state(self._previous_state, row=previous_row)
+        if self._held_state is not None:
+            previous_row, position = self._held_rows[running]
+            state = copy_state(self._held_state, row=previous_row)
             previous = PreviousState(position, state)
 
         row = self.requests.index(running)

@@ -88,7 +88,7 @@ def steps(server: Any, prompt: list[int], reply: list[int], costs: Any) -> float
     n_done = 0
     n_steps = 0.0
     while n_done < len(reply):
-        drafter.follow(reply[:n_done])
+        drafter.follow(reply, n_done)
         y = reply[n_done]
         draft = drafter.draft(len(reply) - n_done - 1, lambda y=y: y)
         if not draft:

@@ -190,16 +190,24 @@ def first_token_lines(
     # 200 tokens are enough for replies to end.
     cold = [server.ask(chat(history, n_out=200)) for server in servers]
     plain.extend_to(cold[0].n_prompt)
-    last = list(cold)
-    talks = [list(history) for _ in servers]
+    talks = {
+        server.port: (list(history), reply)
+        for server, reply in zip(servers, cold, strict=True)
+    }
 
     def turn() -> tuple[float, ...]:
         """One more question to each server; their times to the first token, then the floor's."""
         question = {"role": "user", "content": words.text(24)}
-        for i, server in enumerate(servers):
-            talks[i] += [last[i].message, question]
-            last[i] = server.ask(chat(talks[i], n_out=200))
-        return last[0].ttft, last[1].ttft, plain.floor(last[0].prefilled)
+
+        def ask(server: Server) -> Reply:
+            talk, reply = talks[server.port]
+            talk += [reply.message, question]
+            reply = server.ask(chat(talk, n_out=200))
+            talks[server.port] = talk, reply
+            return reply
+
+        ours, theirs = in_any_order(servers, ask)
+        return ours.ttft, theirs.ttft, plain.floor(ours.prefilled)
 
     ours, theirs, floors = zip(*rounds(bench.times(9), turn), strict=True)
     yield floor_line(round(cold[0].n_prompt / 1000), label, [ours, theirs, floors])

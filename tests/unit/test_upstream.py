@@ -272,7 +272,7 @@ def test_generation_feeds_what_it_has_sampled(plain):
 
     generator = started(model, prompt, n_before=40)
 
-    (first,) = generator.first_tokens()
+    (first,) = generator.next_tokens()
     assert same(first.logprobs, cold_logprobs(model, prompt), kind)
     assert first.token_id == int(np.argmax(first.logprobs))
     assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60
@@ -282,7 +282,7 @@ def test_generation_feeds_what_it_has_sampled(plain):
         (fed,) = generator.step()
         assert fed.token_id == tokens[-1], "a step returns what it feeds"
         assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60 + n
-        (following,) = generator.first_tokens()
+        (following,) = generator.next_tokens()
         assert same(following.logprobs, cold_logprobs(model, tokens), kind)
         tokens.append(following.token_id)
 
