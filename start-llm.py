@@ -16003,8 +16003,7 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # or a smaller model (DRAFT_MODEL) can tell what follows.
 #
 #     history  ... def read(path): return open(path).read() ... def read(path):
-#              [ six tokens ]  what followed                [ the same six ]
-#                              y and a draft
+#              [ six tokens ] [ what followed ]             [ the same six ] y ...
 #
 # y is the token sampled last, which is not fed yet. A draft follows y. Both are fed in
 # one call of the model, and each token of the draft counts as far as it is the one that
@@ -16018,40 +16017,54 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # is sampled in a step of its own (AcceptedTokens).
 #
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
-# there is one, for all requests. It follows the conversation that it was asked about
-# last, as each request decodes alone while it has drafts. A draft need not be accepted,
-# so it reads the end of a long conversation only: its KV has a bound.
+# there is one, for all requests. It reads the conversation that it was asked about
+# last. A draft need not be accepted, so of a long conversation it reads the tail only:
+# its KV has a bound.
 #
-# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftCosts, can_draft
+# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftBudget, DraftCosts,
+#          can_draft
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
 # Thread   model; mlx
 
-_MATCH_TOKENS: Final = 6  # that stood in the history, before they stand at its end
-_NEAR_MATCH_TOKENS: Final = 3  # the same, for a place near the end of the last copy
-_NEAR_TOKENS: Final = 64  # what is near
+# Copies: the last 6 tokens stood somewhere before; near the last copy 3 are enough.
+_MATCH_TOKENS: Final = 6
+_NEAR_MATCH_TOKENS: Final = 3
+_NEAR_TOKENS: Final = 64  # from where the last copy ended
 _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
-_ROOM_TOKENS: Final = 4096  # for the reply, at a time
+_ROOM_TOKENS: Final = 4096  # that a full history grows by
 _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
-_DRAFT_LENGTHS: Final = (31, 15, 7)  # with y before them, calls of 32, 16, 8
-_MODEL_LENGTHS: Final = (7, 4, 2)  # of a model's drafts: each token takes a call of it
+
+# Lengths: with y before them, copies take calls of 32, 16 and 8 tokens. A model's are
+# shorter, since each of their tokens takes a call of it.
+_COPY_LENGTHS: Final = (31, 15, 7)
+_MODEL_LENGTHS: Final = (7, 4, 2)
+
+# Whether a draft pays. The share of its tokens that are accepted begins with a guess,
+# and is a moving mean. Costs are in plain steps.
+_FIRST_SHARE: Final = 0.9
+_FIRST_MODEL_SHARE: Final = 0.7
+_SHARE_FACTOR: Final = 0.99  # on each measured share: it must stay below 1
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_FIRST_SHARE: Final = 0.9  # of draft tokens that are accepted, until some were
-_FIRST_MODEL_SHARE: Final = 0.7  # of a model's
-_MAX_SHARE: Final = 0.99  # of them that is expected to be accepted, at most
-_UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
-_FADING: Final = 0.98  # what a measured cost is multiplied by, to try it again some day
-_LOSS: Final = 0.01  # of the time of plain steps that drafts may lose
-_FIRST_LOSS: Final = 8.0  # plain steps that they may lose at once, for a reply
-_FIRST_MODEL_LOSS: Final = 256.0  # the same with a model: it reads the conversation
-_REST_TOKENS: Final = 4  # of the reply, after a copy that began with another y
-_LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
-_MAX_FOLLOWED_TOKENS: Final = 8192  # the tail of a conversation that DraftModel reads
-_MAX_READ_TOKENS: Final = 512  # by it in a step: other requests wait for it
+_UNKNOWN_COST: Final = 2.0  # of a step with a draft, until it was measured
+_FADING: Final = 0.98  # of a cost at each long pause, until it is measured again
+
+# A reply's account of plain steps: what it begins with, what is spent, what it earns. A
+# model first has to read the conversation.
+_FIRST_BALANCE: Final = 8.0
+_FIRST_MODEL_BALANCE: Final = 256.0
+_WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
+_ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
+_PAUSE_TOKENS: Final = 4  # without a draft, after such a y
+_LONG_PAUSE_TOKENS: Final = 256  # where no length is expected to pay
+
+# DraftModel.
+_MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
+_MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
 _FEW_TOKENS: Final = 16  # that it reads and drafts after, in the same step
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
-    """Whether what a draft got wrong can be taken back. Chunks cannot."""
+    """Whether what a draft got wrong can be taken back: not from a ChunkedKVCache."""
     kinds = [leaf_kind(leaf) for leaf in cache_leaves(layer_caches)]
     return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
@@ -16068,71 +16081,82 @@ class DraftCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
+        self._fading: dict[int, float] = {}  # what faded since it was measured
 
     @property
     def is_known(self) -> bool:
         """Whether plain steps were measured; `plain_steps` needs it."""
         return 1 in self._seconds
 
-    def measure(self, n_fed: int, seconds: float) -> None:
-        """A step that fed so many tokens took so long."""
+    def measure(self, n_fed: int, seconds: float) -> bool:
+        """A step that fed so many tokens took so long; returns whether it counts."""
         if n_fed not in self._begun:
             self._begun.add(n_fed)  # the first may have compiled kernels
-            return
-        mean = self._seconds.get(n_fed, seconds)
+            return False
+        has_faded = self._fading.pop(n_fed, None) is not None
+        mean = seconds if has_faded else self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        return True
 
     def plain_steps(self, *, n_draft: int) -> float:
         """How many plain steps take as long as one with so long a draft."""
-        plain = self._seconds[1]
-        return self._seconds.get(n_draft + 1, _UNKNOWN_COST * plain) / plain
+        n_fed = n_draft + 1
+        if n_fed not in self._seconds:
+            return _UNKNOWN_COST
+        return self.in_plain_steps(self._seconds[n_fed] * self._fading.get(n_fed, 1.0))
 
     def in_plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long."""
         return seconds / self._seconds[1]
 
     def fade(self) -> None:
-        """Trust less in what steps with drafts have cost, so that they are tried again.
+        """Take costs for smaller, so that what was slow once is tried again some day.
 
-        One that takes 30 plain steps seldom is: by one rest in 50.
+        A length that takes 30 plain steps is, after some 50 fadings.
         """
         for n_fed in self._seconds:
             if n_fed > 1:
-                self._seconds[n_fed] *= _FADING
+                self._fading[n_fed] = self._fading.get(n_fed, 1.0) * _FADING
 
 
 class DraftBudget:
     """Whether the next draft of a reply is expected to pay, and how long it may be.
 
-    Drafts may lose what they have gained in this reply, and a small share of its time
-    besides: `spare_steps`, in plain steps.
+    Drafts may lose what they have gained in this reply, and a hundredth of its time.
+    `balance` counts that in plain steps; there is no draft while it is below 0:
+
+        a plain step                 + 0.01
+        a step with a draft          + tokens - what it cost
+        time without a draft of it   - what it cost
     """
 
     def __init__(
-        self, costs: DraftCosts, *, first_share: float, spare_steps: float
+        self, costs: DraftCosts, *, first_share: float, balance: float
     ) -> None:
         """`first_share`: of draft tokens, how many are accepted, until it is known."""
         self.costs = costs
-        self.spare_steps = spare_steps
+        self.balance = balance
         self._first_share = first_share
         self._share_accepted = first_share
-        self._rests_until = 0  # this length of the history
+        self._pauses_until = 0  # this length of the history
+        self._chosen_length = 0
 
     def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
-        """The length that pays best; 0 during a rest, and where none pays."""
-        is_resting = n_history < self._rests_until or self.spare_steps < 0
-        if is_resting or not self.costs.is_known:
+        """The length that pays best; 0 during a pause, and where none pays."""
+        is_pausing = n_history < self._pauses_until or self.balance < 0
+        if is_pausing or not self.costs.is_known:
             return 0
-        n_draft = max(lengths, key=self.gain)
-        if self.gain(n_draft) > 1.0:
-            return n_draft
-        self.rest(n_history + _LONG_REST_TOKENS)
+        length = max(lengths, key=self.speedup)
+        if self.speedup(length) > 1.0:
+            self._chosen_length = length
+            return length
+        self.pause(n_history + _LONG_PAUSE_TOKENS)
         self._share_accepted = self._first_share
         self.costs.fade()
         return 0
 
-    def gain(self, n_draft: int) -> float:
-        """Expected tokens a second with drafts of this length, by those of plain steps.
+    def speedup(self, n_draft: int) -> float:
+        """Expected speed with drafts of this length; 1.0: as fast as plain steps.
 
         A token of a draft is tried when the one before it was accepted.
         """
@@ -16140,28 +16164,29 @@ class DraftBudget:
         n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
         return n_expected / self.costs.plain_steps(n_draft=n_draft)
 
-    def rest(self, until: int) -> None:
+    def pause(self, until: int) -> None:
         """Allow no draft before the history has this length."""
-        self._rests_until = max(self._rests_until, until)
+        self._pauses_until = max(self._pauses_until, until)
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
         self.costs.measure(1, seconds)
-        self.spare_steps += _LOSS
+        self.balance += _ALLOWANCE
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """A step with a draft took so long, and so much of it was accepted."""
-        self.costs.measure(n_draft + 1, seconds)
-        n_tried = min(n_accepted + 1, n_draft)
-        share = n_accepted / n_tried
-        self._share_accepted += _NEW_WEIGHT * (
-            share * _MAX_SHARE - self._share_accepted
-        )
-        self.spare_steps += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+        """A step with a draft took so long, and so much of it was accepted.
+
+        What it took is a cost of the length that was chosen, even if it was cut short.
+        """
+        n_tried = min(n_accepted + 1, n_draft)  # what comes after says nothing
+        share = _SHARE_FACTOR * n_accepted / n_tried
+        self._share_accepted += _NEW_WEIGHT * (share - self._share_accepted)
+        if self.costs.measure(self._chosen_length + 1, seconds):
+            self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
-        self.spare_steps -= self.costs.in_plain_steps(seconds)
+        self.balance -= self.costs.in_plain_steps(seconds)
 
 
 # -- what a draft is -------------------------------------------------------------------
@@ -16245,17 +16270,16 @@ class CopyDrafter(Drafter):
         super().__init__(
             _join(prompt, others),
             end_ids=end_ids,
-            budget=DraftBudget(
-                costs, first_share=_FIRST_SHARE, spare_steps=_FIRST_LOSS
-            ),
+            budget=DraftBudget(costs, first_share=_FIRST_SHARE, balance=_FIRST_BALANCE),
             metrics=metrics,
         )
-        self._copy_start = 0  # in the history, of the last copy
-        self._copied_to = 0  # the same: where it was accepted to; 0: nowhere
+        # Of the last copy, in the history: its start, and the end of what was accepted.
+        self._copy_start = 0
+        self._copy_end: int | None = None
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
-        """The copy after its first token, if that is y."""
-        n_draft = self.budget.choose_length(_DRAFT_LENGTHS, n_history=self._n_history)
+        """What follows y in the copy; [] if the copy does not begin with y."""
+        n_draft = self.budget.choose_length(_COPY_LENGTHS, n_history=self._n_history)
         n_draft = min(n_draft, max_tokens)
         if n_draft <= 0:
             return []
@@ -16264,7 +16288,8 @@ class CopyDrafter(Drafter):
         if len(y_and_draft) < 2:
             return []
         if y_and_draft[0] != wait_for_y():
-            self.budget.rest(self._n_history + _REST_TOKENS)
+            self.budget.balance -= _WAIT_COST
+            self.budget.pause(self._n_history + _PAUSE_TOKENS)
             return []
         return y_and_draft[1:]
 
@@ -16276,29 +16301,34 @@ class CopyDrafter(Drafter):
             starts = _starts_after(history[-_MATCH_TOKENS:], history)
             if not starts.size:
                 return []
-            start = int(starts[-1])
+            # The newest with so many tokens after it, or what is repeated goes on.
+            long_enough = starts[starts <= len(history) - n_tokens]
+            start = int((long_enough if long_enough.size else starts)[-1])
         self._copy_start = start
-        return self._before_end(history[start : start + n_tokens].tolist())
+        copied = history[start : start + n_tokens]
+        if len(copied) < n_tokens:
+            copied = np.resize(copied, n_tokens)
+        return self._before_end(copied.tolist())
 
     def _find_near(self, history: TokenIds) -> int | None:
         """Where the last copy may go on, after something that was changed in it."""
-        if not self._copied_to:
+        if self._copy_end is None:
             return None
-        low = max(0, self._copied_to - _NEAR_TOKENS)
-        high = self._copied_to + _NEAR_TOKENS
+        low = max(0, self._copy_end - _NEAR_TOKENS)
+        high = self._copy_end + _NEAR_TOKENS
         starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], history[low:high])
         if not starts.size:
             return None
-        return int(starts[np.abs(starts - self._copied_to).argmin()])
+        return int(starts[np.abs(starts - self._copy_end).argmin()])
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Remember where the copy ended, too."""
-        self._copied_to = self._copy_start + 1 + n_accepted
+        self._copy_end = self._copy_start + 1 + n_accepted
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
 
 class ModelDrafter(Drafter):
-    """What a draft model would say."""
+    """Drafts of the DraftModel for one request."""
 
     def __init__(
         self,
@@ -16312,7 +16342,7 @@ class ModelDrafter(Drafter):
         budget = DraftBudget(
             draft_model.costs,
             first_share=_FIRST_MODEL_SHARE,
-            spare_steps=_FIRST_MODEL_LOSS,
+            balance=_FIRST_MODEL_BALANCE,
         )
         super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
@@ -16324,6 +16354,9 @@ class ModelDrafter(Drafter):
         n_draft = self.budget.choose_length(_MODEL_LENGTHS, n_history=self._n_history)
         n_draft = min(n_draft, max_tokens)
         if n_draft <= 0 or self._draft_model.has_failed:
+            return []
+        if not self._draft_model.can_read(self._history):
+            self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
             return []
 
         y = wait_for_y()
@@ -16365,12 +16398,12 @@ class DraftModel:
         self._tenant = ""  # whose conversation they are
         self.has_failed = False  # then it is not asked any more
         self.costs = DraftCosts()
-        n_places = _MAX_FOLLOWED_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
+        n_places = _MAX_TAIL_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
         self.nbytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
         logger.info(
             "drafts: %s, with KV of %d tokens: %s",
             loaded.path,
-            _MAX_FOLLOWED_TOKENS,
+            _MAX_TAIL_TOKENS,
             in_bytes(self.nbytes),
         )
 
@@ -16379,15 +16412,19 @@ class DraftModel:
         self._layer_caches = []
         self._read_ids = self._read_ids[:0]
 
-    def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
-        """The most probable tokens after a past; [] until it has read its tail.
-
-        [] for a past with images, too, and after a failure: that costs no request.
-        """
+    def can_read(self, past: TokenIds) -> bool:
+        """Whether the tail of a past has tokens of its vocabulary only: no images."""
         tail = past[_tail_start(len(past)) :]
-        is_text = tail.min() >= 0 and tail.max() < self._loaded.vocab_size
-        if self.has_failed or not is_text:
+        return bool(tail.min() >= 0 and tail.max() < self._loaded.vocab_size)
+
+    def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
+        """The most probable tokens after a past; [] while it still has to read of it.
+
+        [] for what it cannot read, too, and after a failure: that costs no request.
+        """
+        if not self.can_read(past):
             return []
+        tail = past[_tail_start(len(past)) :]
         try:
             self._cut_to(tail, tenant)
             return self._read_or_draft(tail, n_tokens)
@@ -16440,7 +16477,7 @@ class DraftModel:
 
 def _tail_start(n_past: int) -> int:
     """Where the tail of a past begins, which the draft model reads."""
-    half = _MAX_FOLLOWED_TOKENS // 2
+    half = _MAX_TAIL_TOKENS // 2
     return max(0, -(-n_past // half) - 2) * half
 
 
@@ -17255,7 +17292,7 @@ class DecodeBatch:
         # y counts, and one more is sampled in a step of its own.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in running.drafters:
-            # What is fed again is paid for first: a model would add to it at each step.
+            # What is fed again is fed first: a model would add to it at each step.
             if self._generator.pending_ids and isinstance(drafter, ModelDrafter):
                 continue
             drafter.follow(running.output_ids, n_fed)
@@ -17280,7 +17317,8 @@ class DecodeBatch:
         if len(rows) == 1 and has_waited and not has_pending:
             for drafter in self.requests[0].drafters:
                 drafter.budget.learn_plain(ended - began)
-        self._launched_at = ended
+        # What is pending was launched before y: the next wait is for both.
+        self._launched_at = -math.inf if has_pending else ended
         return rows
 
     def _step_with(self, drafter: Drafter, draft: list[int]) -> list[SampledToken]:

@@ -32,7 +32,7 @@ from tiny_models import DENSE, HYBRID, SLIDING
 def eager(monkeypatch):
     """The model is always asked, for drafts of unlike lengths, and nothing is copied."""
     lengths = itertools.cycle([7, 2, 4, 1])
-    monkeypatch.setattr(s.DraftBudget, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s.DraftBudget, "speedup", lambda *_: 2.0)
     monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
     monkeypatch.setattr(s, "_MODEL_LENGTHS", LengthsInTurn(lengths))
     monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda *_: [])
@@ -205,7 +205,7 @@ def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(
 
 
 def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch):
-    monkeypatch.setattr(s, "_MAX_FOLLOWED_TOKENS", 64)
+    monkeypatch.setattr(s, "_MAX_TAIL_TOKENS", 64)
     monkeypatch.setattr(s, "_MAX_READ_TOKENS", 16)
     b = drafting(DENSE)
     prompt = words(np.random.default_rng(8), 300)
@@ -275,7 +275,7 @@ def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
 
     monkeypatch.setattr(s.DraftModel, "propose", slowly)
     b = drafting(DENSE)
-    b.ask(words(np.random.default_rng(11), 30), n=20)
+    b.ask(words(np.random.default_rng(11), 30), n=60)
     costs = b.engine.call(lambda scheduler: scheduler.draft_model.costs)
 
     with_draft = [seconds for n_fed, seconds in costs._seconds.items() if n_fed > 1]
@@ -393,6 +393,17 @@ def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
     assert drafter.draft(7, wait) == []
 
 
+def test_for_a_tail_with_an_image_nobody_waits(counting):
+    def wait():
+        raise AssertionError("the token sampled last was waited for")
+
+    know_plain_steps(counting)
+    drafter = drafter_of(counting)
+    drafter.follow([3, -5, 3], 3)
+
+    assert drafter.draft(7, wait) == []
+
+
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 4, 60), (7, 149, 999)])
 def test_where_drafts_do_not_pay_it_rests(
     counting, monkeypatch, n_right, n_least, n_most
@@ -444,7 +455,7 @@ def test_two_conversations_in_turn_do_not_make_it_read_for_ever(counting, monkey
             drafter.budget.learn_plain(1.0)
 
     # Of 8,000,000 tokens.
-    assert counting.model.n_fed < 2 * s._MAX_READ_TOKENS * (s._FIRST_MODEL_LOSS + 50)
+    assert counting.model.n_fed < 2 * s._MAX_READ_TOKENS * (s._FIRST_MODEL_BALANCE + 50)
 
 
 # -- loading -------------------------------------------------------------------------------

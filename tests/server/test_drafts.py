@@ -66,6 +66,7 @@ def test_a_draft_is_what_followed_and_as_long_as_pays():
     assert draft(BEGUN, on_gpu, end_ids=frozenset([106])) == []
     image = [*FILE[:8], -5, -6, *FILE[:6]]
     assert draft(image, on_gpu) == FILE[7:8]
+    assert draft([5, *[6, 7] * 30], on_gpu, y=6) == [7, 6] * 15 + [7]
 
 
 def test_after_a_change_a_copy_goes_on_where_three_tokens_are_the_same():
@@ -109,6 +110,23 @@ def test_the_first_call_of_a_length_does_not_count():
     for n_fed in (8, 16, 32):
         writer.budget.costs.measure(n_fed, 100.0)
     assert draft_after(FILE[6], writer) == []
+
+
+def test_a_first_call_that_compiles_costs_a_reply_no_drafts():
+    writer = drafter(BEGUN, {1: 1.0})
+    assert len(draft_after(FILE[6], writer)) == 31
+    writer.learn(n_draft=31, n_accepted=31, seconds=75.0)
+
+    assert writer.budget.balance == 8
+
+
+def test_what_a_draft_cut_short_took_is_a_cost_of_the_length_that_was_chosen():
+    writer = drafter(BEGUN, {1: 1.0, 8: 2.0, 16: 2.0}, end_ids=frozenset([109]))
+    for _ in range(2):
+        assert draft_after(FILE[6], writer) == FILE[7:9]
+        writer.learn(n_draft=2, n_accepted=2, seconds=11.0)
+
+    assert writer.budget.costs.plain_steps(n_draft=31) == 11.0
 
 
 def write(writer, n_tokens, seconds, *, n_right):
@@ -157,8 +175,9 @@ def test_drafts_that_are_wrong_cost_a_hundredth_of_a_reply(monkeypatch, seconds)
 def test_what_drafts_have_gained_they_may_lose():
     seconds = {1: 1.0, 8: 2.2, 16: 2.6, 32: 3.7}
     budget = drafter(BEGUN, seconds).budget
+    assert budget.choose_length((31,), n_history=0) == 31
     budget.learn(n_draft=31, n_accepted=31, seconds=3.7)
-    assert budget.spare_steps == pytest.approx(8 + 32 - 3.7)
+    assert budget.balance == pytest.approx(8 + 32 - 3.7)
     for _ in range(14):
         budget.learn(n_draft=31, n_accepted=0, seconds=3.7)
     budget._share_accepted = 0.9
@@ -181,7 +200,7 @@ def test_a_length_that_was_slow_is_tried_again(monkeypatch):
 
 def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
     on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
-    newest = np.array([1, 2, *FILE[:10], 8, 9], np.int32)
+    newest = np.array([1, 2, *FILE[:10], 8, 9, *[4] * 30], np.int32)
     oldest = np.array([*FILE, 5], np.int32)
     begun = [7, *FILE[:6]]
 
@@ -191,8 +210,11 @@ def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
 
     assert copied(begun) == []
     assert copied(begun, oldest) == FILE[7:38]
-    assert copied(begun, newest, oldest) == [*FILE[7:10], 8, 9]
-    assert copied([*FILE[:9], *begun], newest, oldest) == [*FILE[7:9], 7, *FILE[:6]]
+    assert copied(begun, newest, oldest) == [*FILE[7:10], 8, 9, *[4] * 26]
+    assert copied([*FILE[:9], *[3] * 30, *begun], newest, oldest) == [
+        *FILE[7:9],
+        *[3] * 29,
+    ]
     # A draft does not go on from one conversation into the next.
     assert copied([7, *FILE[92:98]], oldest, newest) == [FILE[99], 5]
 
@@ -221,8 +243,9 @@ def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known):
 
 
 @pytest.mark.parametrize("n_past", range(1, 9))
-def test_a_past_of_a_few_tokens_has_nothing_to_copy(n_past):
-    assert draft_after(5, drafter([5] * n_past, {1: 1.0})) == []
+def test_a_past_of_a_few_tokens_has_little_to_copy(n_past):
+    draft = draft_after(5, drafter([5] * n_past, {1: 1.0}))
+    assert draft == ([5] * 31 if n_past > 6 else [])
 
 
 # -- in the engine -------------------------------------------------------------------------
@@ -247,13 +270,39 @@ def test_a_step_that_was_done_before_somebody_waited_is_not_measured(
     assert is_known == (seconds == 0)
 
 
+@pytest.mark.usefixtures("eager")
+def test_a_step_that_waits_for_what_is_fed_again_is_not_measured(bench, monkeypatch):
+    """It is launched by the step before, which returns a token that is known already."""
+    learned, slow = [], []
+    step = s.TokenGenerator.step
+
+    def watched(generator):
+        slow[:] = [*slow[-1:], bool(generator.pending_ids)]
+        return step(generator)
+
+    def learn_plain(_budget, _seconds):
+        learned.append(any(slow))
+
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
+    monkeypatch.setattr(s.TokenGenerator, "step", watched)
+    b = bench(HYBRID)
+    prompt = words(np.random.default_rng(15), 60) * 3
+    b.ask(prompt, n=5)
+    monkeypatch.setattr(s.DraftBudget, "learn_plain", learn_plain)
+    reply = copies_with_faults(np.random.default_rng(16), prompt[:120], 100, 12)
+    b.ask(prompt, n=100, constraints=(forced(reply),))
+
+    assert len(learned) > 5
+    assert not any(learned)
+
+
 @pytest.fixture
 def eager(monkeypatch):
     """Drafts are tried wherever there is something to copy, of unlike lengths."""
     lengths = itertools.cycle([7, 15, 31, 3])
-    monkeypatch.setattr(s.DraftBudget, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s.DraftBudget, "speedup", lambda *_: 2.0)
     monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
-    monkeypatch.setattr(s, "_DRAFT_LENGTHS", LengthsInTurn(lengths))
+    monkeypatch.setattr(s, "_COPY_LENGTHS", LengthsInTurn(lengths))
 
 
 class LengthsInTurn:
