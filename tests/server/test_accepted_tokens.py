@@ -27,7 +27,7 @@ class SeveralAtOnce(s.DecodeBatch):
         held = None
         for _ in range(next(self.sizes)):
             accepted = super().step()
-            held = held or self._held_state()
+            held = held or self._what_is_held()
             for running, ids in accepted:
                 token_ids[running] += ids
             if any(self._may_end(running, ids[-1]) for running, ids in accepted):
@@ -35,9 +35,9 @@ class SeveralAtOnce(s.DecodeBatch):
         vars(self).update(held)
         return [s.AcceptedTokens(running, ids) for running, ids in token_ids.items()]
 
-    def _held_state(self):
+    def _what_is_held(self):
         """What the batch holds of the time before its first step."""
-        return {name: held for name, held in vars(self).items() if "_previous" in name}
+        return {name: held for name, held in vars(self).items() if "_held" in name}
 
     def _may_end(self, running, token_id):
         request = running.request
