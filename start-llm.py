@@ -16112,7 +16112,7 @@ class DraftCosts:
     def fade(self) -> None:
         """Take costs for smaller, so that what was slow once is tried again some day.
 
-        A length that takes 30 plain steps is, after some 50 fadings.
+        A length that takes 30 plain steps is, after 57 fadings.
         """
         for n_fed in self._seconds:
             if n_fed > 1:
@@ -16243,6 +16243,11 @@ class Drafter:
         self._metrics.bump("draft_tokens_accepted", n_accepted)
         self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
+    def _choose_length(self, lengths: Iterable[int], max_tokens: int) -> int:
+        """How long the next draft may be; 0: there is none."""
+        n_draft = self.budget.choose_length(lengths, n_history=self._n_history)
+        return max(0, min(n_draft, max_tokens))
+
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
         for place, token_id in enumerate(token_ids):
@@ -16279,9 +16284,8 @@ class CopyDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
-        n_draft = self.budget.choose_length(_COPY_LENGTHS, n_history=self._n_history)
-        n_draft = min(n_draft, max_tokens)
-        if n_draft <= 0:
+        n_draft = self._choose_length(_COPY_LENGTHS, max_tokens)
+        if not n_draft:
             return []
 
         y_and_draft = self._find_copy(1 + n_draft)
@@ -16351,9 +16355,8 @@ class ModelDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self.budget.choose_length(_MODEL_LENGTHS, n_history=self._n_history)
-        n_draft = min(n_draft, max_tokens)
-        if n_draft <= 0 or self._draft_model.has_failed:
+        n_draft = self._choose_length(_MODEL_LENGTHS, max_tokens)
+        if not n_draft or self._draft_model.has_failed:
             return []
         if not self._draft_model.can_read(self._history):
             self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
