@@ -12,6 +12,8 @@ from engine_fixture import GREEDY, words
 from numpy.testing import assert_allclose
 from server_fixture import Served, user, wait_until, wait_until_idle
 from tiny_models import DENSE, HYBRID, MLA, SLIDING, TOOLS, tiny_model
+from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
+from vision_fixture import Seeing, picture, picture_message
 
 KINDS = [DENSE, HYBRID, SLIDING, MLA]
 # Windows sum in another order after a call of several tokens, and MLA in one of several.
@@ -577,6 +579,33 @@ def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(
             check_same_reply(plain, drafting, name, fields)
         counts = drafting.state.metrics.snapshot()
         assert counts["draft_tokens_accepted"] > 20
+    finally:
+        plain.close()
+        drafting.close()
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+def test_after_an_image_a_reply_is_the_same_with_drafts_and_without(
+    kind, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
+    folder = tiny_vision_model(kind, tmp_path)
+    logs = str(tmp_path / "logs")
+    plain = Seeing(folder, monkeypatch, speculation="off", log_root=logs)
+    drafting = Seeing(folder, monkeypatch, log_root=logs)
+    parts = ("main.py " * 9, picture(1), "say it again: main.py")
+    history = [picture_message(*parts)]
+    fields = {"temperature": 0, "max_tokens": 70, "tool_choice": "none"}
+    try:
+        for _ in range(2):
+            expected = plain.ask(history, **fields)
+            reply = drafting.ask(history, **fields)
+            assert reply.answer == expected.answer
+            history += [expected.answer, user("and now?")]
+        counts = drafting.state.metrics.snapshot()
+        assert reply.cached > 0
+        assert counts["draft_tokens_accepted"] > 0
     finally:
         plain.close()
         drafting.close()
