@@ -751,7 +751,7 @@ GATES = (
     Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
     Gate("mypy", ("-m", "mypy")),
     Gate("mypy for macOS", ("-m", "mypy", "--platform", "darwin")),
-    Gate("layout", ("scripts/tools/check_layout.py", "--style")),
+    Gate("layout", ("scripts/tools/check_layout.py",)),
     Gate("complexity", ("-m", "complexipy.cli")),
     Gate("vulture", ("-m", "vulture")),
     Gate("pytest", ("-m", "pytest", "-n", "3", "--dist", "worksteal")),

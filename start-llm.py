@@ -702,6 +702,9 @@ _AutoOrOff = Annotated[Literal["auto", "off"], _Lower]
 _Backend = Annotated[Literal["auto", "cpu", "cuda"], _Lower]
 _ModelKind = Annotated[Literal["auto", "text", "vision"], _Lower]
 _AutoOnOff = Annotated[Literal["auto", "on", "off"], _Lower]
+_Effort = Annotated[
+    Literal["", "minimal", "low", "medium", "high", "xhigh", "max"], _Lower
+]
 _WarmUp = Annotated[Literal["auto", "on", "off", "exit"], _Lower]
 _KVBits = Annotated[Literal["off", "2", "2.5", "3", "3.5", "4", "6", "8"], _Lower]
 _KVScheme = Annotated[Literal["uniform", "turboquant"], _Lower]
@@ -870,15 +873,16 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     rule_operator_note: _RuleClass = "transient"  # LiteLLM's form of a system message
     rule_late_system: _NoteClass = "transient"  # a system message after a user message
 
-    # Sampling, where a request does not say
-    default_temperature: Temperature = 0.1  # 0: greedy
-    default_top_p: TopP = 0.9  # 1: off
-    default_top_k: _Count = 40  # 0: off
-    default_min_p: MinP = 0.05  # 0: off
-    default_repetition_penalty: RepetitionPenalty = 1.0  # off; more harms tool calls
+    # Sampling, where a request does not say; None: as the model's makers say
+    default_temperature: Temperature | None = None  # 0: greedy
+    default_top_p: TopP | None = None  # 1: off
+    default_top_k: _Count | None = None  # 0: off
+    default_min_p: MinP | None = None  # 0: off
+    default_repetition_penalty: RepetitionPenalty | None = None  # 1: off
     default_repetition_context_size: _Count = 256  # tokens that the penalty looks at
     default_max_tokens: _Positive = 2048  # of one reply
     default_thinking: bool = True  # the model thinks before it replies
+    default_reasoning_effort: _Effort = ""  # how hard; "": as its template says
     preserve_thinking: bool = True  # past thinking stays in the prompt
 
     # Logs
@@ -1982,7 +1986,7 @@ class BodyMemory:
 # so that fields we do not know reach the chat template.
 #
 # Public   JsonObject, Message, OriginalMessages, TokenIds, KvOffset, TokenId, ListOf,
-#          MapOf, SamplingParams, ToolChoice, SessionContext, assume_client,
+#          MapOf, SamplingParams, ToolChoice, EFFORTS, SessionContext, assume_client,
 #          ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd,
 #          ResponseFormatter
 # Uses     CONFIG
@@ -2042,6 +2046,10 @@ class ToolChoice(NamedTuple):
     name: str | None = None  # of the tool that it must call, if the mode is "named"
 
 
+# How hard to think, lowest first. Which of them a template takes: TEMPLATE TRAITS.
+EFFORTS: Final = ("minimal", "low", "medium", "high", "xhigh", "max")
+
+
 class SessionContext(NamedTuple):
     """The conversation that a request belongs to, by the ids that its client sent."""
 
@@ -2062,7 +2070,7 @@ class ChatRequest:
     model: str | None  # the name that was sent; None: whichever is loaded
     session: SessionContext
     user: str = ""  # whose request it is, for CACHE_ISOLATION=user
-    sampling: SamplingParams
+    sampling: SamplingParams  # LoadedModel.complete_sampling() has what was not sent
     max_tokens: int  # of the reply; 0: the prompt is read, for the cache alone
     stop: tuple[str, ...]
     stream: bool
@@ -2081,6 +2089,7 @@ class ChatRequest:
     logprobs: bool
     top_logprobs: int  # alternatives per token
     thinking: bool
+    effort: str  # how hard, one of EFFORTS; "": as the template does by itself
     thinking_budget: int | None  # tokens
     json_schema: JsonObject | None  # that the reply must fit
     template_kwargs: Mapping[str, Any]  # for the chat template; never enable_thinking
@@ -2386,8 +2395,7 @@ def _spell_path(path: Iterable[int | str]) -> str:
 # Chat completions and completions: bodies -> ChatRequest, reply -> bodies.
 #
 #     body       "reasoning": {"effort": "low"}, "user": "u"
-#     request    thinking=True, template_kwargs={"reasoning_effort": "low"},
-#                session=SessionContext("u"), user="u"
+#     request    thinking=True, effort="low", session=SessionContext("u"), user="u"
 #
 # Unknown fields pass. A field that we cannot honour is refused if it would change the
 # reply. Clients have many spellings for three things: whether to think, how many tokens
@@ -2557,7 +2565,6 @@ def parse_chat_request(
 
     _check_template_kwargs(parsed.chat_template_kwargs)
     thinking = _find_thinking(fields, default=config.default_thinking)
-    sampling = _sampling_params(fields, config)
     messages = [
         _normalize_message(message, field=f"messages[{index}]")
         for index, message in enumerate(parsed.messages)
@@ -2576,7 +2583,7 @@ def parse_chat_request(
         model=parsed.model,
         session=_find_session(fields, lower_headers),
         user=_find_user(fields, lower_headers),
-        sampling=sampling,
+        sampling=validate_fields(SamplingParams, fields),
         max_tokens=max_tokens,
         stop=tuple(stop),
         stream=parsed.stream,
@@ -2591,9 +2598,10 @@ def parse_chat_request(
         logprobs=parsed.logprobs,
         top_logprobs=parsed.top_logprobs,
         thinking=thinking.is_on,
+        effort=thinking.effort or config.default_reasoning_effort,
         thinking_budget=_find_thinking_budget(fields),
         json_schema=json_schema,
-        template_kwargs=_template_kwargs(parsed.chat_template_kwargs, thinking.effort),
+        template_kwargs=_template_kwargs(parsed.chat_template_kwargs),
     )
 
 
@@ -2641,15 +2649,6 @@ def parse_completion_request(
     )
 
 
-def _sampling_params(fields: JsonObject, config: Config) -> SamplingParams:
-    """The parameters of a body; the DEFAULT_... settings where it has none."""
-    defaults = {
-        name: getattr(config, f"default_{name}", None)
-        for name in SamplingParams.model_fields
-    }
-    return validate_fields(SamplingParams, {**drop_nulls(defaults), **fields})
-
-
 def _json_schema(response_format: JsonObject) -> JsonObject | None:
     """The schema that the reply must fit; None: any text will do."""
     kind = response_format.get("type", "text")
@@ -2691,9 +2690,11 @@ _THINKING_FIELDS: Final = (
     "reasoning.level",
     "reasoning.type",
 )
+_EFFORT_KWARG: Final = "chat_template_kwargs.reasoning_effort"
 _THINKING_PLACES: Final = (
     "chat_template_kwargs.enable_thinking",  # vLLM, SGLang: as Qwen's templates name it
     "chat_template_kwargs.thinking",  # as DeepSeek's do
+    _EFFORT_KWARG,  # gpt-oss, Qwen3.8; a word that is no level is the template's own
     *_THINKING_FIELDS,
     *(f"metadata.{name}" for name in _THINKING_FIELDS),
 )
@@ -2721,12 +2722,7 @@ _THINKING_LEVELS: Final[Mapping[str, str]] = {
     "between_tools": "on",
     "auto": "on",
     "true": "on",  # also as a bool
-    "minimal": "low",
-    "low": "low",
-    "medium": "medium",
-    "high": "high",
-    "xhigh": "high",
-    "max": "high",
+    **dict(zip(EFFORTS, EFFORTS, strict=True)),
 }
 # How a template is applied is not a request's to set; `documents` are for it to print.
 _RESERVED_KWARGS: Final = {
@@ -2739,7 +2735,7 @@ class _Thinking(NamedTuple):
     """Whether to think, and how hard."""
 
     is_on: bool
-    effort: str | None = None  # "low", "medium" or "high"; None: the body names none
+    effort: str = ""  # one of EFFORTS; "": the body names none
 
 
 def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
@@ -2754,21 +2750,20 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
         can_be_object = f"{place}.type" in _THINKING_PLACES  # "thinking", "reasoning"
         if value is None or (can_be_object and isinstance(value, dict)):
             continue  # the fields of the object have places of their own
-
         level = _THINKING_LEVELS.get(str(value).lower())
-        if level is None:
+        if level is not None:
+            levels.append(level)
+        elif place != _EFFORT_KWARG:
             names = ", ".join(_THINKING_LEVELS)
             quote = f"{value!r:.60}"
             raise BadRequest(f"{quote} is none of {names}", field=place, quote=quote)
-        levels.append(level)
 
     if not levels:
         budgets = [value_at(fields, place) for place in _SWITCHING_BUDGETS]
         return _Thinking(default or any(budget is not None for budget in budgets))
     if levels[0] == "off":
         return _Thinking(False)
-    efforts = [level for level in levels if level not in ("off", "on")]
-    return _Thinking(True, efforts[0] if efforts else None)
+    return _Thinking(True, next((level for level in levels if level in EFFORTS), ""))
 
 
 def _find_thinking_budget(fields: JsonObject) -> int | None:
@@ -2794,14 +2789,12 @@ def _check_template_kwargs(template_kwargs: JsonObject) -> None:
             raise BadRequest("this is not a request's to set", field=place)
 
 
-def _template_kwargs(sent_kwargs: JsonObject, effort: str | None) -> JsonObject:
-    """What a chat template gets, except enable_thinking, which ChatRequest.thinking is.
-
-    A `reasoning_effort` among the kwargs that were sent counts before `effort`.
-    """
-    template_kwargs = drop_nulls({"reasoning_effort": effort})
-    template_kwargs.update(drop_nulls(sent_kwargs))
+def _template_kwargs(sent_kwargs: JsonObject) -> JsonObject:
+    """What a chat template gets beside `thinking` and `effort` of ChatRequest."""
+    template_kwargs = drop_nulls(sent_kwargs)
     template_kwargs.pop("enable_thinking", None)
+    if str(template_kwargs.get("reasoning_effort", "")).lower() in _THINKING_LEVELS:
+        del template_kwargs["reasoning_effort"]
     return template_kwargs
 
 
@@ -4504,6 +4497,7 @@ class PinnedValue(NamedTuple):
     end: int
     block: str = ""  # the whole text of a block; "" if only a part of a line varies
     is_private: bool = False  # it may not stand in the prompts of other sessions
+    is_mode: bool = False  # it stands above all messages: see ChatTemplate
 
 
 class Note(NamedTuple):
@@ -4545,7 +4539,7 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for message in messages:
         found.update(message.dropped)
-        found.update(pinned.rule for pinned in message.pinned)
+        found.update(pinned.rule for pinned in message.pinned if not pinned.is_mode)
         found.update(note.rule for note in message.notes)
     return dict(sorted(found.items()))
 
@@ -5576,7 +5570,9 @@ def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> 
     owner. What was remembered of one owner is found for no other by its context
     (L-106).
     """
-    private_values = [pinned for pinned in message.pinned if pinned.is_private]
+    private_values = [
+        pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
+    ]
     if not private_values:
         return owner
     if session.name is not None:
@@ -6217,8 +6213,9 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
 #  2 Probing   canned conversations -> TemplateTraits.
 #
 # Public   Renderer, canned_words, TemplateTraits, probe_traits,
-#          probe_preserve_thinking_support, probe_generation_prompt, render_sample,
-#          compute_msg_token_boundaries, count_common, skip_spaces
+#          probe_preserve_thinking_support, probe_generation_prompt, Sample,
+#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common,
+#          skip_spaces
 # Uses     ERRORS, API TYPES, TOKENIZER
 # Thread   any
 
@@ -6368,6 +6365,11 @@ def _canned_conversation(kinds: str) -> list[Message]:
     return messages
 
 
+def _canned_empty_reply() -> list[Message]:
+    user, reply, next_user = _canned_conversation("user reply user")
+    return [user, {**reply, "content": ""}, next_user]
+
+
 def _canned_parts(words: str) -> list[JsonObject]:
     return [
         {"type": "text", "text": _CANNED_FIRST},
@@ -6407,9 +6409,19 @@ class TemplateTraits:
     has_late_system: bool  # also after others, each at its place
     has_repeats: bool  # messages of the same role after each other
     has_tools: bool
+    has_calls: bool  # and their results
+    has_lone_results: bool  # also after no call
+    has_questions_after_results: bool
+    has_empty_replies: bool
+    needs_user: bool  # the first message that is not the system's is the user's
+    prints_call_ids: bool  # of a call, and not the name of its tool (Kimi K2)
     part_separator: str  # between the text parts of a message
     image_placeholder: str  # "" if it prints none
     thinking_kwargs: Mapping[bool, JsonObject]  # template kwargs: thinking on, off
+    effort_kwargs: Mapping[str, JsonObject]  # of each effort it takes, lowest first
+    # What it prints above all messages for these kwargs, by a name; "" if that is the
+    # same for all. Kwargs by which it prints the same have the same name.
+    head_modes: Mapping[str, str]
     preserve_kwargs: JsonObject  # so that it prints the thinking of past turns
     # Of a message with calls it prints `content` or `thinking`, but not both (gpt-oss).
     merges_thinking: bool
@@ -6419,25 +6431,38 @@ class TemplateTraits:
 
 
 def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
-    """All traits of a template. It renders about forty canned conversations."""
+    """All traits of a template. It renders about sixty canned conversations."""
+    has_system = renderer.shows("system user")
     part_separator = _probe_part_separator(renderer)
-    thinking_kwargs = _probe_thinking_kwargs(renderer)
+    effort_kwargs = _probe_effort_kwargs(renderer)
+    thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
     starts = [
         encoder.encode(text).tolist()
         for text in _probe_message_starts(renderer, thinking_kwargs)
     ]
     start_ids = np.unique([ids[0] for ids in starts]).astype(np.int32)
     return TemplateTraits(
-        has_system=renderer.shows("system user"),
+        has_system=has_system,
         has_late_system=renderer.shows(
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
         has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
         != renderer.try_render("user"),
+        has_calls=canned_words(1) in renderer.try_render("user call tool reply")
+        and renderer.shows("user call tool reply"),
+        has_lone_results=renderer.shows("user reply tool"),
+        has_questions_after_results=renderer.shows("user call tool user"),
+        has_empty_replies=bool(renderer.try_render(_canned_empty_reply())),
+        needs_user=not renderer.shows("reply user") or not renderer.shows("reply"),
+        prints_call_ids=_probe_call_ids(renderer),
         part_separator=part_separator,
         image_placeholder=_probe_image_placeholder(renderer, part_separator),
         thinking_kwargs=thinking_kwargs,
+        effort_kwargs=effort_kwargs,
+        head_modes=_probe_head_modes(
+            renderer, thinking_kwargs, effort_kwargs, has_system=has_system
+        ),
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=start_ids,
@@ -6465,27 +6490,113 @@ def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     return placeholder.removesuffix(part_separator)
 
 
-_THINKING_KWARGS: Final[Sequence[Mapping[bool, JsonObject]]] = (
-    {True: {"enable_thinking": True}, False: {"enable_thinking": False}},
-    {True: {"thinking": True}, False: {"thinking": False}},
-    {True: {}, False: {"reasoning_effort": "low"}},
-    {True: {}, False: {"reasoning_effort": "none"}},
-)
+_THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+_EFFORT_SWITCHES: Final = ("reasoning_effort", "thinking_effort")
+_PRINTED_EFFORTS: Final = ("low", "medium", "high")
 
 
-def _probe_thinking_kwargs(renderer: Renderer) -> Mapping[bool, JsonObject]:
+def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
+    """The template kwargs of each effort, lowest first; {} if it reads none.
+
+    A template may refuse a word, print it, or take each word that it does not know for
+    its default. What it prints for `zqfirst` tells:
+
+        template      low  medium  high  xhigh  max  zqfirst    efforts
+        Qwen3.8       L    (none)  -     X      -    -          low, medium, xhigh
+        unsloth's     L    (none)  X     X      -    -          low, medium, xhigh
+        GLM-5.3       L    Max     H     Max    Max  Max        low, high, max
+        gpt-oss       low  medium  high  xhigh  max  zqfirst    low, medium, high
+
+    Of words that print the same the one is taken that it prints, or else the highest.
+    One that prints any word is for models that know those of OpenAI's API (L-190).
+    """
+    for name in _EFFORT_SWITCHES:
+        efforts = _probe_efforts(renderer, name)
+        if efforts:
+            return {effort: {name: effort} for effort in efforts}
+    return {}
+
+
+def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
+    """The efforts that this template kwarg may have, lowest first."""
+    texts = {}
+    for word in (*EFFORTS, _CANNED_FIRST):
+        # As far as it has a switch, thinking is on.
+        kwargs = {**dict.fromkeys(_THINKING_SWITCHES, True), switch: word}
+        past = "user call tool"
+        text = renderer.try_render(past, tools=[_CANNED_TOOL], kwargs=kwargs)
+        texts[word] = text or renderer.try_render("user", kwargs=kwargs)
+    unknown_text = texts.pop(_CANNED_FIRST)
+    if _CANNED_FIRST in unknown_text:
+        return _PRINTED_EFFORTS
+
+    efforts = []
+    for text in set(texts.values()) - {""}:
+        words = [word for word in EFFORTS if texts[word] == text]
+        printed = [word for word in words if re.search(rf"(?i)\b{word}\b", text)]
+        if text != unknown_text or printed:
+            efforts.append((printed or words)[-1])
+    has_choice = len(set(texts.values())) > 1
+    return sorted(efforts, key=EFFORTS.index) if has_choice else ()
+
+
+def _probe_call_ids(renderer: Renderer) -> bool:
+    """Whether it prints the id of a call, and not the name of its tool."""
+    user, call = _canned_conversation("user call")
+    [tool_call] = call["tool_calls"]
+    tool_call["function"]["name"] = _CANNED_FIRST
+    text = renderer.try_render([user, call])
+    return tool_call["id"] in text and _CANNED_FIRST not in text
+
+
+def _probe_thinking_kwargs(
+    renderer: Renderer, effort_kwargs: Mapping[str, JsonObject]
+) -> Mapping[bool, JsonObject]:
     """The template kwargs for thinking on and off; both {} if none is known.
 
-    A template with a reasoning effort thinks by default. Off is the effort "low" there,
-    and "none" only if the template refuses or ignores "low": a template that prints
-    whatever effort it is given would print "none", too.
+    A template without a switch may have efforts. Then off is the lowest, or "none" if
+    it knows that word; and on is the highest if it does not think by default.
     """
-    for kwargs in _THINKING_KWARGS:
+    for name in _THINKING_SWITCHES:
+        kwargs = {is_on: {name: is_on} for is_on in (True, False)}
         text_on = renderer.try_render("user", kwargs=kwargs[True])
         text_off = renderer.try_render("user", kwargs=kwargs[False])
         if text_on and text_off and text_on != text_off:
             return kwargs
-    return {True: {}, False: {}}
+    if not effort_kwargs:
+        return {True: {}, False: {}}
+
+    lowest, *_, highest = [*effort_kwargs.values(), *effort_kwargs.values()]
+    [name] = lowest
+    none_text = renderer.try_render("user", kwargs={name: "none"})
+    unknown_text = renderer.try_render("user", kwargs={name: _CANNED_FIRST})
+    if none_text and none_text != unknown_text.replace(_CANNED_FIRST, "none"):
+        lowest = {name: "none"}
+    text_off = renderer.try_render("user", kwargs=lowest)
+    thinks_by_default = renderer.try_render("user") != text_off
+    return {True: {} if thinks_by_default else highest, False: lowest}
+
+
+def _probe_head_modes(
+    renderer: Renderer,
+    thinking_kwargs: Mapping[bool, JsonObject],
+    effort_kwargs: Mapping[str, JsonObject],
+    *,
+    has_system: bool,
+) -> Mapping[str, str]:
+    """TemplateTraits.head_modes: by kwargs, as kwargs_key() writes them.
+
+    Qwen3.8   low: "low", medium: "medium", xhigh or none: "xhigh", off: "medium"
+    Gemma 4   on: "on", off: "off"
+    """
+    modes = [(name, thinking_kwargs[True] | kw) for name, kw in effort_kwargs.items()]
+    modes += [("on", thinking_kwargs[True]), ("off", thinking_kwargs[False])]
+    names: dict[str, str] = {}  # by what is printed
+    head_modes = {}
+    for name, kwargs in modes:
+        head = render_sample(renderer, kwargs, has_system=has_system).head
+        head_modes[kwargs_key(kwargs)] = names.setdefault(head, name)
+    return head_modes if len(names) > 1 else {}
 
 
 def probe_preserve_thinking_support(renderer: Renderer) -> JsonObject:
@@ -6617,20 +6728,39 @@ def skip_spaces(text: str, start: int) -> int:
     return len(text) - len(text[start:].lstrip())
 
 
-def render_sample(
-    renderer: Renderer, traits: TemplateTraits, kwargs: JsonObject
-) -> str:
-    """Two canned conversations as these template kwargs make the template print them.
+class Sample(NamedTuple):
+    """Canned conversations as some template kwargs make the template print them.
 
     Without generation prompts: kwargs that change nothing else give the same sample.
     """
+
+    head: str  # up to the words of the first user message
+    rest: str
+
+
+def render_sample(
+    renderer: Renderer, kwargs: JsonObject, *, has_system: bool
+) -> Sample:
+    """A sample of two conversations, one without tools and one with a tool."""
     kwargs = {**kwargs, "add_generation_prompt": False}
-    system = "system " if traits.has_system else ""
+    system = "system " if has_system else ""
     plain = renderer.try_render(f"{system}user reply user", kwargs=kwargs)
     with_tool = renderer.try_render(
         f"{system}user call tool reply user", tools=[_CANNED_TOOL], kwargs=kwargs
     )
-    return f"{plain}\0{with_tool}"
+    user_words = canned_words(int(has_system))
+    heads = []
+    rests = []
+    for text in (plain, with_tool):
+        head, words, rest = text.partition(user_words)
+        heads.append(head)
+        rests.append(words + rest)
+    return Sample("\0".join(heads), "\0".join(rests))
+
+
+def kwargs_key(kwargs: JsonObject) -> str:
+    """Template kwargs as the key of a table."""
+    return json.dumps(kwargs, sort_keys=True)
 
 
 def compute_msg_token_boundaries(
@@ -6742,47 +6872,124 @@ def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
+_EMPTY_QUESTION: Final[Message] = {"role": "user", "content": ""}
+
+
 def _fold_messages(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> list[Message]:
-    """The conversation, with messages merged that cannot follow each other.
+    """The conversation, as far as needed in other words or with messages merged.
 
-    System messages become user messages if the template has none. A late one, which
-    follows other messages, changes if the template cannot print it there:
+    why(L-191): what the template refuses or loses where it stands, and what is printed
+    for it:
 
-        after             it becomes
-        user, tool        a reminder, at the end of that message
-        assistant         a user message with a reminder: the model has not said it
+        a late system message        a reminder, at the end of the message before it;
+                                     after a reply, in a user message
+        a system message             a user message
+        a call, a result             a text in the reply, a user message
+        a result after no call       a user message
+        a text after a call          a text in the message with the call
+        a question after a result    a part of the result
+        a reply of no words          nothing
+        no user message first        an empty one in front
+        a call of which it prints    the id functions.NAME:NUMBER
+        the id alone
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
-    is_head = True
-    last_role = ""
-    for message in messages:
-        is_system = message["role"] == "system"
-        is_head = is_head and is_system
-        must_be_first = is_system and not traits.has_late_system
-        printable = message
-        if must_be_first and not is_head:
-            printable = _as_reminder(message, last_role)
-        elif is_system and not traits.has_system:
-            printable = {**message, "role": "user"}
-
-        is_repeat = printable["role"] == last_role
+    is_head = True  # only system messages so far
+    has_call = False  # the last message that is no result has one
+    for message in _fill_in(messages, traits):
+        is_head = is_head and message["role"] == "system"
+        last_role = runs[-1][-1]["role"] if runs else ""
+        printable, is_part = _make_printable(
+            message, traits, is_head=is_head, last_role=last_role, has_call=has_call
+        )
         can_repeat = traits.has_repeats or last_role == "tool"
-        if is_repeat and (must_be_first or not can_repeat):
+        if printable["role"] == last_role and (is_part or not can_repeat):
             runs[-1].append(printable)
         else:
             runs.append([printable])
-        last_role = printable["role"]
+        if printable["role"] != "tool" and not is_part:
+            has_call = "tool_calls" in printable
     return [_merge_messages(run) for run in runs]
 
 
-def _as_reminder(message: Message, last_role: str) -> Message:
-    """A late system message in a form that can follow a message of `last_role`."""
-    role = "user" if last_role == "assistant" else last_role
-    return {"role": role, "content": wrap_reminder(message["content"])}
+def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
+    """The messages without replies of no words, or with an empty question in front.
+
+    Calls get the ids functions.NAME:NUMBER where a template prints nothing else.
+    """
+    needs_user = traits.needs_user
+    call_ids: dict[str, str] = {}  # by those that were sent
+    for message in messages:
+        role = message["role"]
+        is_empty = not message["content"] and "tool_calls" not in message
+        if role == "assistant" and is_empty and not traits.has_empty_replies:
+            continue
+        if needs_user and role not in ("system", "user"):
+            yield _EMPTY_QUESTION
+        needs_user = needs_user and role == "system"
+        yield _name_calls(message, call_ids) if traits.prints_call_ids else message
+    if needs_user and traits.has_system:
+        yield _EMPTY_QUESTION
+
+
+def _name_calls(message: Message, call_ids: dict[str, str]) -> Message:
+    """The message with the name of the tool in the id of each call, and of a result.
+
+    `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
+    """
+    calls = []
+    for call in message.get("tool_calls", ()):
+        name = f"functions.{call['function']['name']}:{len(call_ids)}"
+        call_ids[call.get("id", name)] = name
+        calls.append({**call, "id": name})
+    if calls:
+        return {**message, "tool_calls": calls}
+    call_id = message.get("tool_call_id")
+    return (
+        {**message, "tool_call_id": call_ids[call_id]}
+        if call_id in call_ids
+        else message
+    )
+
+
+def _make_printable(
+    message: Message,
+    traits: TemplateTraits,
+    *,
+    is_head: bool,
+    last_role: str,
+    has_call: bool,
+) -> tuple[Message, bool]:
+    """The message as it can be printed, and whether it is a part of the one before."""
+    content = message["content"]
+    match message["role"]:
+        case "system" if not traits.has_late_system and not is_head:
+            role = "user" if last_role == "assistant" else last_role
+            return {"role": role, "content": wrap_reminder(content)}, True
+        case "system" if not traits.has_system:
+            return {**message, "role": "user"}, not traits.has_late_system
+        case "system":
+            return message, not traits.has_late_system
+
+        case "tool" if not traits.has_calls:
+            return {"role": "user", "content": content}, False
+        case "tool" if not traits.has_lone_results and not has_call:
+            return {"role": "user", "content": content}, False
+        case "user" if last_role == "tool" and not traits.has_questions_after_results:
+            words = f"<user_message>\n{content}\n</user_message>"
+            return {"role": "tool", "content": words}, True
+
+        case "assistant" if "tool_calls" in message and not traits.has_calls:
+            calls = [json.dumps(call["function"]) for call in message["tool_calls"]]
+            text = "\n\n".join(filter(None, [content, *calls]))
+            return {"role": "assistant", "content": text}, False
+        case "assistant" if last_role == "assistant" and has_call:
+            return message, not traits.has_lone_results
+    return message, False
 
 
 def _merge_messages(messages: Sequence[Message]) -> Message:
@@ -6954,8 +7161,9 @@ class ChatTemplate:
         added_tokens = self._encoder.added_tokens
         end_tokens = [added_tokens[i].content for i in ends if i in added_tokens]
         self.find_end_token = token_pattern(end_tokens).search
-        # Samples by template kwargs, and generation prompts by the last role as well.
-        self._probed_texts: Memo[str] = Memo(self.MEMO_BYTES)
+        # By template kwargs; generation prompts by the last role as well.
+        self._samples: Memo[Sample] = Memo(self.MEMO_BYTES)
+        self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
         self._warn()
@@ -7102,30 +7310,79 @@ class ChatTemplate:
         """A digest of all that recorded tokens depend on, except the messages.
 
         That is the template, the tools, and template kwargs; but not a kwarg that only
-        changes the generation prompt: users change the effort in mid-session.
+        changes the generation prompt, nor what pin_head_mode() states: users change the
+        effort in mid-session.
         """
-        kwargs = self.template_kwargs(request)
-        sample = self._probed_texts.get_or_make(
-            _as_key(kwargs),
-            lambda: render_sample(self._renderer, self.traits, kwargs),
-            tenant=self.tenant,
-        )
-        parts = [self.source, request.tools, sample]
+        head = self._render_sample(self._other_kwargs(request)).head
+        rest = self._render_sample(self.template_kwargs(request)).rest
+        parts = [self.source, request.tools, head, rest]
         return sha256(marshal.dumps(parts, 2)).digest()
+
+    def pin_head_mode(
+        self, messages: tuple[CanonicalMessage, ...], request: ChatRequest
+    ) -> tuple[CanonicalMessage, ...]:
+        """The messages, with what the template prints above them as a pinned value.
+
+        why(L-190): some templates state the effort, or that the model may think, in the
+        first line of a prompt. A change in mid-session would make all of it new. The
+        value belongs to the first message that is not the system's.
+        """
+        mode = self.traits.head_modes.get(kwargs_key(self._mode_kwargs(request)))
+        roles = [message.role in SYSTEM_ROLES for message in messages]
+        if mode is None or all(roles):
+            return messages
+        index = roles.index(False)
+        rule = "reasoning_effort" if self.traits.effort_kwargs else "thinking"
+        pinned = PinnedValue(rule, mode, start=0, end=0, is_private=True, is_mode=True)
+        message = messages[index]
+        message = replace(message, pinned=(*message.pinned, pinned))
+        return (*messages[:index], message, *messages[index + 1 :])
+
+    def find_effort(self, request: ChatRequest) -> str:
+        """The effort that the template gets: the nearest to that asked for.
+
+        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
+        "" if none is asked for, or if the template reads none.
+        """
+        if not request.thinking or not request.effort:
+            return ""
+        asked = EFFORTS.index(request.effort)
+        return min(
+            reversed([*self.traits.effort_kwargs]),
+            key=lambda effort: abs(EFFORTS.index(effort) - asked),
+            default="",
+        )
 
     # The methods below are for Splice as well.
 
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
         """What the template reads beside messages and tools.
 
-        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and
-        `request.thinking`, which is made of all fields that switch thinking.
+        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
+        hard to think, which is made of all fields that switch thinking.
         """
+        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
+
+    def _other_kwargs(self, request: ChatRequest) -> JsonObject:
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
         sent = self.shaper.break_markup(dict(request.template_kwargs))
-        return {**preserve, **sent, **self.traits.thinking_kwargs[request.thinking]}
+        return {**preserve, **sent}
+
+    def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
+        """Whether to think, and how hard."""
+        kwargs = self.traits.thinking_kwargs[request.thinking]
+        return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
+
+    def _render_sample(self, kwargs: JsonObject) -> Sample:
+        return self._samples.get_or_make(
+            kwargs_key(kwargs),
+            lambda: render_sample(
+                self._renderer, kwargs, has_system=self.traits.has_system
+            ),
+            tenant=self.tenant,
+        )
 
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
@@ -7274,8 +7531,8 @@ class ChatTemplate:
 
     def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
         kwargs = self.template_kwargs(request)
-        return self._probed_texts.get_or_make(
-            f"{last_role} {_as_key(kwargs)}",
+        return self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
             lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
             tenant=self.tenant,
         )
@@ -7314,10 +7571,6 @@ def _texts_of(value: object) -> Iterator[str]:
                 places += [*members, *members.values()]
             case list() | tuple() as items:
                 places += items
-
-
-def _as_key(kwargs: JsonObject) -> str:
-    return json.dumps(kwargs, sort_keys=True)
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -8842,6 +9095,7 @@ class PromptPlanner:
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
+        messages = template.pin_head_mode(messages, request)
         conversation = Conversation(messages, keys, Session.of(request))
         plan = None
         refusals: list[str] = []
@@ -14385,6 +14639,19 @@ class LoadedDraftModel(NamedTuple):
     vocab_size: int  # both models know the ids below this
 
 
+class DefaultSampling(NamedTuple):
+    """How tokens are chosen where a request does not say."""
+
+    values: Mapping[str, float]  # by fields of SamplingParams; those left out are off
+    source: str  # who says so, for people
+
+    def describe(self) -> str:
+        """In a line: "temperature 1.0, top_p 0.95 (generation_config.json)"."""
+        shown = [name for name in _SAMPLING_NAMES if name in self.values]
+        pairs = [f"{name} {self.values[name]:g}" for name in shown]
+        return f"{', '.join(pairs)} ({self.source})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model, and facts that hold as long as the process.
@@ -14409,8 +14676,16 @@ class LoadedModel:
     eos_ids: frozenset[int]
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
     device: str  # that computes, as in "Apple M2 (gpu)"
+    sampling: Mapping[bool, DefaultSampling]  # with thinking, and without
     draft_model: LoadedDraftModel | None = None
     lockstep: Lockstep = ALONE  # with the other ranks, if each has a part of the model
+
+    def complete_sampling(self, request: ChatRequest) -> SamplingParams:
+        """How the tokens of a reply are chosen: as was sent, then by the defaults."""
+        sent = request.sampling.model_dump(exclude_unset=True)
+        # A completion has no mode; the makers' file is about the model as it thinks.
+        is_thinking = request.thinking or request.kind == "completion"
+        return SamplingParams(**{**self.sampling[is_thinking].values, **sent})
 
     @property
     def is_demo(self) -> bool:
@@ -14729,6 +15004,10 @@ def _load(
         eos_ids=frozenset(tokenizer.eos_token_ids),
         hidden_ids=_find_hidden_ids(tokenizer),
         device=f"{mx.device_info()['device_name']} ({mx.default_device().type.name})",
+        sampling={
+            thinks: _default_sampling(path, facts, config, template, thinks=thinks)
+            for thinks in (True, False)
+        },
         lockstep=cluster or ALONE,
     )
 
@@ -14974,6 +15253,67 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
         return tokenizer_length
     # Gemma 3 leaves it out from 4B on.
     return 131_072 if facts.get("model_type") == "gemma3_text" else 32_768
+
+
+# What the makers advise for models that were told not to think, by the beginning of the
+# model's type; generation_config.json is about thinking. (They advise a presence penalty
+# of 1.5, too, which forbids what a call has to repeat: names, paths, brackets.)
+_PLAIN_SAMPLING: Final[Mapping[str, Mapping[str, float]]] = {
+    "qwen3": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+}
+# Where the makers say nothing: of the system that this one replaces.
+_OWN_SAMPLING: Final[Mapping[str, float]] = {
+    "temperature": 0.1,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+}
+_SAMPLING_NAMES: Final = (*_OWN_SAMPLING, "repetition_penalty")
+
+
+def _default_sampling(
+    path: Path,
+    facts: JsonObject,
+    config: Config,
+    template: ChatTemplate,
+    *,
+    thinks: bool,
+) -> DefaultSampling:
+    """The settings, then what the makers say in the model's folder or on its card.
+
+    As transformers reads their file: without `do_sample` it is greedy, and what it
+    leaves out is off.
+    """
+    values, source = _OWN_SAMPLING, "start-llm"
+    with suppress(OSError, ValueError, AttributeError):
+        made = json.loads((path / "generation_config.json").read_bytes())
+        stated = {
+            name: made[name] for name in _SAMPLING_NAMES if made.get(name) is not None
+        }
+        params = SamplingParams(**stated)  # raises ValueError: it has none
+        if made.get("do_sample") is False:
+            values, source = {"temperature": 0.0}, "generation_config.json"
+        elif stated or made.get("do_sample"):
+            values = {"temperature": 1.0, **params.model_dump(exclude_unset=True)}
+            source = "generation_config.json"
+
+    model_type = str(facts.get("model_type"))
+    switch = template.traits.thinking_kwargs
+    for beginning, advice in _PLAIN_SAMPLING.items():
+        is_about_it = model_type.startswith(beginning) and switch[True] != switch[False]
+        if is_about_it and not thinks:
+            values, source = advice, "the model's card"
+
+    set_values = {
+        name: getattr(config, f"default_{name}")
+        for name in _SAMPLING_NAMES
+        if getattr(config, f"default_{name}") is not None
+    }
+    sources = [*(f"DEFAULT_{name.upper()}" for name in set_values), source]
+    if values.keys() <= set_values.keys():
+        sources.remove(source)
+    n_look_back = {"repetition_context_size": config.default_repetition_context_size}
+    return DefaultSampling({**values, **set_values, **n_look_back}, ", ".join(sources))
 
 
 def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
@@ -23304,7 +23644,7 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         checkpoint_ids=_call_end_ids(model, request),
         # The first token comes with the last of the prompt, wanted or not.
         max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
-        sampling=request.sampling,
+        sampling=model.complete_sampling(request),
         top_logprobs=request.top_logprobs if request.logprobs else -1,
         constraints=constraints,
     )
@@ -23779,6 +24119,9 @@ class SessionTurn(RequestFacts):
 class SessionRecord(SessionTurn):
     """A request in the session log; the counters, and what settings add, come after."""
 
+    effort_sent: str  # by the client or a setting: "high"; "" if by none
+    effort: str  # what the template got: "xhigh"; "none" if it does not think
+
     head: str | None  # stands for template, tools and settings
     n_messages: int
     rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
@@ -23879,6 +24222,10 @@ class ReplyRecorder:
 
         record: SessionRecord = {
             **turn,
+            "effort_sent": self._request.effort,
+            "effort": self._prepared.model.template.find_effort(self._request)
+            if self._request.thinking
+            else "none",
             "head": conversation.context_key.hex()[:12] if self._is_chat else None,
             "n_messages": len(self._request.messages),
             "rules": self._found_rules,
@@ -24653,6 +25000,11 @@ def status_body(state: ServerState) -> StatusBody:
             "family": model.family,
             "bytes": model.nbytes,
             "context_length": model.max_context_tokens,
+            "reasoning_efforts": [*model.template.traits.effort_kwargs],
+            "sampling": {
+                "thinking": model.sampling[True].describe(),
+                "not_thinking": model.sampling[False].describe(),
+            },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
             body["ranks"] = _describe_ranks(model.lockstep)
@@ -26296,7 +26648,7 @@ def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
 
 
 def _write_banner(state: ServerState) -> str:
-    """What a person reads once the server answers: 10 to 12 lines."""
+    """What a person reads once the server answers: 11 to 13 lines."""
     model = state.engine.model
     limit_bytes = state.engine.memory.get("limit", 0)  # of weights, KV and buffers
     kv_bytes = state.engine.report.get("cache_max_bytes", 0)
@@ -26313,6 +26665,7 @@ def _write_banner(state: ServerState) -> str:
         "more of it": f"{model.packed_context_tokens:,} tokens, with KV_BITS=8"
         if model.packed_context_tokens
         else "",
+        "sampling": model.sampling[state.config.default_thinking].describe(),
         "device": model.device,
         "page, chat": f"{url}/",
         "OpenAI": f"{url}/v1",

@@ -63,6 +63,10 @@ OTHER_DEFAULTS: Final = {
         "1800",
         "who comes back after an hour is read anew only if the memory was needed (L-119)",
     ),
+    "DEFAULT_TEMPERATURE": ("0.1", "the model's makers know what suits it"),
+    "DEFAULT_TOP_P": ("0.9", "the same"),
+    "DEFAULT_TOP_K": ("40", "the same"),
+    "DEFAULT_MIN_P": ("0.05", "the same"),
     "DEFAULT_REPETITION_PENALTY": (
         "1.08",
         "a penalty forbids what a tool call has to repeat: names, paths, brackets",
@@ -124,7 +128,8 @@ def read_example(text: str) -> list[Group]:
 def describe_values(schema: dict[str, Any]) -> str:
     """What is accepted, in words: `true, false`, `1 to 65535`, `text`."""
     if "enum" in schema:
-        return ", ".join(schema["enum"])
+        return ", ".join(filter(None, schema["enum"]))
+    schema = schema.get("anyOf", [schema])[0]  # of a setting that may be unset
     if schema["type"] == "boolean":
         return "true, false"
     if schema["type"] == "string":

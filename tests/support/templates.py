@@ -1,5 +1,6 @@
 """Chat templates and tokenizers, and the messages that tests render with them."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +80,8 @@ GLM_TOKENS = [
 
 QWEN_TOKENS = [*CHATML_TOKENS, "<tool_response>", "</tool_response>"]
 
+# What looks like an added token in the source of a template.
+MARKUP = re.compile(r"""<\|?[a-zA-Z_/"|]+\|?>|\[/?[A-Z_]+\]|\]~[a-z!]+\[""")
 REAL = {
     "qwen3": QWEN_TOKENS,
     "qwen3-coder": QWEN_TOKENS,
@@ -121,9 +124,11 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
         return tiny_tokenizer()
     path = artifact("tokenizers", f"{vocabulary}.tokenizer.json")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<bos>")
-    new = [t for t in REAL[name] if t not in tokenizer.get_added_vocab()]
+    source = artifact("templates", f"{name}.jinja").read_text("utf-8")
+    markup = REAL.get(name) or sorted(set(MARKUP.findall(source)))
+    new = [t for t in markup if t not in tokenizer.get_added_vocab()]
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in new])
-    tokenizer.chat_template = artifact("templates", f"{name}.jinja").read_text("utf-8")
+    tokenizer.chat_template = source
     return tokenizer
 
 

@@ -379,7 +379,7 @@ def test_thinking_beside_calls_is_merged_where_a_template_prints_one_of_both(
 
     rendered = template.render_prompt(chat([said("user", "hi"), step]))
 
-    assert f"{printed}<|im_end|>" in rendered.text
+    assert printed in rendered.text
 
 
 # -- positions --------------------------------------------------------------------
@@ -579,17 +579,26 @@ def test_a_developer_speaks_as_the_system(model: str) -> None:
 
 
 def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """ALTERNATING prints neither tools nor calls."""
+    """ALTERNATING prints no tools, and calls only in the words of a reply."""
     template = make_template(tiny_tokenizer(ALTERNATING))
     caplog.clear()
-    messages = [said("user", "a"), said("assistant", "", tool_calls=[call("{}")])]
-    request = chat(messages, tools=[tool()])
+    request = chat([said("user", "a")], tools=[tool()])
     with caplog.at_level(logging.WARNING, "start-llm"):
         template.render_prompt(request)
         template.render_prompt(request)
     kinds = [record.getMessage().rpartition("moves ")[2] for record in caplog.records]
 
-    assert kinds == ["tool calls", "tools"]
+    assert kinds == ["tools"]
+
+    step = said("assistant", "", tool_calls=[call('{"q": "here"}')])
+    messages = [
+        said("user", "a"),
+        step,
+        said("tool", "found", tool_call_id="call00000"),
+    ]
+    text = template.render_prompt(chat(messages)).text
+    assert '{"name": "look", "arguments": {"q": "here"}}' in text
+    assert "user\nfound" in text
 
 
 def test_arguments_as_text_and_as_object_are_one(model: str) -> None:
@@ -629,9 +638,10 @@ def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
 
 
 def test_a_refusal_is_a_bad_request_in_the_templates_words() -> None:
-    template = make_template(tiny_tokenizer(ALTERNATING))
-    with pytest.raises(start_llm.BadRequest, match="Roles must alternate") as caught:
-        template.render_prompt(chat([said("assistant", "first"), said("user", "x")]))
+    refusal = "{{ raise_exception('No odd words') if messages[0].content == 'odd' }}"
+    template = make_template(tiny_tokenizer(refusal + CHATML))
+    with pytest.raises(start_llm.BadRequest, match="No odd words") as caught:
+        template.render_prompt(chat([said("user", "odd")]))
     assert caught.value.param == "messages"
 
 

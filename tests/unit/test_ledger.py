@@ -2068,32 +2068,94 @@ STYLED = {
 
 
 @pytest.mark.parametrize("place", STYLED)
-def test_a_switch_of_the_tail_keeps_the_past(place: str) -> None:
-    """One that changes what stands before it does not: those tokens would be of another prompt."""
+def test_a_switch_of_the_tail_or_the_head_keeps_the_past(place: str) -> None:
+    """One that changes what stands between them does not: that would be another prompt."""
     server = Server()
     server.speaker = spoken("chatml/tiny", STYLED[place])
     loop = [asks("x"), result("r")]
     messages = [SYSTEM, USER, *loop]
-    first = server.draft(messages, tools=TOOLS, reasoning_effort="low")
+    first = server.draft(messages, tools=TOOLS, user="s", reasoning_effort="low")
     past = server.say(first, FINE)
     messages = [*messages, FINE, NEXT]
 
     for effort in ("low", "high"):
-        draft = server.draft(messages, tools=TOOLS, reasoning_effort=effort)
-        is_same = effort == "low" or place == "tail"
+        draft = server.draft(messages, tools=TOOLS, user="s", reasoning_effort=effort)
+        is_same = effort == "low" or place != "calls"
         assert starts_with(draft, past) if is_same else draft.transcript is None
         assert server.text(draft).count(effort) >= 1
 
 
 @pytest.mark.parametrize(
-    ("model", "keeps"), [("qwen3/qwen3", True), ("gemma-4/qwen3", False)]
+    ("model", "statement"),
+    [("qwen3/qwen3", ""), ("gemma-4/qwen3", "[thinking is now off]")],
 )
-def test_thinking_may_be_switched_in_mid_session(model: str, keeps: bool) -> None:
-    """Qwen3 prints the switch in the generation prompt, gemma-4 in the head."""
+def test_thinking_may_be_switched_in_mid_session(model: str, statement: str) -> None:
+    """Qwen3 prints the switch in the generation prompt, gemma-4 in the head (L-190)."""
     server = Server(model)
-    past = server.answer([SYSTEM, USER], FINE, enable_thinking=True)
-    draft = server.draft(SECOND_REQUEST, enable_thinking=False)
-    assert starts_with(draft, past) if keeps else draft.transcript is None
+    past = server.answer([SYSTEM, USER], FINE, user="s", enable_thinking=True)
+    draft = server.draft(SECOND_REQUEST, user="s", enable_thinking=False)
+    assert starts_with(draft, past)
+    assert statement in server.text(draft)
+    assert statement or "is now" not in server.text(draft)
+
+
+HEAD_EFFORTS = {
+    "qwen3.8/qwen3.5": ("low", "high", "xhigh"),
+    "gpt-oss/qwen3": ("low", "max", "high"),
+}
+
+
+@pytest.mark.parametrize("model", HEAD_EFFORTS)
+def test_an_effort_that_stands_at_the_head_may_change_in_mid_session(
+    model: str,
+) -> None:
+    """What was rendered stays, the newest message states the new one, once (L-190)."""
+    first, asked, taken = HEAD_EFFORTS[model]
+    server = Server(model)
+    statement = f"[reasoning_effort is now {taken}]"
+    past = server.answer([SYSTEM, USER], FINE, user="s", reasoning_effort=first)
+    second = server.draft(SECOND_REQUEST, user="s", reasoning_effort=asked)
+    assert starts_with(second, past)
+    assert server.text(second).count(statement) == 1
+
+    past = server.say(second, FINE)
+    third_request = [*SECOND_REQUEST, FINE, NEXT]
+    third = server.draft(third_request, user="s", reasoning_effort=asked)
+    assert starts_with(third, past)
+    assert server.text(third).count(statement) == 1  # as the model has read it
+
+    past = server.say(third, FINE)
+    fourth = server.draft(
+        [*third_request, FINE, NEXT], user="s", reasoning_effort=first
+    )
+    assert starts_with(fourth, past)
+    assert f"[reasoning_effort is now {first}]" in server.text(fourth)
+
+
+@pytest.mark.parametrize("model", HEAD_EFFORTS)
+def test_other_sessions_are_rendered_with_the_effort_that_they_ask_for(
+    model: str,
+) -> None:
+    first, asked, _ = HEAD_EFFORTS[model]
+    server = Server(model)
+    server.answer([SYSTEM, USER], FINE, user="s", reasoning_effort=first)
+    for other in ({"user": "t"}, {}):
+        draft = server.draft(SECOND_REQUEST, reasoning_effort=asked, **other)
+        assert draft.transcript is None
+        assert "is now" not in server.text(draft)
+    same = server.draft(SECOND_REQUEST, user="t", reasoning_effort=first)
+    assert same.transcript is not None
+
+
+def test_who_sends_no_session_id_may_change_the_effort_after_a_call() -> None:
+    """The id of the last call, which only this client was given, stands for a session."""
+    server = Server("qwen3.8/qwen3.5")
+    loop = [SYSTEM, USER]
+    past = server.answer(loop, asks("x"), tools=TOOLS, reasoning_effort="low")
+    loop = [*loop, asks("x"), result("r")]
+    draft = server.draft(loop, tools=TOOLS, reasoning_effort="high")
+    assert starts_with(draft, past)
+    assert "[reasoning_effort is now xhigh]" in server.text(draft)
 
 
 # -- what is forgotten --------------------------------------------------------------------

@@ -575,13 +575,16 @@ def test_tool_choice(choice, tools, expected):
 
 
 def test_defaults_are_the_configured_ones():
-    config = Config(default_temperature=0.7, default_top_k=7, default_max_tokens=70)
+    config = Config(default_max_tokens=70, default_reasoning_effort="low")
     request = chat(config=config)
-    assert request.sampling == SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=7, min_p=0.05
-    )
-    assert request.max_tokens == 70
-    assert chat(config=config, temperature=0, top_p=1).sampling.temperature == 0.0
+    assert (request.max_tokens, request.effort) == (70, "low")
+    assert chat(config=config, reasoning_effort="max").effort == "max"
+
+
+def test_only_what_was_sent_of_sampling_is_set():
+    """The rest is the model's to say: LoadedModel.complete_sampling()."""
+    sampling = chat(temperature=0, top_p=1, top_k=None).sampling
+    assert sampling.model_fields_set == {"temperature", "top_p"}
 
 
 @given(
@@ -628,13 +631,14 @@ SPELLINGS = [
     ({"thinking": "off"}, False, None),
     ({"thinking": "on"}, True, None),
     ({"thinking": "medium"}, True, "medium"),
-    ({"thinking": "XHIGH"}, True, "high"),
+    ({"thinking": "XHIGH"}, True, "xhigh"),
     ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True, None),
     ({"thinking": {"type": "adaptive"}}, True, None),
     ({"thinking": {"type": "disabled"}}, False, None),
     ({"reasoning_effort": "none"}, False, None),
     ({"reasoning_effort": "off"}, False, None),
-    ({"reasoning_effort": "minimal"}, True, "low"),
+    ({"reasoning_effort": "minimal"}, True, "minimal"),
+    ({"reasoning_effort": "max"}, True, "max"),
     ({"reasoning_effort": "low"}, True, "low"),
     ({"reasoning": {"enabled": True}}, True, None),
     ({"reasoning": {"enabled": False, "effort": "high"}}, False, None),
@@ -657,7 +661,8 @@ def test_every_spelling_of_thinking_means_the_same(
     fields = spelling if nest is None else {nest: spelling}
     request = chat(config=Config(default_thinking=default), **fields)
     assert request.thinking is thinks
-    assert request.template_kwargs == ({"reasoning_effort": effort} if effort else {})
+    assert request.effort == (effort or "")
+    assert request.template_kwargs == {}
 
 
 @pytest.mark.parametrize(
@@ -681,6 +686,11 @@ def test_the_template_switch_wins_and_the_others_pass_through():
         reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "odd"}
     )
     assert request.template_kwargs == {"reasoning_effort": "odd"}
+    request = chat(
+        reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}
+    )
+    assert (request.effort, request.template_kwargs) == ("high", {})
+    assert not chat(chat_template_kwargs={"reasoning_effort": "none"}).thinking
 
     nested = chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert not nested.thinking

@@ -1,0 +1,131 @@
+"""Chat templates of real models, with every kind of request that agents send."""
+
+import logging
+from functools import cache
+
+import pytest
+import start_llm
+from artifacts import FOLDER
+from client_bodies import CHATS, EFFORTS, all_bodies
+from templates import tiny_tokenizer, tokenizer_of
+
+NAMES = [
+    *("devstral-small", "gemma-3", "gemma-4", "gemma-4-july", "gemma-4-small-july"),
+    *("glm-4.7-flash", "gpt-oss", "kimi-k2-thinking", "minimax-m2.7", "ministral-3"),
+    *("qwen3", "qwen3-coder", "qwen3-coder-next", "qwen3.5", "qwen3.6"),
+    *("qwen3.8", "qwen3.8-unsloth"),
+]
+# The request is at fault: OpenAI's API refuses a call without a result, too.
+REFUSED = {("ministral-3", "a call without a result")}
+CONFIG = start_llm.Config(images_on_text_model="placeholder")
+
+
+@cache
+def template_of(name: str) -> start_llm.ChatTemplate:
+    tokenizer = tokenizer_of(f"{name}/qwen3")
+    tags = (
+        ("<|channel>", "<channel|>") if "gemma-4" in name else ("<think>", "</think>")
+    )
+    return start_llm.ChatTemplate(
+        tokenizer, CONFIG, think_start=tags[0], think_end=tags[1], ends=set()
+    )
+
+
+def parse(api: str, body: dict) -> start_llm.ChatRequest:
+    parser = start_llm.parse_chat_request
+    if api == "messages":
+        parser = start_llm.parse_anthropic_request
+    request = parser(body, CONFIG, request_id="r", headers={})
+    return start_llm.extract_images(request, CONFIG, has_vision=False, salt=b"")[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_request_of_an_agent_is_refused_or_loses_a_text(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All bodies of all agents with all efforts; Gemma 3 has no place for tools."""
+    template = template_of(name)
+    n_bodies = 0
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        for label, api, body in all_bodies():
+            if (name, label.partition(", effort")[0]) in REFUSED:
+                continue
+            request = parse(api, body)
+            assert template.render_prompt(request).ids.size, label
+            n_bodies += 1
+    losses = [record.getMessage() for record in caplog.records]
+    assert losses == [line for line in losses if name == "gemma-3" and "tools" in line]
+    assert n_bodies > 600
+
+
+TAKEN = {
+    "qwen3.8": ["low", "medium", "xhigh"],
+    "qwen3.8-unsloth": ["low", "medium", "xhigh"],
+    "gpt-oss": ["low", "medium", "high"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_efforts_that_a_template_takes_are_found(name: str) -> None:
+    assert [*template_of(name).traits.effort_kwargs] == TAKEN.get(name, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("qwen3.8", "low low medium xhigh xhigh xhigh"),
+        ("gpt-oss", "low low medium high high high"),
+        ("qwen3", " " * 5),
+    ],
+)
+def test_an_effort_becomes_the_nearest_that_the_template_takes(
+    name: str, nearest: str
+) -> None:
+    template = template_of(name)
+    for asked, taken in zip(start_llm.EFFORTS, nearest.split(" "), strict=True):
+        request = parse("chat", {**CHAT, "reasoning_effort": asked})
+        assert template.find_effort(request) == taken
+        off = parse(
+            "chat", {**CHAT, "reasoning_effort": asked, "enable_thinking": False}
+        )
+        assert template.find_effort(off) == ""
+    for fields in EFFORTS.values():
+        assert template.render_prompt(parse("chat", {**CHAT, **fields})).text
+
+
+CHAT = {"messages": CHATS["OpenClaw"]}
+
+SOURCES = {
+    # Only high differs, other words mean Max (GLM-5.2), and low as well (GLM-5.3).
+    "{{ 'Effort: High' if reasoning_effort == 'high' else 'Effort: Max' }}": "high max",
+    "{{ {'low': 'Low', 'high': 'High'}.get(reasoning_effort, 'Max') }}": "low high max",
+    # Kimi K3 has another name, and refuses other words.
+    "{% if thinking_effort is defined and thinking_effort not in ['low', 'high', 'max']"
+    " %}{{ raise_exception('no') }}{% endif %}{{ thinking_effort }}": "low high max",
+    # Mistral's knows two words; it does not think by default.
+    "{% if reasoning_effort is defined and reasoning_effort not in ['none', 'high'] %}"
+    "{{ raise_exception('no') }}{% endif %}{{ reasoning_effort | default('none') }}": "high",
+    "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}": "low medium high",
+    "": "",
+}
+
+
+@pytest.mark.parametrize(("source", "efforts"), SOURCES.items())
+def test_efforts_are_found_however_a_template_takes_them(
+    source: str, efforts: str
+) -> None:
+    loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    template = start_llm.ChatTemplate(
+        tiny_tokenizer(source + loop), CONFIG, think_start="", think_end="", ends=set()
+    )
+    assert [*template.traits.effort_kwargs] == efforts.split()
+
+    if "none" in source:
+        thinking = template.traits.thinking_kwargs
+        assert thinking[True] == {"reasoning_effort": "high"}
+        assert thinking[False] == {"reasoning_effort": "none"}
+
+
+def test_all_templates_that_are_there_are_tried() -> None:
+    found = {path.stem for path in FOLDER.glob("templates/*.jinja")}
+    assert found <= {*NAMES}
