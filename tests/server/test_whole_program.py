@@ -258,7 +258,6 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": "x"}]),
     ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": 7}]}]),
     ("messages", [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [7]}]),
-    ("messages", [{"role": "system", "content": "x"}]),
     ("temperature", "hot"),
     ("temperature", -1),
     ("temperature", 99),
