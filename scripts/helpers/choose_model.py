@@ -189,6 +189,7 @@ CPU_MODELS: Final = (
         1_520_000_000,
         KVBytes(2 * 114_688, 0),  # of float32, in which it is computed on a CPU
         longest_context=40_960,
+        least_context=16_000,
         good_for="small enough for a CPU: for a first try, not for agents",
         is_for_agents=False,
     ),
@@ -540,7 +541,9 @@ def describe_agents(context: int) -> str:
         if agents == [client.title for client in CLIENTS.values()]:
             return f": {task} with any agent"
         if agents:
-            return f": {task} with {' or '.join(agents)}"
+            *others, last = agents
+            names = f"{', '.join(others)} or {last}" if others else last
+            return f": {task} with {names}"
     return ": too few for an agent"
 
 
