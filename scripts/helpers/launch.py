@@ -730,7 +730,7 @@ def explain_compaction(name: str, target: Target) -> str:
     return (
         f"in {target.context:,} tokens of context {client.title} sums up its conversation "
         f"(compacts) after {max(0, n_work):,} tokens of work, about every {often}{advice}. "
-        "KV_BITS=8 in .env gives the context nearly twice the room."
+        "KV_BITS=8 in the server's .env nearly doubles the context, if it is not set."
     )
 
 
@@ -877,8 +877,10 @@ request: what it will send is not known before it sends it. From then on the ser
 
 A client that has no room for its first prompt, a reply and the result of a call is not started;
 the sentence has both numbers (the table under "Will it fit?" in the README has them, too). With
-arguments after `--` it is only said, since its prompt may be another then. The demo model is not
-for agents: it knows sums and the files of its garden (`examples/garden`).
+arguments after `--` it is only said, since its prompt may be another then. One that would sum up
+(compact) its conversation within an hour's work is started; a sentence says about how often, and
+which command would do so less (`launch claude --small`, `launch pi`). The demo model is not for
+agents: it knows sums and the files of its garden (`examples/garden`).
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
