@@ -13,6 +13,7 @@ the name.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -253,33 +254,44 @@ def list_offers(
     that only the demo model fits. `gone_names`: what the hub no longer has.
     """
     known_models = {model.name: model for model in KNOWN_MODELS}
+    order = {name: number for number, name in enumerate(known_models)}
     local_offers = []
     for model in filter(machine.can_serve, local_models):
         known = known_models.get(model.repository, model)
         local_offers.append(
             replace(model, good_for=known.good_for, is_for_agents=known.is_for_agents)
         )
-    order = {name: number for number, name in enumerate(known_models)}
     local_offers.sort(
         key=lambda model: (order.get(model.repository, len(order)), -model.nbytes)
     )
-    local_names = {model.repository for model in local_offers}
 
-    choices: list[Model] = []
-    lists = (
-        (FIRST_CHOICES, SECOND_CHOICES) if machine.is_apple_silicon else (CPU_MODELS,)
-    )
-    for models in lists:
-        for model in models:
-            is_here = model.name in local_names
-            has_room = machine.can_serve(model) and (is_here or machine.can_hold(model))
-            if has_room and model not in choices and model.name not in gone_names:
-                choices.append(model)
-                break
+    local_names = {model.repository for model in local_offers}
+    choices = list_choices(machine, local_names, gone_names)
     if choices and choices[0].name in local_names:
         return local_offers
     downloads = [model for model in choices if model.name not in local_names]
     return local_offers + downloads
+
+
+def list_choices(
+    machine: Machine, local_names: Collection[str], gone_names: Collection[str]
+) -> list[Model]:
+    """The first choice for a machine, and the second: of each list the first that fits."""
+    lists: tuple[Sequence[Model], ...] = (CPU_MODELS,)
+    if machine.is_apple_silicon:
+        lists = (FIRST_CHOICES, SECOND_CHOICES)
+    choices: list[Model] = []
+    for models in lists:
+        fitting = (
+            model
+            for model in models
+            if model.name not in gone_names
+            and model not in choices
+            and machine.can_serve(model)
+            and (model.name in local_names or machine.can_hold(model))
+        )
+        choices += itertools.islice(fitting, 1)
+    return choices
 
 
 def first_fitting(room_bytes: int) -> str:
@@ -330,7 +342,8 @@ def find_local_models() -> list[Model]:
 
 def read_model(name: str, folder: Path) -> Model | None:
     """What a folder holds; None if it is no complete chat model that can be loaded."""
-    with suppress(Exception):  # mlx-lm and mlx-vlm raise what they like
+    # mlx-lm and mlx-vlm raise what they like; importing mlx-lm's OLMo even ends the program.
+    with suppress(Exception, SystemExit):
         facts = json.loads((folder / "config.json").read_bytes())
         if not can_chat(folder):
             return None
@@ -492,12 +505,9 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
     say(f"which model shall it be? One may use {room} of this machine's memory:")
     for number, model in enumerate(offers, start=1):
         location = "here already" if model.is_local else f"into {shorten(hub_cache())}"
-        size = in_gigabytes(model.nbytes)
-        lines = [f"{number}  {model.name}: {size} {location}"]
-        lines += [
-            f"   {line}" for line in (model.good_for, *describe_room(machine, model))
-        ]
-        print("\n".join(f"  {line}" for line in lines if line.strip()), file=sys.stderr)
+        lines = [f"{model.name}: {in_gigabytes(model.nbytes)} {location}"]
+        lines += filter(None, (model.good_for, *describe_room(machine, model)))
+        print(f"  {number}  " + "\n     ".join(lines), file=sys.stderr)
     other_numbers = ", another number" if len(offers) > 1 else ""
     advice = " (advised)" if offers[0].good_for else ""
     question = f"Enter for 1{advice}{other_numbers}, n (demo model, this time) or demo (always): "
