@@ -324,8 +324,8 @@ def hub_cache() -> Path:
     return Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
 
 
-def find_local_models() -> list[Model]:
-    """Complete models in MLX's format that are on this machine and can chat."""
+def find_local_folders() -> dict[str, Path]:
+    """Folders of the Hugging Face cache and of LM Studio, by the names of their models."""
     folders: dict[str, Path] = {}
     for repository in sorted(hub_cache().glob("models--*--*")):
         with suppress(OSError):
@@ -335,32 +335,45 @@ def find_local_models() -> list[Model]:
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         for folder in sorted(Path(root).expanduser().glob("*/*")):
             folders[str(folder)] = folder
-
-    models = [read_model(name, folder) for name, folder in folders.items()]
-    return [model for model in models if model is not None]
+    return folders
 
 
-def read_model(name: str, folder: Path) -> Model | None:
-    """What a folder holds; None if it is no complete chat model that can be loaded."""
-    # mlx-lm and mlx-vlm raise what they like; importing mlx-lm's OLMo even ends the program.
-    with suppress(Exception, SystemExit):
-        facts = json.loads((folder / "config.json").read_bytes())
+def find_local_models(most_bytes: int = sys.maxsize) -> list[Model]:
+    """Complete models on this machine that can be loaded and chat, up to a size."""
+    models = []
+    for name, folder in find_local_folders().items():
+        nbytes = weigh_chat_model(folder)
+        if 0 < nbytes <= most_bytes and (model := read_model(name, folder, nbytes)):
+            models.append(model)
+    return models
+
+
+def weigh_chat_model(folder: Path) -> int:
+    """Bytes of a model's weights; 0 if some are missing, or it cannot chat."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if not can_chat(folder):
-            return None
+            return 0
         index_file = folder / "model.safetensors.index.json"
         names = {file.name for file in folder.glob("model*.safetensors")}
         if index_file.is_file():
             names |= set(json.loads(index_file.read_bytes())["weight_map"].values())
-        nbytes = sum((folder / file_name).stat().st_size for file_name in names)
-        if nbytes:
-            return Model(
-                name,
-                nbytes,
-                count_kv_of(facts),
-                sees_images=isinstance(facts.get("vision_config"), dict),
-                longest_context=min(LONGEST_CONTEXT, read_longest_context(facts)),
-                is_local=True,
-            )
+        return sum((folder / file_name).stat().st_size for file_name in names)
+    return 0
+
+
+def read_model(name: str, folder: Path, nbytes: int) -> Model | None:
+    """The facts of a model; None if neither mlx-lm nor mlx-vlm can build it."""
+    # They raise what they like; importing mlx-lm's OLMo even ends the program.
+    with suppress(Exception, SystemExit):
+        facts = json.loads((folder / "config.json").read_bytes())
+        return Model(
+            name,
+            nbytes,
+            count_kv_of(facts),
+            sees_images=isinstance(facts.get("vision_config"), dict),
+            longest_context=min(LONGEST_CONTEXT, read_longest_context(facts)),
+            is_local=True,
+        )
     return None
 
 
@@ -448,13 +461,14 @@ def is_on_terminal() -> bool:
 
 def choose(memory_bytes: int | None = None) -> str:
     """The name of the model to serve. Asks on a terminal; never fails."""
-    machine = read_machine(memory_bytes)
-    local_models = find_local_models()
     kept_name = read_kept_answer()
-    if kept_name in {DEMO, *[model.name for model in local_models]}:
+    kept_folder = find_local_folders().get(kept_name)
+    if kept_name == DEMO or (kept_folder and weigh_chat_model(kept_folder)):
         say(f"{kept_name} is served, as answered before ({KEPT_ANSWER.name} keeps it)")
         return kept_name
 
+    machine = read_machine(memory_bytes)
+    local_models = find_local_models(machine.memory_bytes)
     if not is_on_terminal():
         return choose_alone(list_offers(machine, local_models))
     offers = list_offers_of_hub(machine, local_models)
