@@ -5,8 +5,7 @@ computes nothing that nobody looks at, so this takes no weights and some hundred
 yet the sizes of all arrays are known then. So there are no rules for families here: windows,
 recurrent layers, layers that share KV, latent attention, and defaults that a config.json leaves out
 are counted as the class has them. start-llm.py measures the same on the model that it has loaded
-(measure_kv), and tests hold one to the other. (To count by the fields of config.json was tried:
-each family has names of its own for them.)
+(measure_kv), and tests hold one to the other. why(L-180): the fields of config.json do not say it.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ def count_kv_bytes(facts: dict[str, Any], dtype: mx.Dtype = mx.bfloat16) -> KVBy
     model = build_model(facts)
     model.update(tree_map(stand_in, model.parameters()))
     layer_caches = make_prompt_cache(model)
+    # One token: of several, layers of mlx-vlm compute parts at once on a CPU.
     model(mx.array([[0]]), cache=layer_caches)
 
     token_bytes = fixed_bytes = 0
