@@ -558,7 +558,7 @@ def describe_room(machine: Machine, model: Model) -> list[str]:
 def describe_agents(context: int) -> str:
     """The agents that can work in so many tokens of context."""
     for n_work, task in (
-        (HOUR_TOKENS, "an hour of work"),
+        (HOUR_TOKENS, "an hour of work and more"),
         (CALL_TOKENS, "short tasks"),
     ):
         agents = clients_with_room(context, n_work=n_work)

@@ -433,7 +433,10 @@ def test_the_agents_that_have_room_are_named_beside_a_model():
 
     [first_line, second_line] = choose_model.describe_room(machine, long)
     assert "with Claude Code with --small or PI" in first_line
-    assert "KV_BITS=8" in second_line and "an hour of work with any" in second_line
+    assert (
+        "KV_BITS=8" in second_line
+        and "an hour of work and more with any" in second_line
+    )
     assert choose_model.describe_room(machine, short) == [
         "remembers 8,000 tokens (6,000 words): short tasks with Claude Code with "
         "--small or PI"
