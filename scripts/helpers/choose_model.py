@@ -22,7 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,28 +37,24 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT_ANSWER: Final = ROOT / ".chosen-model"
 DEMO: Final = "demo"
 
-LEAST_CONTEXT: Final = (
-    32_000  # tokens with KV_BITS=8: agents compact all the time in fewer
-)
-# Eight bits a weight rather than four only where the context stays long, by the same measure.
+# The least tokens of context of a model that is offered, with KV_BITS=8: with fewer agents sum up
+# all the time. Eight bits a weight rather than four are offered only where it stays long.
+LEAST_CONTEXT: Final = 32_000
 LEAST_OF_EIGHT_BITS: Final = 120_000
 SHORT_CONTEXT: Final = 64_000  # tokens; KV_BITS=8 is advised where there are fewer
 PACKED_SHARE: Final = 8.5 / 16  # bytes of KV with KV_BITS=8, by those without
 LONGEST_CONTEXT: Final = 196_608  # tokens: start-llm.py's MAX_KV_SIZE
-CACHE_SHARE: Final = 0.55  # of the memory beside the weights: start-llm.py's KV_SHARE
-IMAGES_PART: Final = (
-    8  # 1/8 of it is for images, where a model sees them: FEATURES_PART
-)
-SPARE_PART: Final = (
-    33  # 1/33 of a prompt's places are spare, and 256 more: HEADROOM_PART
-)
+# How start-llm.py divides memory: KV_SHARE of what the weights leave is KV, of which an eighth
+# is for images if a model sees them (FEATURES_PART); a prompt has spare places (HEADROOM_PART).
+CACHE_SHARE: Final = 0.55
+IMAGES_SHARE: Final = 1 / 8
+SPARE_SHARE: Final = 1 / 33
+SPARE_PLACES: Final = 256
 SPARE_DISK_BYTES: Final = 2_000_000_000
 CPU_MOST_BYTES: Final = 2_500_000_000  # on a CPU a larger model takes minutes to answer
 NETWORK_SECONDS: Final = 3.0
 MOST_QUESTIONS: Final = 3  # until an answer is understood
-GONE: Final = frozenset(
-    {401, 404, 410}
-)  # what the hub answers for a name that it has not
+GONE: Final = frozenset({401, 404, 410})  # of the hub, for a name that it does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +223,10 @@ class Machine:
         """
         kv_bytes = CACHE_SHARE * (self.memory_bytes - model.nbytes)
         if model.sees_images:
-            kv_bytes *= 1 - 1 / IMAGES_PART
+            kv_bytes *= 1 - IMAGES_SHARE
         token_bytes = max(model.kv.token * kv_share, 1)  # 0: it has no attention
-        n_places = (kv_bytes - model.kv.fixed) / token_bytes - 256
-        n_tokens = max(0, int(n_places * (1 - 1 / SPARE_PART)))
+        n_places = (kv_bytes - model.kv.fixed) / token_bytes - SPARE_PLACES
+        n_tokens = max(0, int(n_places * (1 - SPARE_SHARE)))
         return min(n_tokens, model.longest_context) // 1000 * 1000
 
 
@@ -397,21 +393,16 @@ def read_longest_context(facts: dict[str, Any]) -> int:
     return int(facts.get("max_position_embeddings") or LONGEST_CONTEXT)
 
 
-def ask_hub(models: Sequence[Model]) -> list[Model | None]:
-    """The models with the sizes that the hub states; None for those that are gone.
-
-    Raises OSError if it does not answer for each of them in time.
-    """
+def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
+    """What the hub answers in time: models with its sizes, by name; None if one is gone."""
     answers: dict[str, Model | None] = {}
 
     def fetch(model: Model) -> None:
         with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             nbytes = ask_hub_for_size(model.name)
-            answers[model.name] = (
-                None
-                if nbytes is None
-                else replace(model, nbytes=nbytes or model.nbytes)
-            )
+            is_gone = nbytes is None
+            sized = replace(model, nbytes=nbytes or model.nbytes)
+            answers[model.name] = None if is_gone else sized
 
     # In threads of their own: to look a name up has no limit of time.
     deadline = time.monotonic() + NETWORK_SECONDS
@@ -422,9 +413,7 @@ def ask_hub(models: Sequence[Model]) -> list[Model | None]:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if any(model.name not in answers for model in models):
-        raise TimeoutError("the hub does not answer")
-    return [answers[model.name] for model in models]
+    return dict(answers)
 
 
 def ask_hub_for_size(name: str) -> int | None:
@@ -496,21 +485,27 @@ def list_offers_of_hub(machine: Machine, local_models: Sequence[Model]) -> list[
     gone_names: set[str] = set()
     while True:
         offers = list_offers(machine, local_models, gone_names)
-        downloads = [model for model in offers if not model.is_local]
-        local_offers = offers[: len(offers) - len(downloads)]
-        try:
-            answers = ask_hub(downloads)
-        except OSError:
-            say("the Hugging Face hub does not answer: nothing can be downloaded now")
-            return local_offers
-        if None not in answers:
-            return local_offers + [model for model in answers if model]
-        for model, answer in zip(downloads, answers, strict=True):
-            if answer is None:
-                say(
-                    f"{model.name} is no longer on the Hugging Face hub; it is left out"
-                )
-                gone_names.add(model.name)
+        answers = ask_hub([model for model in offers if not model.is_local])
+        new_gone_names = [name for name, model in answers.items() if model is None]
+        if not new_gone_names:
+            return keep_answered(offers, answers)
+        for name in new_gone_names:
+            say(f"{name} is no longer on the Hugging Face hub; it is left out")
+        gone_names.update(new_gone_names)
+
+
+def keep_answered(
+    offers: Sequence[Model], answers: Mapping[str, Model | None]
+) -> list[Model]:
+    """What is here, and the downloads for which the hub has answered."""
+    kept_offers = []
+    for model in offers:
+        answer = model if model.is_local else answers.get(model.name)
+        if answer:
+            kept_offers.append(answer)
+        else:
+            say(f"the hub does not answer: {model.name} cannot be downloaded now")
+    return kept_offers
 
 
 def ask(offers: Sequence[Model], machine: Machine) -> str:
