@@ -504,7 +504,7 @@ def keep_answered(
         if answer:
             kept_offers.append(answer)
         else:
-            say(f"the hub does not answer: {model.name} cannot be downloaded now")
+            say(f"the Hugging Face hub does not answer: {model.name} cannot be had now")
     return kept_offers
 
 
