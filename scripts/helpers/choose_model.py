@@ -2,50 +2,59 @@
 
     .venv/bin/python scripts/helpers/choose_model.py [--memory-bytes N]
 
-Offers models that are on this machine already (Hugging Face cache, LM Studio's folders), then the
-largest model of a short list that fits into memory and on the disk. On a terminal it asks, and
-keeps the answer in .chosen-model beside start-llm.py. Without a terminal it takes what is here.
-Else, or without network, or when declined, it is the demo model: nothing is downloaded without a
-person's yes. start-llm.py runs this before it loads a model; the last line of stdout is the name.
+Offers models that are on this machine already (Hugging Face cache, LM Studio's folders), then two
+of a short list that fit into memory and on the disk, with what each is good for. On a terminal it
+asks, and keeps the answer in .chosen-model beside start-llm.py. Without a terminal it takes what is
+here. Else, or without network, or when declined, it is the demo model: nothing is downloaded
+without a person's yes. start-llm.py runs this before it loads a model; the last line of stdout is
+the name.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import itertools
 import json
 import os
 import shutil
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
-from launch import CLIENTS, clients_with_room
+from count_kv import KVBytes, count_kv_bytes
+from launch import CALL_TOKENS, CLIENTS, HOUR_TOKENS, clients_with_room
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT_ANSWER: Final = ROOT / ".chosen-model"
 DEMO: Final = "demo"
 
-CONTEXT_TOKENS: Final = 18_000  # the least in which every agent of launch.py can work
+# The least tokens of context of a model that is offered, with KV_BITS=8: with fewer agents sum up
+# all the time. Eight bits a weight rather than four are offered only where it stays long.
+LEAST_CONTEXT: Final = 32_000
+LEAST_OF_EIGHT_BITS: Final = 120_000
+SHORT_CONTEXT: Final = 64_000  # tokens; KV_BITS=8 is advised where there are fewer
+PACKED_SHARE: Final = 8.5 / 16  # bytes of KV with KV_BITS=8, by those without
 LONGEST_CONTEXT: Final = 196_608  # tokens: start-llm.py's MAX_KV_SIZE
-CACHE_SHARE: Final = 0.55  # of the memory beside the weights: start-llm.py's KV cache
+# How start-llm.py divides memory: KV_SHARE of what the weights leave is KV, of which an eighth
+# is for images if a model sees them (FEATURES_PART); a prompt has spare places (HEADROOM_PART).
+CACHE_SHARE: Final = 0.55
+IMAGES_SHARE: Final = 1 / 8
+SPARE_SHARE: Final = 1 / 33
+SPARE_PLACES: Final = 256
 SPARE_DISK_BYTES: Final = 2_000_000_000
 CPU_MOST_BYTES: Final = 2_500_000_000  # on a CPU a larger model takes minutes to answer
 NETWORK_SECONDS: Final = 3.0
 MOST_QUESTIONS: Final = 3  # until an answer is understood
-
-# What mlx-lm calls by another name than its file has: the types that are often met.
-MODEL_FILES: Final = {
-    "mistral": "llama",
-    "kimi_k2": "deepseek_v3",
-    "minimax_m2": "minimax",
-}
+GONE: Final = frozenset({401, 404, 410})  # of the hub, for a name that it does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +63,135 @@ class Model:
 
     name: str
     nbytes: int  # of its weights, which is nearly what a download takes
-    kv_bytes_per_token: int
-    is_local: bool = False
+    kv: KVBytes
+    sees_images: bool = False
     longest_context: int = LONGEST_CONTEXT  # tokens that it was made for, if fewer
+    least_context: int = LEAST_CONTEXT
+    good_for: str = ""  # in a line, for its owner
+    is_for_agents: bool = True
+    is_local: bool = False
 
     @property
     def repository(self) -> str:
         """Its repository, by the last two folders if `name` is a path."""
         return "/".join(self.name.split("/")[-2:])
 
-    @property
-    def memory_bytes(self) -> int:
-        """What it needs with the KV of CONTEXT_TOKENS."""
-        return self.nbytes + int(CONTEXT_TOKENS * self.kv_bytes_per_token / CACHE_SHARE)
 
-
-# Known-good models, the largest first. KV: layers x heads x width x 2 (keys, values) x 2 bytes.
-APPLE_MODELS: Final = (
+# Known-good models, in the order in which they are offered: the first of each list that fits.
+# Bytes are the hub's; KV is as count_kv.py counts it from config.json. What they are good for:
+# agents' tasks that others have published (August to October 2026), not our own measurements.
+QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
+QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
+QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
+QUICK_WORDS: Final = (
+    "the quick one: does most tasks well, four to six times as fast as Qwen3.8-27B"
+)
+SMART_WORDS: Final = (
+    "the smart one: best at hard tasks; slow, an agent's first answer takes minutes"
+)
+SMALL_WORDS: Final = (
+    "the better one for agents: it uses tools well, for small changes to code"
+)
+QWEN_27B_4BIT: Final = Model(
+    "mlx-community/Qwen3.8-27B-4bit",
+    16_054_541_349,
+    QWEN_27B_KV,
+    sees_images=True,
+    good_for=SMART_WORDS,
+)
+FIRST_CHOICES: Final = (
     Model(
-        "mlx-community/GLM-4.5-Air-4bit",
-        60_200_000_000,
-        188_416,
+        "mlx-community/Qwen3.6-35B-A3B-8bit",
+        37_721_403_002,
+        QWEN_35B_KV,
+        sees_images=True,
+        least_context=LEAST_OF_EIGHT_BITS,
+        good_for=QUICK_WORDS,
+    ),
+    Model(
+        "mlx-community/Qwen3.6-35B-A3B-4bit",
+        20_429_169_263,
+        QWEN_35B_KV,
+        sees_images=True,
+        good_for=QUICK_WORDS,
+    ),
+    QWEN_27B_4BIT,
+    Model(
+        "mlx-community/Qwen3.5-9B-MLX-8bit",
+        10_426_592_423,
+        QWEN_9B_KV,
+        sees_images=True,
+        least_context=LEAST_OF_EIGHT_BITS,
+        good_for=SMALL_WORDS,
+    ),
+    Model(
+        "mlx-community/Qwen3.5-9B-MLX-4bit",
+        5_950_221_072,
+        QWEN_9B_KV,
+        sees_images=True,
+        good_for=SMALL_WORDS,
+    ),
+    Model(
+        "mlx-community/Qwen3.5-4B-MLX-4bit",
+        3_061_121_321,
+        QWEN_9B_KV,
+        sees_images=True,
+        good_for="the better one: for chats, and an agent's simple tasks",
+    ),
+)
+SECOND_CHOICES: Final = (
+    Model(
+        "mlx-community/Qwen3.8-27B-8bit",
+        29_501_218_479,
+        QWEN_27B_KV,
+        sees_images=True,
+        least_context=LEAST_OF_EIGHT_BITS,
+        good_for=SMART_WORDS,
+    ),
+    QWEN_27B_4BIT,
+    Model(
+        "mlx-community/gemma-4-26b-a4b-it-4bit",
+        15_373_568_786,
+        KVBytes(20_480, 209_715_200),
+        sees_images=True,
+        good_for="the quick one: five times as fast as Qwen3.8-27B; leave its thinking on",
+    ),
+    Model(
+        "mlx-community/gpt-oss-20b-MXFP4-Q8",
+        12_104_199_097,
+        KVBytes(24_576, 3_145_728),
         longest_context=131_072,
-    ),
-    Model("mlx-community/Qwen3-Coder-30B-A3B-Instruct-8bit", 32_400_000_000, 98_304),
-    Model("lmstudio-community/GLM-4.7-Flash-MLX-4bit", 16_900_000_000, 54_144),
-    Model(
-        "mlx-community/Qwen3-14B-4bit", 8_310_000_000, 163_840, longest_context=40_960
+        good_for="the quicker one, of OpenAI: weaker at code, and it sees no images",
     ),
     Model(
-        "mlx-community/Qwen3-8B-4bit", 4_610_000_000, 147_456, longest_context=40_960
+        "lmstudio-community/gemma-4-E4B-it-MLX-4bit",
+        6_800_000_000,
+        KVBytes(16_384, 20_971_520),
+        sees_images=True,
+        longest_context=131_072,
+        good_for="for chats and longer texts; less sure with an agent's tools",
     ),
     Model(
-        "mlx-community/Qwen3-4B-4bit", 2_260_000_000, 147_456, longest_context=40_960
-    ),
-    Model(
-        "mlx-community/Qwen3-1.7B-4bit", 970_000_000, 114_688, longest_context=40_960
-    ),
-    Model(
-        "mlx-community/Qwen3-0.6B-4bit", 335_000_000, 114_688, longest_context=40_960
+        "mlx-community/Qwen3-1.7B-4bit",
+        970_000_000,
+        KVBytes(114_688, 0),
+        longest_context=40_960,
+        good_for="the quicker one: for short chats, not for agents",
+        is_for_agents=False,
     ),
 )
 CPU_MODELS: Final = (
-    Model("Qwen/Qwen3-0.6B", 1_520_000_000, 114_688, longest_context=40_960),
+    Model(
+        "Qwen/Qwen3-0.6B",
+        1_520_000_000,
+        KVBytes(2 * 114_688, 0),  # of float32, in which it is computed on a CPU
+        longest_context=40_960,
+        least_context=16_000,
+        good_for="small enough for a CPU: for a first try, not for agents",
+        is_for_agents=False,
+    ),
 )
+KNOWN_MODELS: Final = (*FIRST_CHOICES, *SECOND_CHOICES, *CPU_MODELS)
 
 
 # Decide -----------------------------------------------------------------------
@@ -112,17 +206,27 @@ class Machine:
     disk_bytes: int  # free where downloads go
 
     def can_serve(self, model: Model) -> bool:
-        """Whether memory has room for a model and its context."""
-        is_slow = not self.is_apple_silicon and model.nbytes > CPU_MOST_BYTES
-        return model.memory_bytes <= self.memory_bytes and not is_slow
+        """Whether memory has room for a model and its context, with KV_BITS=8 if need be."""
+        if not self.is_apple_silicon and model.nbytes > CPU_MOST_BYTES:
+            return False
+        least = min(model.least_context, model.longest_context // 1000 * 1000)
+        return self.count_context(model, kv_share=PACKED_SHARE) >= least
+
+    def can_hold(self, model: Model) -> bool:
+        """Whether the disk has room for a download."""
+        return model.nbytes + SPARE_DISK_BYTES <= self.disk_bytes
 
     def count_context(self, model: Model, *, kv_share: float = 1.0) -> int:
-        """Tokens of context that there is room for, in full thousands.
+        """Tokens of context that start-llm.py will have room for, in full thousands.
 
         `kv_share`: bytes of KV by those without KV_BITS.
         """
         kv_bytes = CACHE_SHARE * (self.memory_bytes - model.nbytes)
-        n_tokens = int(kv_bytes / model.kv_bytes_per_token / kv_share)
+        if model.sees_images:
+            kv_bytes *= 1 - IMAGES_SHARE
+        token_bytes = max(model.kv.token * kv_share, 1)  # 0: it has no attention
+        n_places = (kv_bytes - model.kv.fixed) / token_bytes - SPARE_PLACES
+        n_tokens = max(0, int(n_places * (1 - SPARE_SHARE)))
         return min(n_tokens, model.longest_context) // 1000 * 1000
 
 
@@ -137,32 +241,59 @@ def usable_memory(total_bytes: int, *, is_apple_silicon: bool) -> int:
     return int(0.9 * share * total_bytes)
 
 
-def list_offers(machine: Machine, local_models: Sequence[Model]) -> list[Model]:
-    """The models to offer: those that are here, known-good ones first, then a download.
+def list_offers(
+    machine: Machine, local_models: Sequence[Model], gone_names: Collection[str] = ()
+) -> list[Model]:
+    """The models to offer: those that are here, known-good ones first, then downloads.
 
-    The download is the largest known-good model that fits, if none as large is here. An
-    empty list means that only the demo model fits.
+    Where the first choice is here, nothing is offered for download. An empty list means
+    that only the demo model fits. `gone_names`: what the hub no longer has.
     """
-    known_models = APPLE_MODELS if machine.is_apple_silicon else CPU_MODELS
-    known_names = {model.name for model in known_models}
-    local_offers = [model for model in local_models if machine.can_serve(model)]
+    known_models = {model.name: model for model in KNOWN_MODELS}
+    order = {name: number for number, name in enumerate(known_models)}
+    local_offers = []
+    for model in filter(machine.can_serve, local_models):
+        known = known_models.get(model.repository, model)
+        local_offers.append(
+            replace(model, good_for=known.good_for, is_for_agents=known.is_for_agents)
+        )
     local_offers.sort(
-        key=lambda model: (model.repository not in known_names, -model.nbytes)
+        key=lambda model: (order.get(model.repository, len(order)), -model.nbytes)
     )
+
     local_names = {model.repository for model in local_offers}
-
-    for model in known_models:
-        if model.name in local_names:
-            return local_offers
-        is_on_disk = model.nbytes + SPARE_DISK_BYTES <= machine.disk_bytes
-        if machine.can_serve(model) and is_on_disk:
-            return [*local_offers, model]
-    return local_offers
+    choices = list_choices(machine, local_names, gone_names)
+    if choices and choices[0].name in local_names:
+        return local_offers
+    downloads = [model for model in choices if model.name not in local_names]
+    return local_offers + downloads
 
 
-def largest_fitting(room_bytes: int) -> str:
-    """The largest known-good model whose weights take no more than that, or the demo."""
-    return next((m.name for m in APPLE_MODELS if m.nbytes <= room_bytes), DEMO)
+def list_choices(
+    machine: Machine, local_names: Collection[str], gone_names: Collection[str]
+) -> list[Model]:
+    """The first choice for a machine, and the second: of each list the first that fits."""
+    lists: tuple[Sequence[Model], ...] = (CPU_MODELS,)
+    if machine.is_apple_silicon:
+        lists = (FIRST_CHOICES, SECOND_CHOICES)
+    choices: list[Model] = []
+    for models in lists:
+        fitting = (
+            model
+            for model in models
+            if model.name not in gone_names
+            and model not in choices
+            and machine.can_serve(model)
+            and (model.name in local_names or machine.can_hold(model))
+        )
+        choices += itertools.islice(fitting, 1)
+    return choices
+
+
+def first_fitting(room_bytes: int) -> str:
+    """The first known-good model whose weights take no more than that, or the demo."""
+    models = (*FIRST_CHOICES, *SECOND_CHOICES)
+    return next((m.name for m in models if m.nbytes <= room_bytes), DEMO)
 
 
 # Look at this machine ---------------------------------------------------------
@@ -189,8 +320,8 @@ def hub_cache() -> Path:
     return Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
 
 
-def find_local_models() -> list[Model]:
-    """Complete models in MLX's format that are on this machine and can chat."""
+def find_local_folders() -> dict[str, Path]:
+    """Folders of the Hugging Face cache and of LM Studio, by the names of their models."""
     folders: dict[str, Path] = {}
     for repository in sorted(hub_cache().glob("models--*--*")):
         with suppress(OSError):
@@ -200,27 +331,52 @@ def find_local_models() -> list[Model]:
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         for folder in sorted(Path(root).expanduser().glob("*/*")):
             folders[str(folder)] = folder
-
-    models = [read_model(name, folder) for name, folder in folders.items()]
-    return [model for model in models if model is not None]
+    return folders
 
 
-def read_model(name: str, folder: Path) -> Model | None:
-    """What a folder holds; None if it is no complete chat model that mlx-lm can load."""
+def find_local_models(most_bytes: int = sys.maxsize) -> list[Model]:
+    """Complete models on this machine that can be loaded and chat, up to a size."""
+    models = []
+    for name, folder in find_local_folders().items():
+        nbytes = weigh_chat_model(folder)
+        if 0 < nbytes <= most_bytes and (model := read_model(name, folder, nbytes)):
+            models.append(model)
+    return models
+
+
+def weigh_chat_model(folder: Path) -> int:
+    """Bytes of a model's weights; 0 if some are missing, or it cannot chat."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        facts = json.loads((folder / "config.json").read_bytes())
-        if not can_chat(folder) or not is_known_type(facts["model_type"]):
-            return None
+        if not can_chat(folder):
+            return 0
         index_file = folder / "model.safetensors.index.json"
         names = {file.name for file in folder.glob("model*.safetensors")}
         if index_file.is_file():
             names |= set(json.loads(index_file.read_bytes())["weight_map"].values())
-        nbytes = sum((folder / file_name).stat().st_size for file_name in names)
-        if nbytes:
-            longest = min(LONGEST_CONTEXT, read_longest_context(facts))
-            kv_bytes = count_kv_bytes(facts)
-            return Model(name, nbytes, kv_bytes, True, longest_context=longest)
+        return sum((folder / file_name).stat().st_size for file_name in names)
+    return 0
+
+
+def read_model(name: str, folder: Path, nbytes: int) -> Model | None:
+    """The facts of a model; None if neither mlx-lm nor mlx-vlm can build it."""
+    # They raise what they like; importing mlx-lm's OLMo even ends the program.
+    with suppress(Exception, SystemExit):
+        facts = json.loads((folder / "config.json").read_bytes())
+        return Model(
+            name,
+            nbytes,
+            count_kv_of(facts),
+            sees_images=isinstance(facts.get("vision_config"), dict),
+            longest_context=min(LONGEST_CONTEXT, read_longest_context(facts)),
+            is_local=True,
+        )
     return None
+
+
+def count_kv_of(facts: dict[str, Any]) -> KVBytes:
+    """What a model keeps of a conversation here: on a CPU it is computed in float32."""
+    is_on_cpu = mx.default_device() == mx.cpu
+    return count_kv_bytes(facts, mx.float32 if is_on_cpu else mx.bfloat16)
 
 
 def can_chat(folder: Path) -> bool:
@@ -231,52 +387,53 @@ def can_chat(folder: Path) -> bool:
     return "chat_template" in json.loads(text)
 
 
-def is_known_type(model_type: str) -> bool:
-    """Whether mlx-lm has a file for a type of model; nothing of it is imported."""
-    package = importlib.util.find_spec("mlx_lm")
-    folders = package.submodule_search_locations if package else None
-    file_name = f"{MODEL_FILES.get(model_type, model_type)}.py"
-    return any(Path(folder, "models", file_name).is_file() for folder in folders or ())
-
-
 def read_longest_context(facts: dict[str, Any]) -> int:
     """Tokens that a model was made for, by config.json."""
     facts = {**facts, **(facts.get("text_config") or {})}
     return int(facts.get("max_position_embeddings") or LONGEST_CONTEXT)
 
 
-def count_kv_bytes(facts: dict[str, Any]) -> int:
-    """Bytes of KV a token, by config.json, as if all layers had full attention."""
-    facts = {**facts, **(facts.get("text_config") or {})}
-    n_heads = int(facts["num_attention_heads"])
-    n_kv_heads = int(facts.get("num_key_value_heads") or n_heads)
-    width = int(facts.get("head_dim") or facts["hidden_size"] // n_heads)
-    if facts.get("kv_lora_rank"):  # latent attention: one compressed vector
-        latent = int(facts["kv_lora_rank"]) + int(facts.get("qk_rope_head_dim") or 0)
-        return 2 * int(facts["num_hidden_layers"]) * latent
-    return 2 * 2 * int(facts["num_hidden_layers"]) * n_kv_heads * width
+def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
+    """What the hub answers in time: models with its sizes, by name; None if one is gone."""
+    answers: dict[str, Model | None] = {}
+
+    def fetch(model: Model) -> None:
+        with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            nbytes = ask_hub_for_size(model.name)
+            is_gone = nbytes is None
+            sized = replace(model, nbytes=nbytes or model.nbytes)
+            answers[model.name] = None if is_gone else sized
+
+    # In threads of their own: to look a name up has no limit of time.
+    deadline = time.monotonic() + NETWORK_SECONDS
+    threads = [
+        threading.Thread(target=fetch, args=(model,), daemon=True) for model in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(answers)
 
 
 def ask_hub_for_size(name: str) -> int | None:
-    """Bytes of a repository's weights; None if the hub does not answer in time."""
+    """Bytes of a repository's weights; None if there is none of this name.
+
+    Raises OSError and what a strange answer raises.
+    """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return None
+        raise OSError("HF_HUB_OFFLINE is set")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     url = f"{endpoint.rstrip('/')}/api/models/{name}?blobs=true"
-    sizes: list[int] = []
-
-    def fetch() -> None:
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            with urllib.request.urlopen(url, timeout=NETWORK_SECONDS) as response:
-                files = json.load(response)["siblings"]
-            weights = [f for f in files if f["rfilename"].endswith(".safetensors")]
-            sizes.append(sum(file.get("size") or 0 for file in weights))
-
-    # In a thread of its own: to look a name up has no limit of time.
-    thread = threading.Thread(target=fetch, daemon=True)
-    thread.start()
-    thread.join(NETWORK_SECONDS)
-    return sizes[0] if sizes else None
+    try:
+        with urllib.request.urlopen(url, timeout=NETWORK_SECONDS) as response:
+            files = json.load(response)["siblings"]
+    except urllib.error.HTTPError as error:
+        if error.code in GONE:
+            return None
+        raise
+    weights = [f for f in files if f["rfilename"].endswith(".safetensors")]
+    return sum(file.get("size") or 0 for file in weights)
 
 
 # Ask --------------------------------------------------------------------------
@@ -293,17 +450,17 @@ def is_on_terminal() -> bool:
 
 def choose(memory_bytes: int | None = None) -> str:
     """The name of the model to serve. Asks on a terminal; never fails."""
-    machine = read_machine(memory_bytes)
-    local_models = find_local_models()
     kept_name = read_kept_answer()
-    if kept_name in {DEMO, *[model.name for model in local_models]}:
+    kept_folder = find_local_folders().get(kept_name)
+    if kept_name == DEMO or (kept_folder and weigh_chat_model(kept_folder)):
         say(f"{kept_name} is served, as answered before ({KEPT_ANSWER.name} keeps it)")
         return kept_name
 
-    offers = list_offers(machine, local_models)
+    machine = read_machine(memory_bytes)
+    local_models = find_local_models(machine.memory_bytes)
     if not is_on_terminal():
-        return choose_alone(offers)
-    offers = confirm_download(offers)
+        return choose_alone(list_offers(machine, local_models))
+    offers = list_offers_of_hub(machine, local_models)
     if not offers:
         say("no model of the list can be had here; the demo model is served")
         return DEMO
@@ -323,31 +480,46 @@ def choose_alone(offers: Sequence[Model]) -> str:
     return DEMO
 
 
-def confirm_download(offers: list[Model]) -> list[Model]:
-    """The offers, the download with the size that the hub states, or without it."""
-    if not offers or offers[-1].is_local:
-        return offers
-    nbytes = ask_hub_for_size(offers[-1].name)
-    if nbytes is None:
-        say("the Hugging Face hub does not answer: nothing can be downloaded now")
-        return offers[:-1]
-    return [*offers[:-1], replace(offers[-1], nbytes=nbytes or offers[-1].nbytes)]
+def list_offers_of_hub(machine: Machine, local_models: Sequence[Model]) -> list[Model]:
+    """The offers that the hub still has, with its sizes; the next ones for those gone."""
+    gone_names: set[str] = set()
+    while True:
+        offers = list_offers(machine, local_models, gone_names)
+        answers = ask_hub([model for model in offers if not model.is_local])
+        new_gone_names = [name for name, model in answers.items() if model is None]
+        if not new_gone_names:
+            return keep_answered(offers, answers)
+        for name in new_gone_names:
+            say(f"{name} is no longer on the Hugging Face hub; it is left out")
+        gone_names.update(new_gone_names)
+
+
+def keep_answered(
+    offers: Sequence[Model], answers: Mapping[str, Model | None]
+) -> list[Model]:
+    """What is here, and the downloads for which the hub has answered."""
+    kept_offers = []
+    for model in offers:
+        answer = model if model.is_local else answers.get(model.name)
+        if answer:
+            kept_offers.append(answer)
+        else:
+            say(f"the Hugging Face hub does not answer: {model.name} cannot be had now")
+    return kept_offers
 
 
 def ask(offers: Sequence[Model], machine: Machine) -> str:
     """Let the person at the terminal choose, and keep the answer."""
-    say(f"no model is chosen. For {in_gigabytes(machine.memory_bytes)} of memory:")
+    room = in_gigabytes(machine.memory_bytes)
+    say(f"which model shall it be? One may use {room} of this machine's memory:")
     for number, model in enumerate(offers, start=1):
         location = "here already" if model.is_local else f"into {shorten(hub_cache())}"
-        print(
-            f"  {number}  {model.name}: {in_gigabytes(model.nbytes)} {location}",
-            file=sys.stderr,
-        )
-        print(f"     {describe_room(machine, model)}", file=sys.stderr)
+        lines = [f"{model.name}: {in_gigabytes(model.nbytes)} {location}"]
+        lines += filter(None, (model.good_for, *describe_room(machine, model)))
+        print(f"  {number}  " + "\n     ".join(lines), file=sys.stderr)
     other_numbers = ", another number" if len(offers) > 1 else ""
-    question = (
-        f"Enter for 1{other_numbers}, n (demo model, this time) or demo (always): "
-    )
+    advice = " (advised)" if offers[0].good_for else ""
+    question = f"Enter for 1{advice}{other_numbers}, n (demo model, this time) or demo (always): "
 
     for _ in range(MOST_QUESTIONS):
         print(question, end="", file=sys.stderr, flush=True)
@@ -362,15 +534,36 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
     return DEMO
 
 
-def describe_room(machine: Machine, model: Model) -> str:
-    """How much context a model has on this machine, and which agents fit into it."""
+def describe_room(machine: Machine, model: Model) -> list[str]:
+    """Lines: how much of a session a model remembers, and for which agents that will do."""
     context = machine.count_context(model)
-    fitting = clients_with_room(context)
-    if len(fitting) == len(CLIENTS):
-        agents = "room for every agent that launch starts"
-    else:
-        agents = f"room for {', '.join(fitting) or 'no agent'}"
-    return f"some {context:,} tokens of context: {agents}"
+    packed_context = machine.count_context(model, kv_share=PACKED_SHARE)
+    n_words = context * 3 // 4000 * 1000
+    agents = describe_agents(context) if model.is_for_agents else ""
+    text = f"remembers {context:,} tokens ({n_words:,} words){agents}"
+    if context >= min(SHORT_CONTEXT, packed_context):
+        return [text]
+    more_agents = describe_agents(packed_context) if model.is_for_agents else ""
+    if more_agents == agents:
+        more_agents = ""
+    packed_text = f"or {packed_context:,}, with the line KV_BITS=8 in the file .env"
+    return [text, packed_text + more_agents]
+
+
+def describe_agents(context: int) -> str:
+    """The agents that can work in so many tokens of context."""
+    for n_work, task in (
+        (HOUR_TOKENS, "an hour of work and more"),
+        (CALL_TOKENS, "short tasks"),
+    ):
+        agents = clients_with_room(context, n_work=n_work)
+        if agents == [client.title for client in CLIENTS.values()]:
+            return f": {task} with any agent"
+        if agents:
+            *others, last = agents
+            names = f"{', '.join(others)} or {last}" if others else last
+            return f": {task} with {names}"
+    return ": too few for an agent"
 
 
 def read_answer(answer: str, offers: Sequence[Model]) -> str | None:

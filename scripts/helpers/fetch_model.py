@@ -31,7 +31,7 @@ from typing import Any, Final
 import huggingface_hub
 import mlx_lm
 import psutil  # type: ignore[import-untyped]
-from choose_model import DEMO, choose, largest_fitting
+from choose_model import DEMO, choose, first_fitting
 from dotenv import dotenv_values
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
 from rich.filesize import decimal as in_bytes
@@ -160,7 +160,7 @@ def name_advice(name: str, memory_bytes: int) -> str:
         return ""
     is_of_ollama = re.fullmatch(r"[\w.-]+:[\w.-]+", name)  # qwen3:8b
     advice = " This is how Ollama names a model." if is_of_ollama else ""
-    fitting = largest_fitting(memory_bytes - WORKING_BYTES)
+    fitting = first_fitting(memory_bytes - WORKING_BYTES)
     return f"{advice} Here it is OWNER/NAME: MODEL_PATH={fitting} would fit."
 
 
@@ -198,7 +198,7 @@ def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
     free_bytes = shutil.disk_usage(cache).free
 
     if needed_bytes > memory_bytes or fetched_bytes > free_bytes:
-        smaller = largest_fitting(min(memory_bytes - WORKING_BYTES, free_bytes))
+        smaller = first_fitting(min(memory_bytes - WORKING_BYTES, free_bytes))
         raise FetchError(
             f"{repo} needs {in_bytes(needed_bytes)} of memory (the server may use "
             f"{in_bytes(memory_bytes)}) and {in_bytes(fetched_bytes)} more on disk "

@@ -50,7 +50,11 @@ DEMO_SENTENCE: Final = (
     "another for work (install_and_run.py --model NAME)"
 )
 MASK: Final = "********"
-WORKING_TOKENS: Final = 3_000  # a reply and the result of a call
+CALL_TOKENS: Final = (
+    1_500  # a call and its result: without room for one nothing is done
+)
+HOUR_TOKENS: Final = 20_000  # what an agent reads and writes in an hour of work
+REPLY_PART: Final = 8  # 1/8 of the context is a reply's
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXY_WAIT_SECONDS: Final = 300.0  # 60 were seen on a busy machine
 
@@ -84,17 +88,18 @@ class Target:
         A client keeps so many free, and its first prompt has to fit beside them. Where nothing
         is said Claude Code keeps 20,000, and takes any prompt for too long in a context of that.
         """
-        return min(16_384, self.context // 8)
+        return min(16_384, self.context // REPLY_PART)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
     """Tokens of a client's first request: instructions, tools and one short question.
 
-    Of the version that was tried, in a small folder; a person's own instructions are not in it.
+    Of the newest version that was tried, typed at on a terminal in a small folder: with -p and
+    the like some send fewer. A person's own instructions are not in it.
     """
 
-    tokens: int  # as Qwen3's tokenizer counts; GLM's has 1 % fewer
+    tokens: int  # as the tokenizer of Qwen3.5 to 3.8 counts; Qwen3's has 2 % fewer
     demo_tokens: int  # as the demo model's does, whose vocabulary is 1,296
 
     def count(self, model: str) -> int:
@@ -137,10 +142,19 @@ class Client:
         prompt = self.small_prompt if is_small else None
         return (prompt or self.first_prompt).count(model)
 
-    def least_context(self, model: str, *, is_small: bool = False) -> int:
-        """Tokens of context that it needs to do anything after its first prompt."""
+    def least_context(
+        self, model: str, *, is_small: bool = False, n_work: int = CALL_TOKENS
+    ) -> int:
+        """Tokens of context for its first prompt, `n_work` of work, and a reply's part."""
         n_prompt = self.count_first_prompt(model, is_small=is_small)
-        return n_prompt + self.spare + WORKING_TOKENS
+        n_used = n_prompt + self.spare + n_work
+        n_hundreds = -(-n_used * REPLY_PART // (REPLY_PART - 1) // 100)
+        return n_hundreds * 100
+
+    def count_work(self, target: Target) -> int:
+        """Tokens that it can read and write after its first prompt, until it compacts."""
+        n_prompt = self.count_first_prompt(target.model, is_small=target.is_small)
+        return target.context - target.output - self.spare - n_prompt
 
 
 def set_up_claude(target: Target) -> Setup:
@@ -335,8 +349,8 @@ CLIENTS: Final = {
         program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
-        first_prompt=FirstPrompt(11_700, 13_300),
-        small_prompt=FirstPrompt(1_100, 800),
+        first_prompt=FirstPrompt(13_300, 15_700),
+        small_prompt=FirstPrompt(1_200, 800),
         spare=3_000,  # seen: it refuses prompts that leave fewer beside the reply
         notes="`--small` (`CLAUDE_CODE_SIMPLE=1`) makes its first prompt a tenth as long, without "
         "CLAUDE.md, hooks and plugins: for a small model or a slow machine. "
@@ -350,7 +364,7 @@ CLIENTS: Final = {
         program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
-        first_prompt=FirstPrompt(8_500, 13_600),
+        first_prompt=FirstPrompt(8_900, 13_800),
         needs_proxy=True,
         notes="On LiteLLM's port, since it speaks nothing but the Responses API; `launch` asks the "
         "server where that is, and waits while it starts. Ignore its "
@@ -362,7 +376,7 @@ CLIENTS: Final = {
         program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
-        first_prompt=FirstPrompt(1_400, 1_900),
+        first_prompt=FirstPrompt(1_500, 1_900),
     ),
     "opencode": Client(
         title="opencode",
@@ -370,7 +384,7 @@ CLIENTS: Final = {
         program="opencode",
         package="opencode-ai",
         set_up=set_up_opencode,
-        first_prompt=FirstPrompt(7_200, 6_300),
+        first_prompt=FirstPrompt(7_800, 6_700),
     ),
     "openclaw": Client(
         title="OpenClaw",
@@ -378,7 +392,7 @@ CLIENTS: Final = {
         program="openclaw",
         package="openclaw",
         set_up=set_up_openclaw,
-        first_prompt=FirstPrompt(13_800, 28_800),
+        first_prompt=FirstPrompt(13_100, 26_800),
         start_arguments=("chat",),
         notes="Started with `chat`, its terminal without a gateway, and with a configuration of "
         "this run alone: channels of your own are not in it. It works in its own workspace "
@@ -392,7 +406,7 @@ CLIENTS: Final = {
         program="copilot",
         package="@github/copilot",
         set_up=set_up_copilot,
-        first_prompt=FirstPrompt(11_100, 14_800),
+        first_prompt=FirstPrompt(13_700, 19_400),
         notes="A new session finds 95 % of its first request, its compaction all that was sent "
         "(hybrid).",
     ),
@@ -402,7 +416,7 @@ CLIENTS: Final = {
         program="qwen",
         package="@qwen-code/qwen-code",
         set_up=set_up_qwen,
-        first_prompt=FirstPrompt(13_600, 20_900),
+        first_prompt=FirstPrompt(20_100, 25_600),
         notes="A resumed session is found in the cache although it looks at git and the folder "
         "again.",
     ),
@@ -676,17 +690,48 @@ def explain_no_room(client: Client, target: Target) -> str:
     )
 
 
-def clients_with_room(context: int, model: str = "") -> list[str]:
-    """The clients that can work in so many tokens, one with --small if only so."""
+def clients_with_room(
+    context: int, model: str = "", *, n_work: int = CALL_TOKENS
+) -> list[str]:
+    """The clients that can do so much work in a context, one with --small if only so."""
     names = []
     for client in CLIENTS.values():
-        if client.least_context(model) <= context:
+        if client.least_context(model, n_work=n_work) <= context:
             names.append(client.title)
         elif client.small_prompt and (
-            client.least_context(model, is_small=True) <= context
+            client.least_context(model, is_small=True, n_work=n_work) <= context
         ):
             names.append(f"{client.title} with --small")
     return names
+
+
+def explain_compaction(name: str, target: Target) -> str:
+    """How often a client would sum up its conversation, and which ones less; or nothing.
+
+    Nothing if it can work for an hour before.
+    """
+    client = CLIENTS[name]
+    n_work = client.count_work(target)
+    if n_work >= HOUR_TOKENS:
+        return ""
+
+    others = []
+    for other_name, is_small in ((name, True), ("pi", False)):
+        other = CLIENTS[other_name]
+        other_target = replace(target, is_small=is_small)
+        if is_small and not other.small_prompt:
+            continue
+        if (n_other := other.count_work(other_target)) > n_work:
+            command = f"{other_name} --small" if is_small else other_name
+            others.append(f"`launch {command}` after {n_other:,}")
+    advice = f"; {' and '.join(others)}" if others else ""
+    n_calls = max(1, n_work // CALL_TOKENS)
+    often = f"{n_calls} calls" if n_calls > 1 else "call"
+    return (
+        f"in {target.context:,} tokens of context {client.title} sums up its conversation "
+        f"(compacts) after {max(0, n_work):,} tokens of work, about every {often}{advice}. "
+        "KV_BITS=8 in the server's .env nearly doubles the context, if it is not set."
+    )
 
 
 def find_program(client: Client) -> str:
@@ -832,8 +877,10 @@ request: what it will send is not known before it sends it. From then on the ser
 
 A client that has no room for its first prompt, a reply and the result of a call is not started;
 the sentence has both numbers (the table under "Will it fit?" in the README has them, too). With
-arguments after `--` it is only said, since its prompt may be another then. The demo model is not
-for agents: it knows sums and the files of its garden (`examples/garden`).
+arguments after `--` it is only said, since its prompt may be another then. One that would sum up
+(compact) its conversation within an hour's work is started; a sentence says about how often, and
+which command would do so less (`launch claude --small`, `launch pi`). The demo model is not for
+agents: it knows sums and the files of its garden (`examples/garden`).
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
@@ -991,7 +1038,8 @@ def launch(options: Options) -> int:
         say_each(no_room)
         return 0
 
-    say_each(no_room)  # its arguments may make its prompt another, or none (--version)
+    # Its arguments may make its prompt another, or none (--version).
+    say_each(no_room or explain_compaction(options.client, target))
     setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "

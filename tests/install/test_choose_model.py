@@ -9,23 +9,41 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import choose_model
 import launch
+import mlx.core as mx
 import pytest
-from choose_model import APPLE_MODELS, CPU_MODELS, DEMO, Machine, Model, list_offers
+import start_llm as s
+from choose_model import (
+    CPU_MODELS,
+    DEMO,
+    FIRST_CHOICES,
+    KNOWN_MODELS,
+    PACKED_SHARE,
+    SECOND_CHOICES,
+    Machine,
+    Model,
+    list_offers,
+)
+from count_kv import KVBytes
 
 GIB = 2**30
 GB = 10**9
-# Memory of a Mac in GB, and what it is offered first.
+# Memory of a Mac in GB, and what it is offered: the first choice, and another one.
 TIERS = {
-    8: "Qwen3-1.7B-4bit",
-    16: "Qwen3-8B-4bit",
-    24: "Qwen3-14B-4bit",
-    32: "GLM-4.7-Flash-MLX-4bit",
-    64: "Qwen3-Coder-30B-A3B-Instruct-8bit",
-    128: "GLM-4.5-Air-4bit",
+    8: ("Qwen3.5-4B-MLX-4bit", "Qwen3-1.7B-4bit"),
+    16: ("Qwen3.5-9B-MLX-4bit", "gemma-4-E4B-it-MLX-4bit"),
+    18: ("Qwen3.5-9B-MLX-4bit", "gemma-4-E4B-it-MLX-4bit"),
+    24: ("Qwen3.5-9B-MLX-8bit", "gpt-oss-20b-MXFP4-Q8"),
+    32: ("Qwen3.8-27B-4bit", "gemma-4-26b-a4b-it-4bit"),
+    36: ("Qwen3.6-35B-A3B-4bit", "Qwen3.8-27B-4bit"),
+    48: ("Qwen3.6-35B-A3B-4bit", "Qwen3.8-27B-4bit"),
+    64: ("Qwen3.6-35B-A3B-8bit", "Qwen3.8-27B-8bit"),
+    128: ("Qwen3.6-35B-A3B-8bit", "Qwen3.8-27B-8bit"),
+    512: ("Qwen3.6-35B-A3B-8bit", "Qwen3.8-27B-8bit"),
 }
 
 
@@ -40,31 +58,66 @@ def linux(gigabytes, *, disk=1000 * GB):
 
 
 def local(name, nbytes):
-    return Model(name, nbytes, 100_000, is_local=True)
+    return Model(name, nbytes, KVBytes(100_000, 0), is_local=True)
+
+
+def names_of(offers):
+    return [model.name.split("/")[-1] for model in offers]
 
 
 # -- decide ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gigabytes", "name"), TIERS.items())
-def test_a_mac_is_offered_the_largest_model_that_fits_with_its_context(gigabytes, name):
+@pytest.mark.parametrize(("gigabytes", "names"), TIERS.items())
+def test_a_mac_is_offered_a_first_and_a_second_choice(gigabytes, names):
     machine = mac(gigabytes)
 
-    (offer,) = list_offers(machine, [])
+    offers = list_offers(machine, [])
 
-    assert offer.name.endswith(name)
-    assert machine.count_context(offer) >= choose_model.CONTEXT_TOKENS
-    larger = [model for model in APPLE_MODELS if model.nbytes > offer.nbytes]
-    assert not any(machine.can_serve(model) for model in larger)
+    assert tuple(names_of(offers)) == names
+    for model in offers:
+        context = machine.count_context(model, kv_share=PACKED_SHARE)
+        assert context >= choose_model.LEAST_CONTEXT
+        assert model.good_for
 
 
 @pytest.mark.parametrize("gigabytes", TIERS)
-@pytest.mark.parametrize("disk", [0, GB, 3 * GB, 5 * GB, 20 * GB, 50 * GB])
-def test_on_a_small_disk_the_download_fits_or_nothing_is_offered(gigabytes, disk):
+@pytest.mark.parametrize("disk", [0, GB, 3 * GB, 6 * GB, 20 * GB, 50 * GB])
+def test_on_a_small_disk_the_downloads_fit_or_nothing_is_offered(gigabytes, disk):
     offers = list_offers(mac(gigabytes, disk=disk), [])
 
     assert all(model.nbytes < disk for model in offers)
     assert bool(offers) == (disk >= 3 * GB)
+
+
+@pytest.mark.parametrize("gigabytes", TIERS)
+def test_what_the_hub_no_longer_has_makes_room_for_the_next_choice(gigabytes):
+    machine = mac(gigabytes)
+    gone_names = set()
+    while offers := list_offers(machine, [], gone_names):
+        assert not gone_names & {model.name for model in offers}
+        gone_names.add(offers[0].name)
+
+    assert len(gone_names) >= 2
+
+
+@pytest.mark.parametrize("model", [*FIRST_CHOICES, *SECOND_CHOICES])
+@pytest.mark.parametrize("gigabytes", [16, 32, 64, 512])
+def test_the_context_that_is_promised_is_what_the_server_has_room_for(gigabytes, model):
+    machine = mac(gigabytes)
+    shares = s.divide_memory(
+        machine.memory_bytes,
+        model_bytes=model.nbytes,
+        max_kv_bytes=0,
+        has_vision=model.sees_images,
+    )
+    spec = s.KVSpec(model.kv.token, 0, model.kv.fixed, False, True, False)
+    capacity = s.MemoryBudget(shares, spec, None).capacity_tokens
+
+    promised = machine.count_context(model)
+
+    capacity = min(max(0, capacity), model.longest_context)
+    assert promised <= capacity <= promised + 1001
 
 
 @pytest.mark.parametrize(("gigabytes", "n_offers"), [(1, 0), (4, 0), (8, 1), (256, 1)])
@@ -74,28 +127,31 @@ def test_a_linux_cpu_is_offered_the_small_model_or_the_demo(gigabytes, n_offers)
 
 
 def test_what_is_here_comes_first_and_what_does_not_fit_is_left_out():
-    small = local("mlx-community/Qwen3-4B-4bit", 2 * GB)
+    small = local("mlx-community/Qwen3-1.7B-4bit", 2 * GB)
     unknown = local("me/own", 6 * GB)
     huge = local("me/huge", 90 * GB)
 
     offers = list_offers(mac(32), [unknown, huge, small])
 
-    assert offers[:2] == [small, unknown]
-    assert offers[2].name.endswith(TIERS[32]) and not offers[2].is_local
+    assert [model.is_local for model in offers] == [True, True, False, False]
+    assert tuple(names_of(offers)) == ("Qwen3-1.7B-4bit", "own", *TIERS[32])
+    assert offers[0].good_for and not offers[1].good_for
     assert list_offers(mac(32, disk=0), [huge]) == []
 
 
 def test_a_known_model_that_is_here_is_not_offered_as_a_download():
+    first, second = (f"mlx-community/{name}" for name in TIERS[48])
     for prefix in ("", "/home/me/.lmstudio/models/"):
-        model = local(f"{prefix}mlx-community/Qwen3-8B-4bit", 4_600_000_000)
-        assert list_offers(mac(16), [model]) == [model]
+        here = local(f"{prefix}{first}", 20 * GB)
+        assert names_of(list_offers(mac(48), [here])) == [TIERS[48][0]]
+        here = local(f"{prefix}{second}", 16 * GB)
+        offers = list_offers(mac(48), [here])
+        assert tuple(names_of(offers)) == (TIERS[48][1], TIERS[48][0])
     assert list_offers(linux(8), [local("me/large", 5 * GB)]) == [*CPU_MODELS]
 
 
-def test_the_names_of_the_list_are_repositories_of_falling_size():
-    sizes = [model.nbytes for model in APPLE_MODELS]
-    assert sizes == sorted(sizes, reverse=True)
-    assert all(model.name.count("/") == 1 for model in (*APPLE_MODELS, *CPU_MODELS))
+def test_the_names_of_the_list_are_repositories():
+    assert all(model.name.count("/") == 1 for model in KNOWN_MODELS)
 
 
 # -- this machine ----------------------------------------------------------------
@@ -107,6 +163,13 @@ QWEN3 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32,
+    "max_position_embeddings": 262_144,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
 }
 
 
@@ -150,7 +213,8 @@ def test_models_of_the_hub_cache_and_of_lm_studio_are_found(home):
         str(old_lm_studio),
     ]
     assert {model.nbytes for model in found} == {1000}
-    assert {model.kv_bytes_per_token for model in found} == {128}
+    n_bytes = 4 if mx.default_device() == mx.cpu else 2
+    assert {model.kv for model in found} == {KVBytes(64 * n_bytes, 0)}
     assert {model.longest_context for model in found} == {choose_model.LONGEST_CONTEXT}
     assert all(model.is_local for model in found)
 
@@ -187,7 +251,7 @@ def test_what_cannot_be_served_is_not_found(home):
 def test_without_a_terminal_it_is_the_demo_or_what_is_here(home, monkeypatch, capsys):
     monkeypatch.setattr(choose_model, "is_on_terminal", lambda: False)
     monkeypatch.setattr(
-        choose_model, "ask_hub_for_size", lambda _: pytest.fail("asked the network")
+        choose_model, "ask_hub", lambda _: pytest.fail("asked the network")
     )
 
     assert choose_model.choose() == DEMO
@@ -210,10 +274,68 @@ def test_a_hub_that_never_answers_is_waited_for_three_seconds_at_most(
     )
 
     started = time.monotonic()
-    assert choose_model.ask_hub_for_size("org/tiny") is None
+    assert choose_model.ask_hub(FIRST_CHOICES) == {}
     assert time.monotonic() - started < 30
 
     is_answered.set()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does: 404 of names that are gone, else the sizes of files."""
+
+    gone = ()
+    status_of_gone = 404
+
+    def do_GET(self):
+        name = self.path.removeprefix("/api/models/").partition("?")[0]
+        is_gone = name in self.gone
+        files = [
+            {"rfilename": "model.safetensors", "size": 5 * GB},
+            {"rfilename": "README.md", "size": 7},
+        ]
+        self.send_response(self.status_of_gone if is_gone else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"siblings": files}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub whose class has `gone`, the names that it does not know."""
+    hub_class = type("OneHub", (Hub,), {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), hub_class) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        yield hub_class
+        server.shutdown()
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_name_that_is_gone_is_left_out_with_a_sentence(home, hub, capsys, status):
+    hub.status_of_gone = status
+    hub.gone = [f"mlx-community/{name}" for name in TIERS[48]]
+
+    offers = choose_model.list_offers_of_hub(mac(48), [])
+
+    assert not set(hub.gone) & {model.name for model in offers}
+    assert len(offers) == 2 and {model.nbytes for model in offers} == {5 * GB}
+    shown = capsys.readouterr().err
+    for name in hub.gone:
+        assert f"{name} is no longer on the Hugging Face hub" in shown
+
+
+def test_a_hub_that_fails_is_no_hub_without_the_name(home, hub, capsys):
+    first, second = TIERS[48]
+    hub.status_of_gone = 503
+    hub.gone = [f"mlx-community/{first}"]
+
+    assert names_of(choose_model.list_offers_of_hub(mac(48), [])) == [second]
+    shown = capsys.readouterr().err
+    assert f"does not answer: {hub.gone[0]} cannot" in shown
+    assert "no longer" not in shown
 
 
 @pytest.mark.parametrize("stdin", [subprocess.DEVNULL, subprocess.PIPE])
@@ -235,7 +357,11 @@ PROGRAM = """
 import sys, pathlib, choose_model as c
 c.KEPT_ANSWER = pathlib.Path(sys.argv[1])
 c.read_machine = lambda _=None: c.Machine(True, 10 * 10**9, 10**12)
-c.ask_hub_for_size = lambda name: {size}
+def answer(name, size={size}):
+    if size is None:
+        raise OSError
+    return size
+c.ask_hub_for_size = answer
 open(sys.argv[2], "w").write(c.choose())
 """
 
@@ -268,8 +394,9 @@ def answer_on_terminal(home, keys, *, size="4_600_000_000"):
 @pytest.mark.parametrize(
     ("keys", "name", "is_kept"),
     [
-        (b"\n", "mlx-community/Qwen3-8B-4bit", True),
-        (b"1\n", "mlx-community/Qwen3-8B-4bit", True),
+        (b"\n", "mlx-community/Qwen3.5-9B-MLX-4bit", True),
+        (b"1\n", "mlx-community/Qwen3.5-9B-MLX-4bit", True),
+        (b"2\n", "lmstudio-community/gemma-4-E4B-it-MLX-4bit", True),
         (b"demo\n", DEMO, True),
         (b"n\n", DEMO, False),
         (b"\x04", DEMO, False),  # Ctrl-D
@@ -281,27 +408,45 @@ def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, is_k
     chosen, shown = answer_on_terminal(home, keys)
 
     assert chosen == name
-    assert "mlx-community/Qwen3-8B-4bit: 4.6 GB into ~/.cache/huggingface" in shown
-    assert "20,000 tokens of context: room for every agent" in shown
+    assert (
+        "mlx-community/Qwen3.5-9B-MLX-4bit: 4.6 GB into ~/.cache/huggingface" in shown
+    )
+    assert "remembers 75,000 tokens (56,000 words): an hour of work" in shown
+    assert "the better one for agents" in shown
     assert (home / ".chosen-model").exists() == is_kept
 
 
-def test_a_model_is_offered_only_with_room_for_every_agent():
-    agents = launch.clients_with_room(choose_model.CONTEXT_TOKENS)
-    assert agents == [client.title for client in launch.CLIENTS.values()]
+def test_a_first_choice_has_room_for_an_hour_with_every_agent_in_8_bits():
+    titles = [client.title for client in launch.CLIENTS.values()]
+    for gigabytes in TIERS:
+        machine = mac(gigabytes)
+        context = machine.count_context(
+            list_offers(machine, [])[0], kv_share=PACKED_SHARE
+        )
+        work = launch.HOUR_TOKENS
+        assert launch.clients_with_room(context, n_work=work) == titles
 
 
 def test_the_agents_that_have_room_are_named_beside_a_model():
     machine = mac(8)
-    long = local("org/long", GB)
+    long = replace(local("org/long", GB // 2), kv=KVBytes(80_000, 0))
     short = replace(long, longest_context=8_000)
     tiny = replace(long, longest_context=2_000)
 
-    assert "room for every agent" in choose_model.describe_room(machine, long)
-    assert choose_model.describe_room(machine, short) == (
-        "some 8,000 tokens of context: room for Claude Code with --small, PI"
+    [first_line, second_line] = choose_model.describe_room(machine, long)
+    assert "with Claude Code with --small or PI" in first_line
+    assert (
+        "KV_BITS=8" in second_line
+        and "an hour of work and more with any" in second_line
     )
-    assert "room for no agent" in choose_model.describe_room(machine, tiny)
+    assert choose_model.describe_room(machine, short) == [
+        "remembers 8,000 tokens (6,000 words): short tasks with Claude Code with "
+        "--small or PI"
+    ]
+    assert "too few for an agent" in choose_model.describe_room(machine, tiny)[0]
+    assert "agent" not in choose_model.describe_room(
+        machine, replace(tiny, is_for_agents=False)
+    )
 
 
 def test_the_answer_is_not_asked_for_again_while_it_can_be_served(home):

@@ -341,7 +341,7 @@ def test_without_room_nothing_is_started_but_print_shows_it(desk):
     assert shown.returncode == 0 and "PI needs" in shown.stderr
 
 
-@pytest.mark.parametrize(("context", "n_reply"), [(20_000, 2_500), (131_072, 16_384)])
+@pytest.mark.parametrize(("context", "n_reply"), [(24_000, 3_000), (131_072, 16_384)])
 def test_claude_code_keeps_an_eighth_of_the_context_for_a_reply(desk, context, n_reply):
     """Else it keeps 20,000 tokens free, and refuses any prompt in a context as small."""
     desk.install("claude", RECORDER)
@@ -374,6 +374,45 @@ def test_a_refusal_names_the_clients_that_have_room(desk):
 
     refused(result, "Claude Code with --small", "PI")
     assert "OpenClaw" not in result.stderr
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_in_an_hours_context_a_client_works_for_an_hour_before_it_compacts(name):
+    client = launch.CLIENTS[name]
+    hour = client.least_context(MODEL, n_work=launch.HOUR_TOKENS)
+    target = launch.Target("", "", MODEL, hour)
+    shorter = replace(target, context=hour - 200)
+
+    assert launch.explain_compaction(name, target) == ""
+    n_work = client.count_work(shorter)
+    assert launch.HOUR_TOKENS > n_work > launch.HOUR_TOKENS - 400
+    assert f"after {n_work:,} tokens" in launch.explain_compaction(name, shorter)
+
+
+def test_claude_code_refuses_nothing_in_its_least_context():
+    """Seen: it refuses what leaves no 3,000 tokens beside those of a reply."""
+    claude = launch.CLIENTS["claude"]
+    for n_work in (launch.CALL_TOKENS, launch.HOUR_TOKENS):
+        context = claude.least_context(MODEL, n_work=n_work)
+        n_prompt = claude.count_first_prompt(MODEL, is_small=False)
+        assert n_prompt + n_work <= context * 7 / 8 - 3_000
+
+
+def test_who_would_compact_all_the_time_is_told_what_would_not(desk):
+    desk.install("claude", RECORDER)
+    desk.install("pi", RECORDER)
+
+    with answering(with_model(context=22_000), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        claude = desk.launch("claude")
+        small = desk.launch("claude", "--small")
+        pi = desk.launch("pi")
+
+    assert "sums up its conversation (compacts) after 2,950 tokens" in claude.stderr
+    assert "about every call; `launch claude --small` after 15,050" in claude.stderr
+    assert "`launch pi` after 17,750" in claude.stderr
+    assert "about every 10 calls; `launch pi` after 17,750" in small.stderr
+    assert "about every 11 calls. KV_BITS=8" in pi.stderr
 
 
 def test_tokens_of_the_demo_model_are_counted_by_its_own_tokenizer():

@@ -17,15 +17,13 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 PROGRAM = re.compile(
     r"(?<![\w/.-])((?:scripts|benchmarks|tests|docs|examples)/[\w./-]+\.\w+)"
 )
-TABLE_ROW = re.compile(
-    r"^\| (\d+) GB \| (\S+) \| ([\d.]+) GB \| ([\d,]+) \| ([\d,]+) \|$",
-    re.MULTILINE,
-)
+CHOICE = r" (\S+), ([\d.]+) GB \| ([\d,]+) \(([\d,]+)\) \|"
+TABLE_ROW = re.compile(rf"^\| (\d+) GB \|{CHOICE}{CHOICE}$", re.MULTILINE)
 SETTING_ROW = re.compile(
     r"^\| `([A-Z0-9_]+)` \| (?:`(.*?)`|\(empty\)) \|", re.MULTILINE
 )
 AGENT_ROW = re.compile(
-    r"^\| (.+) \| ([\d,]+) \| ([\d,]+) \| (\d+) GB \|$", re.MULTILINE
+    r"^\| (.+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| (\d+) GB \|$", re.MULTILINE
 )
 MOST_README_LINES = 200
 
@@ -146,7 +144,7 @@ def test_defaults_in_the_readme_are_those_of_config():
     assert s.Config.from_env(rows) == s.Config()
 
 
-def test_readme_says_which_model_fits_as_choose_model_does():
+def test_readme_says_which_models_fit_as_choose_model_does():
     rows = TABLE_ROW.findall(read("README.md"))
     assert len(rows) >= 6
     for gigabytes, *row in rows:
@@ -154,34 +152,39 @@ def test_readme_says_which_model_fits_as_choose_model_does():
 
 
 def fitting_row(gigabytes):
-    """Of the largest known-good model: name, download, context, that with KV_BITS=8."""
+    """Of both choices: name, download, context, that with KV_BITS=8."""
     room = choose_model.usable_memory(gigabytes * 2**30, is_apple_silicon=True)
     machine = choose_model.Machine(True, room, disk_bytes=10**12)
-    [model] = choose_model.list_offers(machine, [])
-    n_tokens = machine.count_context(model)
-    n_packed = machine.count_context(model, kv_share=8.5 / 16)
-    download = f"{model.nbytes / 1e9:.1f}"
-    return [model.name, download, f"{n_tokens:,}", f"{n_packed:,}"]
+    row = []
+    for model in choose_model.list_offers(machine, []):
+        n_tokens = machine.count_context(model)
+        n_packed = machine.count_context(model, kv_share=choose_model.PACKED_SHARE)
+        download = f"{model.nbytes / 1e9:.1f}"
+        row += [model.name, download, f"{n_tokens:,}", f"{n_packed:,}"]
+    return row
 
 
 def test_readme_says_which_agents_have_room_as_launch_does():
     text = read("README.md")
     contexts = {
         int(gigabytes): int(context.replace(",", ""))
-        for gigabytes, _, _, context, _ in TABLE_ROW.findall(text)
+        for gigabytes, _, _, context, *_ in TABLE_ROW.findall(text)
     }
     assert AGENT_ROW.findall(text) == list(agent_rows(contexts))
 
 
 def agent_rows(contexts):
-    """Each agent, its first prompt, its least context, the least memory that has it."""
+    """Each agent, its first prompt, two contexts, the least memory that has the second."""
     for client in launch.CLIENTS.values():
         for is_small in (False, True) if client.small_prompt else (False,):
             least = client.least_context("", is_small=is_small)
+            hour = client.least_context(
+                "", is_small=is_small, n_work=launch.HOUR_TOKENS
+            )
             prompt = client.count_first_prompt("", is_small=is_small)
-            memory = min(n for n, context in contexts.items() if context >= least)
+            memory = min(n for n, context in contexts.items() if context >= hour)
             title = f"{client.title} `--small`" if is_small else client.title
-            yield title, f"{prompt:,}", f"{least:,}", str(memory)
+            yield title, f"{prompt:,}", f"{least:,}", f"{hour:,}", str(memory)
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():

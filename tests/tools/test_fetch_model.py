@@ -297,7 +297,7 @@ def test_a_model_too_large_for_memory_is_refused_before_its_weights_are_asked_fo
 
     message = refusal("org/tiny", memory_bytes=8 * GB)
     assert "needs 22.1 GB of memory (the server may use 8.0 GB)" in message
-    assert message.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
+    assert message.endswith("MODEL_PATH=mlx-community/Qwen3.5-4B-MLX-4bit would fit.")
 
     message = refusal("org/tiny", memory_bytes=GB // 2)
     assert message.endswith("MODEL_PATH=demo would fit.")
@@ -316,7 +316,7 @@ def test_a_model_too_large_for_the_disk_is_refused_with_the_numbers(
 
     assert "20.0 GB more on disk" in message
     assert "has 6.0 GB free" in message
-    assert message.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
+    assert message.endswith("MODEL_PATH=mlx-community/Qwen3.5-9B-MLX-4bit would fit.")
 
 
 def test_what_is_here_already_need_not_fit_on_the_disk_again(

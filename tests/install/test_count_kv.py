@@ -1,0 +1,189 @@
+"""scripts/helpers/count_kv.py: what is counted before loading is what the server measures."""
+
+import json
+
+import choose_model
+import mlx.core as mx
+import pytest
+import recurrent_families
+import start_llm as s
+import tiny_families
+from artifacts import artifact
+from count_kv import build_model, count_kv_bytes
+from mlx.utils import tree_flatten, tree_map
+from tiny_models import KINDS, tiny_model
+
+MIB = 2**20
+# What makes a model small, and is no part of what it keeps of a conversation.
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+}
+# (bytes of each token, bytes of each conversation) as others have published or printed them.
+PUBLISHED = {
+    "qwen3_5-27b": (65_536, 153_944_064),
+    "qwen3_5_moe-35b-a3b": (20_480, 64_389_120),
+    "gemma4-26b-a4b": (20_480, 209_715_200),
+    "gemma4-e4b": (16_384, 20_971_520),
+    "gpt_oss-20b": (24_576, 3_145_728),
+}
+MLA_LAYERS = 47
+GLM_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": MLA_LAYERS,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+
+
+def measure(model):
+    spec = s.measure_kv(model)
+    return spec.token_bytes, spec.state_bytes
+
+
+def dtype_of(model):
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    return next(array.dtype for array in weights if array.dtype != mx.uint32)
+
+
+def read_config(name):
+    return json.loads(artifact("configs", f"{name}.json").read_bytes())
+
+
+def shrink(facts):
+    """The same layers, of a few weights each."""
+    small = {name: SMALL.get(name, value) for name, value in facts.items()}
+    if "text_config" in small:
+        small["text_config"] = shrink(small["text_config"])
+    return small
+
+
+def with_weights(facts):
+    model = build_model(facts)
+    model.update(tree_map(lambda array: array * 0.01, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counted_is_what_the_server_measures(kind, tmp_path_factory):
+    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
+    model = s.mlx_lm.load(str(folder))[0]
+    facts = json.loads((folder / "config.json").read_bytes())
+
+    assert count_kv_bytes(facts, dtype_of(model)) == measure(model)
+
+
+@pytest.mark.parametrize("kind", recurrent_families.FAMILIES)
+def test_so_it_is_of_families_with_recurrent_layers(kind):
+    facts = {"model_type": kind, **recurrent_families.FAMILIES[kind]}
+
+    assert count_kv_bytes(facts, mx.float32) == measure(with_weights(facts))
+
+
+@pytest.mark.parametrize("kind", tiny_families.FAMILIES)
+def test_so_it_is_of_models_that_see_images(kind, tmp_path_factory):
+    folder = tiny_families.tiny_family(kind, tmp_path_factory.getbasetemp())
+    model = s.load_model(folder, s.Config(model_kind="vision")).model
+    facts = json.loads((folder / "config.json").read_bytes())
+
+    assert count_kv_bytes(facts, mx.float32) == measure(model)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_so_it_is_of_the_layers_that_published_models_have(name):
+    facts = shrink(read_config(name))
+
+    assert count_kv_bytes(facts, mx.float32) == measure(with_weights(facts))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_of_published_models_are_those_that_others_print(name):
+    assert count_kv_bytes(read_config(name)) == PUBLISHED[name]
+
+
+def test_latent_attention_keeps_one_vector_a_token():
+    assert count_kv_bytes(GLM_FLASH) == (MLA_LAYERS * (512 + 64) * 2, 0)
+
+
+def test_nothing_of_a_large_model_is_computed():
+    mx.reset_peak_memory()
+
+    count_kv_bytes(read_config("qwen3_5-27b"))
+
+    assert mx.get_peak_memory() < 200 * MIB
+
+
+def test_a_type_that_goes_by_another_name_is_known():
+    layers = {"num_hidden_layers": 6, "num_kv_shared_layers": 0}
+    gemma = {"model_type": "gemma4", "text_config": layers}
+
+    assert count_kv_bytes(gemma) == count_kv_bytes(
+        {**gemma, "model_type": "gemma4_unified"}
+    )
+
+
+def test_models_that_only_mlx_vlm_has_are_counted():
+    facts = {
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    }
+    layer_bytes = 2 * 2 * 16 * 2  # keys and values, heads, width, bytes
+
+    assert count_kv_bytes(facts) == (layer_bytes, 3 * 32 * layer_bytes)
+
+
+def test_what_no_library_knows_raises():
+    with pytest.raises(ValueError, match="not known"):
+        count_kv_bytes({"model_type": "from_the_future"})
+
+
+def test_the_list_has_the_bytes_of_its_models():
+    """Those without a config.json here are of a family that has one."""
+    qwen_27b = read_config("qwen3_5-27b")
+    of_9b = {"num_hidden_layers": 32, "linear_num_value_heads": 32}
+    qwen_9b = {**qwen_27b, "text_config": {**qwen_27b["text_config"], **of_9b}}
+    qwen_9b["text_config"]["layer_types"] = ["linear_attention"] * 32
+    counted = {
+        "Qwen3.8-27B": qwen_27b,
+        "Qwen3.5-9B": qwen_9b,
+        "Qwen3.5-4B": qwen_9b,
+        "Qwen3.6-35B": read_config("qwen3_5_moe-35b-a3b"),
+        "gemma-4-26b": read_config("gemma4-26b-a4b"),
+        "gemma-4-E4B": read_config("gemma4-e4b"),
+        "gpt-oss-20b": read_config("gpt_oss-20b"),
+        "Qwen3-1.7B": {
+            "model_type": "qwen3",
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 151_936,
+            "max_position_embeddings": 40_960,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        },
+    }
+
+    for model in (*choose_model.FIRST_CHOICES, *choose_model.SECOND_CHOICES):
+        [facts] = [
+            facts for name, facts in counted.items() if f"/{name}-" in model.name
+        ]
+        assert count_kv_bytes(facts) == model.kv, model.name
