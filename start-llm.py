@@ -6212,7 +6212,7 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
 #  1 Renderer  messages -> text, by the template.
 #  2 Probing   canned conversations -> TemplateTraits.
 #
-# Public   Renderer, canned_words, TemplateTraits, probe_traits,
+# Public   Renderer, canned_words, TemplateTraits, CALL_ID_FORMS, probe_traits,
 #          probe_preserve_thinking_support, probe_generation_prompt, Sample,
 #          render_sample, kwargs_key, compute_msg_token_boundaries, count_common,
 #          skip_spaces
@@ -6283,11 +6283,11 @@ class Renderer:
             return self.render(messages, tools=tools, kwargs=kwargs or {})
         return ""
 
-    def shows(self, kinds: str) -> bool:
+    def shows(self, kinds: str, *, tools: Sequence[JsonObject] = ()) -> bool:
         """Whether the contents of a canned conversation are all printed, in order."""
         contents = [message["content"] for message in _canned_conversation(kinds)]
         in_order = re.compile(".*".join(contents), re.DOTALL)
-        return in_order.search(self.try_render(kinds)) is not None
+        return in_order.search(self.try_render(kinds, tools=tools)) is not None
 
 
 def _template_source(tokenizer: Any) -> str:
@@ -6414,7 +6414,9 @@ class TemplateTraits:
     has_questions_after_results: bool
     has_empty_replies: bool
     needs_user: bool  # the first message that is not the system's is the user's
-    prints_call_ids: bool  # of a call, and not the name of its tool (Kimi K2)
+    has_parallel_calls: bool
+    has_text_beside_calls: bool
+    call_id_form: str  # of CALL_ID_FORMS; "": it takes all ids
     part_separator: str  # between the text parts of a message
     image_placeholder: str  # "" if it prints none
     thinking_kwargs: Mapping[bool, JsonObject]  # template kwargs: thinking on, off
@@ -6451,11 +6453,17 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         != renderer.try_render("user"),
         has_calls=canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
-        has_lone_results=renderer.shows("user reply tool"),
+        has_lone_results=_probe_lone_results(renderer),
         has_questions_after_results=renderer.shows("user call tool user"),
         has_empty_replies=bool(renderer.try_render(_canned_empty_reply())),
-        needs_user=not renderer.shows("reply user") or not renderer.shows("reply"),
-        prints_call_ids=_probe_call_ids(renderer),
+        needs_user=not all(
+            renderer.shows(kinds, tools=tools)
+            for kinds in _WITHOUT_USER[: 2 + has_system]
+            for tools in ((), [_CANNED_TOOL])
+        ),
+        has_parallel_calls=bool(renderer.try_render("user calls tool tool")),
+        has_text_beside_calls=_probe_text_beside_calls(renderer),
+        call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
         image_placeholder=_probe_image_placeholder(renderer, part_separator),
         thinking_kwargs=thinking_kwargs,
@@ -6507,7 +6515,8 @@ def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
         GLM-5.3       L    Max     H     Max    Max  Max        low, high, max
         gpt-oss       low  medium  high  xhigh  max  zqfirst    low, medium, high
 
-    Of words that print the same the one is taken that it prints, or else the highest.
+    Of words that print the same the one is taken that it prints, or else the highest;
+    of those that it takes for its default, without printing one, medium.
     One that prints any word is for models that know those of OpenAI's API (L-190).
     """
     for name in _EFFORT_SWITCHES:
@@ -6530,23 +6539,63 @@ def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
     if _CANNED_FIRST in unknown_text:
         return _PRINTED_EFFORTS
 
+    printed_texts = set(texts.values())
+    if len(printed_texts) == 1:
+        return ()  # no word changes anything
     efforts = []
-    for text in set(texts.values()) - {""}:
+    for text in printed_texts - {""}:
         words = [word for word in EFFORTS if texts[word] == text]
-        printed = [word for word in words if re.search(rf"(?i)\b{word}\b", text)]
-        if text != unknown_text or printed:
-            efforts.append((printed or words)[-1])
-    has_choice = len(set(texts.values())) > 1
-    return sorted(efforts, key=EFFORTS.index) if has_choice else ()
+        named = [word for word in words if re.search(rf"(?i)\b{word}\b", text)]
+        if text == unknown_text and "medium" in words:
+            words = ["medium"]  # its default
+        efforts.append((named or words)[-1])
+    return sorted(efforts, key=EFFORTS.index)
 
 
-def _probe_call_ids(renderer: Renderer) -> bool:
-    """Whether it prints the id of a call, and not the name of its tool."""
-    user, call = _canned_conversation("user call")
+_WITHOUT_USER: Final = ("reply user", "reply", "system")
+
+
+def _probe_lone_results(renderer: Renderer) -> bool:
+    """Whether it prints a result after no call, which has no name then."""
+    for past in ("user", "user reply"):
+        *messages, result = _canned_conversation(f"{past} tool")
+        del result["name"]
+        if result["content"] not in renderer.try_render([*messages, result]):
+            return False
+    return True
+
+
+def _probe_text_beside_calls(renderer: Renderer) -> bool:
+    """Whether it prints the text of a message with a call, which has no thinking."""
+    user, call, result = _canned_conversation("user call tool")
+    del call["reasoning_content"]
+    return _CANNED_FIRST in renderer.try_render(
+        [user, {**call, "content": _CANNED_FIRST}, result]
+    )
+
+
+# How ids of calls are written where a template does not take all, and what fits.
+CALL_ID_FORMS: Final[Mapping[str, re.Pattern[str]]] = {
+    # Kimi K2 prints a call by its id, without the name of the tool.
+    "functions.{name}:{number}": re.compile(r"functions\..+:\d+"),
+    # Mistral's refuse any others.
+    "{number:09}": re.compile(r"[a-zA-Z0-9]{9}"),
+}
+
+
+def _probe_call_id_form(renderer: Renderer) -> str:
+    by_id, by_letters = CALL_ID_FORMS
+    user, call, result = _canned_conversation("user call tool")
     [tool_call] = call["tool_calls"]
     tool_call["function"]["name"] = _CANNED_FIRST
     text = renderer.try_render([user, call])
-    return tool_call["id"] in text and _CANNED_FIRST not in text
+    if tool_call["id"] in text and _CANNED_FIRST not in text:
+        return by_id
+
+    can_take_ids = bool(renderer.try_render([user, call, result]))
+    tool_call["id"] = result["tool_call_id"] = "call_of-a-client"
+    takes_all = bool(renderer.try_render([user, call, result]))
+    return by_letters if can_take_ids and not takes_all else ""
 
 
 def _probe_thinking_kwargs(
@@ -6619,14 +6668,17 @@ def probe_preserve_thinking_support(renderer: Renderer) -> JsonObject:
 
 
 def _probe_merged_thinking(renderer: Renderer) -> bool:
-    """Whether it prints the field `thinking` of a call, but not with `content`."""
+    """Whether it prints the thinking of a message with calls, but not with `content`."""
     user, call = _canned_conversation("user call")
     del call["reasoning_content"]
-    alone = {**call, "thinking": _CANNED_THINKING}
-    with_text = {**alone, "content": _CANNED_FIRST}
-    text = renderer.try_render([user, with_text])
-    has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
-    return not has_both and _CANNED_THINKING in renderer.try_render([user, alone])
+    for name in ("thinking", "reasoning_content"):  # gpt-oss; Command R7B, MiniMax-M1
+        alone = {**call, name: _CANNED_THINKING}
+        with_text = {**alone, "content": _CANNED_FIRST}
+        text = renderer.try_render([user, with_text])
+        has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
+        if not has_both and _CANNED_THINKING in renderer.try_render([user, alone]):
+            return True
+    return False
 
 
 def _probe_message_starts(
@@ -6832,7 +6884,7 @@ class _MessageShaper:
         if calls:
             shaped["tool_calls"] = [self._shape_call(call) for call in calls]
         if calls and self.merges_thinking:
-            texts = [message.get("reasoning_content"), content]
+            texts = [shaped.pop("reasoning_content", None), content]
             shaped["content"] = "\n\n".join(filter(None, texts))
             shaped["thinking"] = ""
 
@@ -6856,7 +6908,7 @@ class _MessageShaper:
             digest = sha256(written.encode()).hexdigest()[:12]
             summary = f"[{len(written)} characters, sha256 {digest}]"
             arguments = {**arguments, "content": summary}
-        return _replace_arguments(call, arguments)
+        return _replace_arguments({"type": "function", **call}, arguments)
 
 
 def _parse_arguments(text: str) -> JsonObject:
@@ -6892,8 +6944,10 @@ def _fold_messages(
         a question after a result    a part of the result
         a reply of no words          nothing
         no user message first        an empty one in front
-        a call of which it prints    the id functions.NAME:NUMBER
-        the id alone
+        a call with an id that it    an id of its form
+        does not take
+        a second call, a text beside messages of their own
+        calls
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
@@ -6919,10 +6973,10 @@ def _fold_messages(
 def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
     """The messages without replies of no words, or with an empty question in front.
 
-    Calls get the ids functions.NAME:NUMBER where a template prints nothing else.
+    A reply with calls may become several, and ids of calls may be written otherwise.
     """
     needs_user = traits.needs_user
-    call_ids: dict[str, str] = {}  # by those that were sent
+    call_ids: dict[str, str] = {}  # as written, by those that were sent
     for message in messages:
         role = message["role"]
         is_empty = not message["content"] and "tool_calls" not in message
@@ -6931,29 +6985,53 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         if needs_user and role not in ("system", "user"):
             yield _EMPTY_QUESTION
         needs_user = needs_user and role == "system"
-        yield _name_calls(message, call_ids) if traits.prints_call_ids else message
+
+        renamed = _name_calls(message, call_ids, form=traits.call_id_form)
+        if "tool_calls" in renamed:
+            yield from _split_calls(renamed, traits)
+        else:
+            yield renamed
     if needs_user and traits.has_system:
         yield _EMPTY_QUESTION
 
 
-def _name_calls(message: Message, call_ids: dict[str, str]) -> Message:
-    """The message with the name of the tool in the id of each call, and of a result.
+def _split_calls(message: Message, traits: TemplateTraits) -> Iterator[Message]:
+    """A reply with calls as the replies in which a template prints text and calls."""
+    if message["content"] and traits.has_calls and not traits.has_text_beside_calls:
+        yield {name: message[name] for name in message if name != "tool_calls"}
+        message = {**message, "content": ""}
+        message.pop("reasoning_content", None)
+    calls = message["tool_calls"]
+    if len(calls) == 1 or traits.has_parallel_calls:
+        yield message
+        return
+    for call in calls:
+        yield {**message, "tool_calls": [call]}
+        message = {"role": "assistant", "content": ""}
+
+
+def _name_calls(message: Message, call_ids: dict[str, str], *, form: str) -> Message:
+    """The message with ids of this form in its calls, or in the result that it is.
 
     `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
     """
+    if not form:
+        return message
+    fits = CALL_ID_FORMS[form].fullmatch
     calls = []
     for call in message.get("tool_calls", ()):
-        name = f"functions.{call['function']['name']}:{len(call_ids)}"
-        call_ids[call.get("id", name)] = name
-        calls.append({**call, "id": name})
+        call_id = call.get("id", "")
+        if not fits(call_id):
+            name = call["function"]["name"]
+            call_ids[call_id] = form.format(name=name, number=len(call_ids))
+        calls.append({**call, "id": call_ids.get(call_id, call_id)})
     if calls:
         return {**message, "tool_calls": calls}
-    call_id = message.get("tool_call_id")
-    return (
-        {**message, "tool_call_id": call_ids[call_id]}
-        if call_id in call_ids
-        else message
-    )
+    call_id = message.get("tool_call_id", "")
+    if message["role"] == "tool" and not fits(call_id):
+        new_id = form.format(name="unknown", number=len(call_ids))
+        return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
+    return message
 
 
 def _make_printable(
@@ -6987,8 +7065,9 @@ def _make_printable(
             calls = [json.dumps(call["function"]) for call in message["tool_calls"]]
             text = "\n\n".join(filter(None, [content, *calls]))
             return {"role": "assistant", "content": text}, False
-        case "assistant" if last_role == "assistant" and has_call:
-            return message, not traits.has_lone_results
+        case "assistant" if has_call and "tool_calls" not in message:
+            is_between = last_role == "assistant" and not traits.has_lone_results
+            return message, is_between
     return message, False
 
 

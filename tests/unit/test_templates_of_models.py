@@ -1,12 +1,13 @@
 """Chat templates of real models, with every kind of request that agents send."""
 
 import logging
+import re
 from functools import cache
 
 import pytest
 import start_llm
 from artifacts import FOLDER
-from client_bodies import CHATS, EFFORTS, all_bodies
+from client_bodies import CHATS, EFFORTS, all_bodies, call, result
 from templates import tiny_tokenizer, tokenizer_of
 
 NAMES = [
@@ -106,6 +107,8 @@ SOURCES = {
     "{% if reasoning_effort is defined and reasoning_effort not in ['none', 'high'] %}"
     "{{ raise_exception('no') }}{% endif %}{{ reasoning_effort | default('none') }}": "high",
     "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}": "low medium high",
+    # DeepSeek V4: what others are asked for is as without.
+    "{{ 'Think hard.' if reasoning_effort == 'max' }}": "medium max",
     "": "",
 }
 
@@ -129,3 +132,52 @@ def test_efforts_are_found_however_a_template_takes_them(
 def test_all_templates_that_are_there_are_tried() -> None:
     found = {path.stem for path in FOLDER.glob("templates/*.jinja")}
     assert found <= {*NAMES}
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+LOOP = "{% for m in messages %}" + TURN + "<|im_end|>{% endfor %}"
+PARALLEL = [
+    CHATS["OpenClaw"][1],
+    {"role": "assistant", "content": "I look.", "tool_calls": [call(1), call(2)]},
+    result(1),
+    result(2, "beta"),
+]
+
+
+def rendered(source: str, messages: list) -> str:
+    template = start_llm.ChatTemplate(
+        tiny_tokenizer(source), CONFIG, think_start="", think_end="", ends=set()
+    )
+    return template.render_prompt(parse("chat", {"messages": messages})).text
+
+
+def test_ids_of_calls_are_written_as_a_template_takes_them() -> None:
+    """Mistral's templates take nine letters, and ids that the model wrote stay."""
+    printed = LOOP.replace("CALL", "[{{ c.id }} {{ c.function }}]")
+    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    source += "{{ raise_exception('nine!') }}{% endif %}{% endfor %}{% endfor %}"
+    own = {**PARALLEL[1], "tool_calls": [{**call(1), "id": "aB3dE5fG7"}, call(2)]}
+    text = rendered(source + printed, [PARALLEL[0], own, *PARALLEL[2:]])
+    assert re.findall(r"\[(\w+) ", text) == ["aB3dE5fG7", "000000000"]
+
+
+def test_the_name_of_a_tool_is_not_lost_where_only_ids_are_printed() -> None:
+    """Kimi K2's: a result has the id of its call, too."""
+    source = LOOP.replace("CALL", "[{{ c.id }} {{ c.function.arguments }}]").replace(
+        "{{ m.content }}", "{{ m.tool_call_id }} {{ m.content }}"
+    )
+    text = rendered(source, PARALLEL)
+    assert re.findall(r"\[(\S+)", text) == ["functions.read:0", "functions.read:1"]
+    assert "functions.read:0 alpha result" in text
+    assert "functions.read:1 beta" in text
+
+
+def test_calls_stand_alone_where_a_template_takes_one_and_no_text() -> None:
+    """Llama 3's."""
+    source = LOOP.replace("CALL", "[{{ c.function.name }}{{ c.function.arguments }}]")
+    source = source.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+    refusal = "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}"
+    refusal += "{{ raise_exception('one!') }}{% endif %}{% endfor %}"
+    text = rendered(refusal + source, PARALLEL)
+    assert text.count("[read{") == 2
+    assert text.index("I look.") < text.index("[read") < text.index("alpha result")
