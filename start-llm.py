@@ -6461,7 +6461,9 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
-        has_parallel_calls=bool(renderer.try_render("user calls tool tool")),
+        has_parallel_calls=_has_words(
+            renderer.try_render("user calls tool tool"), _CANNED_FIRST, canned_words(1)
+        ),
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
@@ -6563,6 +6565,10 @@ def _probe_lone_results(renderer: Renderer) -> bool:
         if result["content"] not in renderer.try_render([*messages, result]):
             return False
     return True
+
+
+def _has_words(text: str, *words: str) -> bool:
+    return all(word in text for word in words)
 
 
 def _probe_text_beside_calls(renderer: Renderer) -> bool:
@@ -6675,7 +6681,7 @@ def _probe_merged_thinking(renderer: Renderer) -> bool:
         alone = {**call, name: _CANNED_THINKING}
         with_text = {**alone, "content": _CANNED_FIRST}
         text = renderer.try_render([user, with_text])
-        has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
+        has_both = _has_words(text, _CANNED_THINKING, _CANNED_FIRST)
         if not has_both and _CANNED_THINKING in renderer.try_render([user, alone]):
             return True
     return False
@@ -6946,15 +6952,15 @@ def _fold_messages(
         no user message first        an empty one in front
         a call with an id that it    an id of its form
         does not take
-        a second call, a text beside messages of their own
-        calls
+        a text beside calls          a reply before it
+        a second call                a reply after the first one's result
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
     is_head = True  # only system messages so far
     has_call = False  # the last message that is no result has one
-    for message in _fill_in(messages, traits):
+    for message in _split_replies(_fill_in(messages, traits), traits):
         is_head = is_head and message["role"] == "system"
         last_role = runs[-1][-1]["role"] if runs else ""
         printable, is_part = _make_printable(
@@ -6971,12 +6977,8 @@ def _fold_messages(
 
 
 def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
-    """The messages without replies of no words, or with an empty question in front.
-
-    A reply with calls may become several, and ids of calls may be written otherwise.
-    """
+    """The messages without replies of no words, or with an empty question in front."""
     needs_user = traits.needs_user
-    call_ids: dict[str, str] = {}  # as written, by those that were sent
     for message in messages:
         role = message["role"]
         is_empty = not message["content"] and "tool_calls" not in message
@@ -6985,29 +6987,49 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         if needs_user and role not in ("system", "user"):
             yield _EMPTY_QUESTION
         needs_user = needs_user and role == "system"
-
-        renamed = _name_calls(message, call_ids, form=traits.call_id_form)
-        if "tool_calls" in renamed:
-            yield from _split_calls(renamed, traits)
-        else:
-            yield renamed
+        yield message
     if needs_user and traits.has_system:
         yield _EMPTY_QUESTION
 
 
-def _split_calls(message: Message, traits: TemplateTraits) -> Iterator[Message]:
-    """A reply with calls as the replies in which a template prints text and calls."""
-    if message["content"] and traits.has_calls and not traits.has_text_beside_calls:
-        yield {name: message[name] for name in message if name != "tool_calls"}
-        message = {**message, "content": ""}
-        message.pop("reasoning_content", None)
-    calls = message["tool_calls"]
-    if len(calls) == 1 or traits.has_parallel_calls:
-        yield message
-        return
-    for call in calls:
-        yield {**message, "tool_calls": [call]}
-        message = {"role": "assistant", "content": ""}
+def _split_replies(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply with calls as the replies that are printed whole."""
+    call_ids: dict[str, str] = {}  # as written, by those that were sent
+    held_calls: list[Message] = []  # each follows the result of the one before
+    for message in messages:
+        if message["role"] != "tool":
+            yield from held_calls
+            held_calls = []
+        renamed = _name_calls(message, call_ids, form=traits.call_id_form)
+        if "tool_calls" in renamed:
+            *texts, renamed = _split_text(renamed, traits)
+            renamed, *held_calls = _split_calls(renamed, traits)
+            yield from texts
+        yield renamed
+        if renamed["role"] == "tool" and held_calls:
+            yield held_calls.pop(0)
+    yield from held_calls
+
+
+def _split_text(message: Message, traits: TemplateTraits) -> list[Message]:
+    """A reply with calls, after one with its text if both are not printed."""
+    if not message["content"] or not traits.has_calls or traits.has_text_beside_calls:
+        return [message]
+    text = {name: message[name] for name in message if name != "tool_calls"}
+    calls = {**message, "content": ""}
+    calls.pop("reasoning_content", None)
+    return [text, calls]
+
+
+def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
+    """A reply with calls, as one for each call if several are not printed."""
+    first, *others = message["tool_calls"]
+    if traits.has_parallel_calls or not traits.has_calls:
+        return [message]
+    more = [{"role": "assistant", "content": "", "tool_calls": [c]} for c in others]
+    return [{**message, "tool_calls": [first]}, *more]
 
 
 def _name_calls(message: Message, call_ids: dict[str, str], *, form: str) -> Message:

@@ -215,7 +215,11 @@ CHATS: dict[str, list[Body]] = {
     "Qwen Code": [
         SYSTEM,
         USER,
-        {"role": "assistant", "content": "", "tool_calls": [call(1), call(2)]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call(1), call(2, '{"path": "second.md"}', "write")],
+        },
         result(1),
         result(2, [text("beta"), text("gamma")]),
     ],
