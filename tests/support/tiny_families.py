@@ -294,7 +294,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
     from mlx.utils import tree_flatten
     from mlx_vlm.utils import get_model_and_args, update_module_configs
 
-    tokenizer = _tokenizer(folder, family)
+    tokenizer = make_tokenizer(folder, family)
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     text = {
         "model_type": kind,
@@ -352,7 +352,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _tokenizer(folder: Path, family: Family) -> Any:
+def make_tokenizer(folder: Path, family: Family) -> Any:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = load_script().make_tokenizer()
