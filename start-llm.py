@@ -10116,8 +10116,14 @@ def find_rope_index(model: Any) -> RopeIndex | None:
     rope_index = getattr(model.language_model, "get_rope_index", None)
     if rope_index is None:
         return None
-    positions, _ = rope_index(mx.array([[0, 0]]))
-    return rope_index if positions.ndim == 3 else None  # MiniMax-M3 has no rows
+    tokens = mx.array([[0, 0]])
+    positions = mx.zeros((3, *tokens.shape), mx.int32)
+    cache = make_prompt_cache(model.language_model)
+    try:
+        model.language_model(tokens, cache=cache, position_ids=positions)
+    except ValueError:  # MiniMax-M3 has the function, and takes no rows
+        return None
+    return rope_index
 
 
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other

@@ -71,12 +71,10 @@ def fresh(request):
         clear_cache(request.getfixturevalue("bench").engine)
 
 
-def ask(bench, tokens, n=20, **fields):
+def ask(bench, tokens, n=12, **fields):
     """A reply whose logits are those of a cold run: (its ids, how many were cached)."""
     ids, end, ticket = bench.ask(tokens, n=n, **fields)
-    difference = bench.largest_difference(ticket, ids)
-    print('DIFF', difference)
-    assert difference <= bench.family.tolerance
+    assert bench.largest_difference(ticket, ids) <= bench.family.tolerance
     return ids, end.reuse.cached_tokens
 
 
@@ -125,7 +123,7 @@ def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench):
     talks = [[*prefix, *words(rng, 25)] for _ in range(2)]
     n_known = [120, 120]
     for _ in range(3):
-        tickets = [bench.submit(t, n=24, boundaries=[120, len(t) - 3]) for t in talks]
+        tickets = [bench.submit(t, n=12, boundaries=[120, len(t) - 3]) for t in talks]
         for i, ticket in enumerate(tickets):
             ids, end = bench.finish(ticket)
             assert bench.largest_difference(ticket, ids) <= bench.family.tolerance

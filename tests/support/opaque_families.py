@@ -1,12 +1,11 @@
 """Tiny random models whose layers keep caches of their own kind: the structure of real config.json files."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_families import QWEN_TOKENS, Family, make_tokenizer
+from tiny_families import Family, make_tokenizer, randomize
 from tiny_models import load_script
 
 Body = dict[str, Any]
@@ -205,10 +204,10 @@ class OpaqueFamily:
 
 # Steps sum in another order than prefills, where windows or latent attention decode.
 FAMILIES: dict[str, OpaqueFamily] = {
-    "qwen4_exp": OpaqueFamily(QWEN4_EXP, 1e-4),
-    "glm5_next": OpaqueFamily(GLM5_NEXT, 1e-4),
-    "deepseek_v4": OpaqueFamily(DEEPSEEK_V4, 1e-4),
-    "cohere2_moe": OpaqueFamily(COHERE2_MOE, 1e-4, is_opaque=False),
+    "qwen4_exp": OpaqueFamily(QWEN4_EXP, 0.0),
+    "glm5_next": OpaqueFamily(GLM5_NEXT, 1e-5),
+    "deepseek_v4": OpaqueFamily(DEEPSEEK_V4, 1e-5),
+    "cohere2_moe": OpaqueFamily(COHERE2_MOE, 1e-5, is_opaque=False),
 }
 
 
@@ -270,7 +269,6 @@ def write_tokenizer_config(folder: Path) -> None:
 def build(config: Body, *, scale: float) -> Any:
     """mlx-vlm's model of random weights, as large as `scale` on average."""
     import mlx.core as mx
-    from mlx.utils import tree_map
     from mlx_vlm.utils import get_model_and_args, update_module_configs
 
     config = json.loads(json.dumps(config))
@@ -284,13 +282,6 @@ def build(config: Body, *, scale: float) -> Any:
     )
 
     mx.random.seed(1)
-
-    def randomize(weights: mx.array) -> mx.array:
-        if not mx.issubdtype(weights.dtype, mx.floating):
-            return weights
-        return scale * mx.random.normal(weights.shape)
-
-    model.update(tree_map(randomize, model.parameters()))
-    mx.eval(model.parameters())
+    randomize(model, scale)
     model.eval()
     return model
