@@ -10064,7 +10064,8 @@ def _overlapping_pool_class() -> type:
             if kv.shape[1] == 0:
                 return kv, gate, start
             last_tokens = self._last_tokens
-            self._last_tokens = (kv[:, -self.ratio :], gate[:, -self.ratio :])
+            ends = (kv[:, -self.ratio :], gate[:, -self.ratio :])
+            self._last_tokens = (mx.contiguous(ends[0]), mx.contiguous(ends[1]))
             if last_tokens is None:
                 return kv, gate, start
             self._n_repeated = 1
@@ -10112,9 +10113,7 @@ type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
 # Pinned by test_vision.py::test_a_planted_fault_is_noticed
 def find_rope_index(model: Any) -> RopeIndex | None:
     """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    rope_index: RopeIndex | None
-    rope_index = getattr(model.language_model, "get_rope_index", None)
-    if rope_index is None:
+    if not hasattr(model.language_model, "get_rope_index"):
         return None
     tokens = mx.array([[0, 0]])
     positions = mx.zeros((3, *tokens.shape), mx.int32)
@@ -10123,6 +10122,7 @@ def find_rope_index(model: Any) -> RopeIndex | None:
         model.language_model(tokens, cache=cache, position_ids=positions)
     except ValueError:  # MiniMax-M3 has the function, and takes no rows
         return None
+    rope_index: RopeIndex = model.language_model.get_rope_index
     return rope_index
 
 
@@ -15058,7 +15058,10 @@ def _load_parts(
     model are not computed yet.
     """
     tokenizer_config: JsonObject = {"trust_remote_code": trust}
-    if kind == "text" and not _is_for_mlx_vlm(path):
+    is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
+    if is_lazy and not is_for_mlx_lm:
+        raise ValueError("a model that only mlx-vlm has cannot be divided among ranks")
+    if is_for_mlx_lm:
         parts = mlx_lm.load(
             str(path), tokenizer_config, lazy=is_lazy, trust_remote_code=trust
         )
@@ -18657,9 +18660,12 @@ class Scheduler:
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
                 running.lease.add_checkpoint(position, state)
-            elif self.spec.is_opaque:
-                continue  # why(L-173): each would copy all that the layers keep
             elif n_since_spaced < len(token_ids):  # one of them is at a multiple
+                if self.spec.is_opaque:
+                    # why(L-173): a copy would be one of all KV. why(L-172): but what
+                    # layers have written, and do not need yet, is computed.
+                    evaluate_caches(batch.layer_caches)
+                    continue
                 state = batch.read_state(running)
                 running.lease.drop_checkpoint(running.reply_checkpoint)
                 running.lease.add_checkpoint(position, state)

@@ -1,5 +1,6 @@
-"""Models whose layers keep caches of their own kind, in the engine: warm is as cold as upstream is."""
+"""Models with caches of their own kind, in the engine: warm is as cold as upstream is."""
 
+import io
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import Bench, words
+from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.models.qwen3_5 import gated_delta
 from mlx_vlm.utils import load_model
@@ -142,6 +144,26 @@ def test_requests_decode_together_only_where_all_layers_can(bench):
     assert (bench.model.n_rows_most == 1) == bench.family.is_opaque
 
 
+def test_no_graph_grows_with_the_steps_of_a_reply(bench, monkeypatch):
+    """A step asks for its logits alone, and some layers write more than these need."""
+    n_edges = []
+    step = s.DecodeBatch.step
+
+    def count_edges_after_step(batch):
+        accepted = step(batch)
+        leaves = s.cache_leaves(batch._generator.layer_caches)
+        arrays = [array for _, array in tree_flatten([vars(leaf) for leaf in leaves])]
+        dot = io.StringIO()
+        mx.export_to_dot(dot, *(a for a in arrays if isinstance(a, mx.array)))
+        n_edges.append(dot.getvalue().count("->"))
+        return accepted
+
+    monkeypatch.setattr(s.DecodeBatch, "step", count_edges_after_step)
+    bench.ask(words(np.random.default_rng(9), 30), n=150)
+
+    assert max(n_edges[70:]) <= 1.1 * max(n_edges[:70])
+
+
 def test_what_a_client_cancels_in_prefill_is_gone_on_from(bench):
     rng = np.random.default_rng(5)
     prompt = words(rng, 600)
@@ -237,6 +259,19 @@ def test_the_start_tells_what_an_edit_costs(tmp_path_factory, monkeypatch, caplo
         caplog.clear()
         OpaqueBench(folder, monkeypatch).engine.stop()
         assert caplog.text.count("what can be copied, but not cut") == n_lines
+
+
+def test_glm5_next_keeps_latents_and_no_keys_of_all_heads(tmp_path_factory):
+    folder = opaque_model("glm5_next", tmp_path_factory.getbasetemp())
+    model = s.VlmModel(folder, trust_remote_code=False)
+    caches = model.make_cache()
+    for n in (300, 200):
+        model(mx.zeros((1, n), mx.int32), caches)
+    *_, attention = caches
+    latents, flags, pool, projected = attention.caches
+    assert latents.offset == flags.offset == 500
+    assert s.leaf_kind(pool).is_opaque and s.leaf_kind(projected).is_opaque
+    assert projected.keys is None
 
 
 def test_deepseek_v4_reads_a_prompt_in_slices_as_at_once(tmp_path_factory):

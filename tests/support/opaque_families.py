@@ -1,4 +1,4 @@
-"""Tiny random models whose layers keep caches of their own kind: the structure of real config.json files."""
+"""Tiny random models with caches of their own kind: the structure of real config.json files."""
 
 import json
 from dataclasses import dataclass
@@ -225,7 +225,9 @@ def write_text_model(folder: Path, family: OpaqueFamily) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    plain = Family("", "<|image_pad|>", config=lambda text, token: text, preprocessor={})
+    plain = Family(
+        "", "<|image_pad|>", config=lambda text, token: text, preprocessor={}
+    )
     tokenizer = make_tokenizer(folder, plain)
     config = with_vocabulary(family.config, tokenizer)
     weights = dict(tree_flatten(build(config, scale=family.scale).parameters()))

@@ -21,7 +21,9 @@ from mlx_vlm.models.z1t.language import Z1TCache
 
 
 def numbers(*shape, start=0):
-    return mx.arange(start, start + int(np.prod(shape)), dtype=mx.float32).reshape(shape)
+    return mx.arange(start, start + int(np.prod(shape)), dtype=mx.float32).reshape(
+        shape
+    )
 
 
 def write_kv(leaf, n, start):
