@@ -9503,9 +9503,7 @@ class LeafKind(NamedTuple):
     # No row can be sliced out of the arrays of a batch: its places are padded, or in
     # another order. Upstream's `extract` makes a leaf of a row then.
     must_extract: bool = False
-    is_opaque: bool = (
-        False  # nothing is known of it: it has one row, and is copied whole
-    )
+    is_opaque: bool = False  # nothing is known of it: it is copied whole, one row
 
 
 _ATTENTION: Final = LeafKind("attention", can_cut=True)
@@ -9579,7 +9577,7 @@ class OpaqueState:
 
 # Pinned by test_opaque_state.py
 def count_kv_bytes(layer_caches: LayerCaches) -> int:
-    """Bytes of what layers keep, padding included. Opaque leaves need not count them."""
+    """Bytes of what layers keep, padding included; of any class."""
     n_bytes = 0
     for leaf in cache_leaves(layer_caches):
         is_opaque = leaf_kind(leaf).is_opaque
@@ -10735,7 +10733,7 @@ def request_tapped_states(layer_caches: LayerCaches, ends: Sequence[int]) -> Non
 
 
 def _tapped_leaves(layer_caches: LayerCaches) -> list[Any]:
-    """The state leaves that a request can be written on: opaque ones stay as they are."""
+    """The state leaves that take a request: opaque ones stay as they are."""
     leaves = _state_leaves(layer_caches)
     return [leaf for leaf in leaves if not leaf_kind(leaf).is_opaque]
 
@@ -15005,10 +15003,7 @@ def _load(
     pack_caches(model, choose_packing(config))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-    if isinstance(model, VlmModel):
-        model.self_test()
-    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
-        check_copies(model)
+    _test_layers(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -15031,6 +15026,14 @@ def _load(
         device=f"{mx.device_info()['device_name']} ({mx.default_device().type.name})",
         lockstep=cluster or ALONE,
     )
+
+
+def _test_layers(model: Any) -> None:
+    """Raise what layers do that cannot be served, or ValueError."""
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
 
 
 def _check_heads(facts: JsonObject, n_ranks: int) -> None:
@@ -15078,7 +15081,7 @@ def _load_parts(
 
 
 def _is_for_mlx_vlm(path: Path) -> bool:
-    """Whether only mlx-vlm has a class for a model. What loads it says what is wrong."""
+    """Whether only mlx-vlm has a class for a model; False if that cannot be read."""
     with suppress(Exception):
         model_config = mlx_lm.utils.load_config(path)
         return not has_text_class(model_config) and has_vision_class(model_config)
@@ -17774,11 +17777,17 @@ class MemoryBudget:
     def capacity_tokens(self) -> int:
         """The longest prompt whose KV fits."""
         kv_bytes = self.shares.kv - self.prompt_bytes(0)
-        # why(L-173): of opaque leaves, besides what runs, a few copies always stay.
-        opaque_bytes = (1 + SPARED_CHECKPOINTS) * self._spec.opaque_token_bytes
-        token_bytes = self._spec.token_bytes + opaque_bytes
+        token_bytes = self._spec.token_bytes + self.opaque_token_bytes
         n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
         return n_places * HEADROOM_PART // (HEADROOM_PART + 1)
+
+    @property
+    def opaque_token_bytes(self) -> int:
+        """What opaque leaves take with each token: those that run, and their copies.
+
+        why(L-173): a few copies are never thinned.
+        """
+        return (1 + SPARED_CHECKPOINTS) * self._spec.opaque_token_bytes
 
     def prompt_bytes(self, n_prompt: int) -> int:
         """What a request will hold when its prompt is read."""
@@ -19315,8 +19324,9 @@ class Engine:
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
         spec = scheduler.spec
-        packed_tokens = capacity_tokens * spec.token_bytes
-        packed_tokens //= max(spec.packed_token_bytes, 1)
+        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
+        packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
         self._loaded = replace(
             loaded,
