@@ -269,7 +269,7 @@ def test_deepseek_v41_of_mlx_lm_goes_on_from_a_copy():
     model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(sizes))
     mx.random.seed(1)
     randomize(model, 0.3)
-    tokens = mx.array([np.random.default_rng(0).integers(2, 100, 200)])
+    tokens = mx.array(np.random.default_rng(0).integers(2, 100, (1, 200)))
     at_once = model(tokens, cache=mlx_lm_cache.make_prompt_cache(model))[0, -1]
 
     running = mlx_lm_cache.make_prompt_cache(model)
