@@ -172,7 +172,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import (
     KW_ONLY,
     asdict,
@@ -9762,14 +9762,14 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #  5 Ranks       a model that is divided among several machines
 #  6 CUDA        what is slow there
 #
-# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, check_cache_kinds,
+# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_cache, ModelCall, Sampler, LogitsProcessor, TokenChoice,
+#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
 #          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
-#          load_vision_model, load_image_processor, image_token_id, find_rope_index,
-#          see_images_both_ways, embed_text, embed_image, divide_model,
-#          read_gated_delta_in_chunks
+#          keep_no_words, read_tool_parser_source, LayerInputs, has_text_class,
+#          has_vision_class, load_vlm_model, mend_layers, load_image_processor,
+#          image_token_id, find_rope_index, see_images_both_ways, embed_text,
+#          embed_image, divide_model, read_gated_delta_in_chunks
 # Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
@@ -9793,8 +9793,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
 # `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
 #
-# What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. A class of leaves
-# that is not there is refused when a model is loaded.
+# What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
+# classes of their own: a leaf of a class that is not there is *opaque*. All that is
+# known of it is that it is an object, so it is copied as one, whole (OpaqueState).
 
 LayerCaches = list[Any]  # one cache object of mlx-lm for each layer
 
@@ -9857,12 +9858,15 @@ class LeafKind(NamedTuple):
     # No row can be sliced out of the arrays of a batch: its places are padded, or in
     # another order. Upstream's `extract` makes a leaf of a row then.
     must_extract: bool = False
+    is_opaque: bool = False  # nothing is known of it: it is copied whole, one row
 
 
 _ATTENTION: Final = LeafKind("attention", can_cut=True)
 _RECURRENT: Final = LeafKind("recurrent", can_hold=True, can_put_back=True)
 _WINDOW: Final = LeafKind("window", can_put_back=True, window_attribute="max_size")
+# Like an opaque leaf it is copied as it is, and does nothing else. Its size is known.
 _CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
+_OPAQUE: Final = LeafKind("opaque", is_opaque=True)
 
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
     KVCache: _ATTENTION,
@@ -9877,22 +9881,63 @@ LEAF_KINDS: Final[dict[type, LeafKind]] = {
 
 # Pinned by test_upstream.py::test_each_class_of_leaves_has_its_kind
 def leaf_kind(leaf: Any) -> LeafKind:
-    """The kind of a leaf. Raises ValueError if its class is not known."""
+    """The kind of a leaf; opaque if its class is not known."""
     # why(L-05): by class. Leaves may say that they can be trimmed, and then cannot.
-    kind = LEAF_KINDS.get(type(leaf))
-    if kind is None:
-        raise ValueError(f"a cache of kind {type(leaf).__name__} is not known here")
-    return kind
+    return LEAF_KINDS.get(type(leaf), _OPAQUE)
 
 
-# Pinned by test_upstream.py::test_caches_of_kinds_that_are_not_known_are_refused
-def check_cache_kinds(layer_caches: LayerCaches) -> None:
-    """Raises ValueError if a leaf is of no kind that is known.
+@dataclass(frozen=True, slots=True, eq=False)
+# Pinned by test_opaque_state.py
+class OpaqueState:
+    """A copy of all that an opaque leaf consists of, by the names of its attributes.
 
-    What it keeps might be lost when it is copied, or not be restored.
+    why(L-173): not of its `state`, which may lack a part of it, hand out an array that
+    the leaf writes into, or have no setter.
     """
+
+    fields: dict[str, Any]
+    arrays: list[mx.array]  # those in `fields`, however deep
+
+    @classmethod
+    def copy_fields(cls, fields: dict[str, Any]) -> OpaqueState:
+        """A copy: what is written into the one is not seen in the other.
+
+        Of arrays none is made until one of both is written into. Raises what `deepcopy`
+        raises.
+        """
+        copies: dict[int, Any] = {}  # by the ids of what they are copies of
+        copied_fields = deepcopy(fields, copies)
+        arrays = [part for part in copies.values() if isinstance(part, mx.array)]
+        for array in arrays:
+            # why(L-06): a view would keep the whole buffer that it is taken from.
+            array[...] = mx.contiguous(array)
+        return cls(copied_fields, arrays)
+
+    @classmethod
+    def copy_leaf(cls, leaf: Any) -> OpaqueState:
+        """A copy of what a leaf keeps."""
+        return cls.copy_fields(vars(leaf))
+
+    def restore(self, leaf: Any) -> None:
+        """Let a leaf of the same class keep a copy of this, and nothing else."""
+        fields = vars(leaf)
+        fields.clear()
+        fields.update(self.copy_fields(self.fields).fields)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+# Pinned by test_opaque_state.py
+def count_kv_bytes(layer_caches: LayerCaches) -> int:
+    """Bytes of what layers keep, padding included; of any class."""
+    n_bytes = 0
     for leaf in cache_leaves(layer_caches):
-        leaf_kind(leaf)
+        is_opaque = leaf_kind(leaf).is_opaque
+        n_bytes += OpaqueState.copy_leaf(leaf).nbytes if is_opaque else leaf.nbytes
+    return n_bytes
 
 
 # Pinned by test_upstream.py::test_a_layer_that_reads_the_state_of_a_cache_is_refused
@@ -9908,7 +9953,8 @@ def seal_state(layer_caches: LayerCaches) -> None:
 
     for leaf in cache_leaves(layer_caches):
         kind = type(leaf)
-        leaf.__class__ = type(kind.__name__, (kind,), {"state": property(refuse)})
+        if kind in LEAF_KINDS:  # others are as mlx-vlm makes them
+            leaf.__class__ = type(kind.__name__, (kind,), {"state": property(refuse)})
 
 
 # Pinned by test_upstream.py::test_rows_of_a_batch_are_padded_at_their_beginning
@@ -9949,17 +9995,35 @@ def make_recurrent(arrays: list[mx.array]) -> Any:
 
 
 # Pinned by test_vision_families.py
-def to_mlx_lm_cache(layer: Any) -> Any:
-    """mlx-lm's cache in the place of an empty one of mlx-vlm. Raises ValueError."""
-    kind = type(layer).__name__
-    match kind:
+def to_mlx_lm_caches(
+    layer_caches: LayerCaches, *, uncounted: Container[int] = ()
+) -> LayerCaches:
+    """Empty caches of mlx-vlm, with mlx-lm's in the place of those that it has, too.
+
+    Others stay: they are opaque. So do, of all leaves, those with the numbers
+    `uncounted`: their layers do not put each token into them.
+    """
+    numbers = count()
+
+    def convert(layer: Any) -> Any:
+        if hasattr(layer, "caches"):
+            layer.caches = tuple(map(convert, layer.caches))
+            return layer
+        return layer if next(numbers) in uncounted else _to_mlx_lm_leaf(layer)
+
+    return [convert(layer) for layer in layer_caches]
+
+
+# Pinned by test_vision_families.py
+def _to_mlx_lm_leaf(leaf: Any) -> Any:
+    match type(leaf).__name__:
         case "KVCache":
             return KVCache()
         case "ArraysCache":
-            return _VisionRecurrentCache(len(layer.cache))
+            return _VisionRecurrentCache(len(leaf.cache))
         case "RotatingKVCache":
-            return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
-    raise ValueError(f"a cache of kind {kind} is not known here")
+            return RotatingKVCache(max_size=leaf.max_size, keep=leaf.keep)
+    return leaf
 
 
 # -- 2 generation ----------------------------------------------------------------------
@@ -10281,6 +10345,16 @@ _IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_ma
 
 
 # Pinned by test_model_kind.py
+def has_text_class(config: dict[str, Any]) -> bool:
+    """Whether mlx-lm, or a file of the model, has a class for this config.json."""
+    model_type = mlx_lm.utils.MODEL_REMAPPING.get(
+        config["model_type"], config["model_type"]
+    )
+    models_folder = Path(mlx_lm.utils.__file__).parent / "models"
+    return "model_file" in config or (models_folder / f"{model_type}.py").is_file()
+
+
+# Pinned by test_model_kind.py
 def has_vision_class(config: dict[str, Any]) -> bool:
     """Whether mlx-vlm has a class for the model of this config.json."""
     from mlx_vlm import models, utils
@@ -10291,11 +10365,74 @@ def has_vision_class(config: dict[str, Any]) -> bool:
 
 
 # Pinned by test_model_kind.py
-def load_vision_model(path: Path, *, trust_remote_code: bool) -> Any:
-    """A model of mlx-vlm with its weights."""
+def load_vlm_model(path: Path, *, trust_remote_code: bool) -> Any:
+    """A model of mlx-vlm with its weights; it may have no vision tower."""
     from mlx_vlm import utils
 
-    return utils.load_model(path, trust_remote_code=trust_remote_code)
+    model: Any = utils.load_model(path, trust_remote_code=trust_remote_code)
+    if model.config.model_type == "glm5_next":
+        from mlx_vlm.models.glm5_next import language
+
+        # why(L-175): or its layers keep the keys and values of all heads, too, which
+        # they can make of what else they keep.
+        language._MAX_PROJECTED_PREFILL_TOKENS = 0
+    return model
+
+
+# Pinned by test_opaque_families.py
+def mend_layers(model: Any, layer_caches: LayerCaches) -> LayerCaches:
+    """Empty caches of a model of mlx-vlm, made so that it goes on as it has begun.
+
+    why(L-174): DeepSeek V4 makes one entry of each four tokens and the four before, and
+    forgets these between two calls. Its caches remember them here.
+    """
+    if model.config.model_type != "deepseek_v4":
+        return layer_caches
+    for layer in layer_caches:
+        for pool in getattr(layer, "caches", ()):
+            if getattr(pool, "ratio", 0) == _OVERLAPPING_RATIO:
+                pool.__class__ = _overlapping_pool_class()
+    return layer_caches
+
+
+_OVERLAPPING_RATIO: Final = 4  # tokens to an entry, where those before them count, too
+
+
+@lru_cache(1)
+# Pinned by test_opaque_families.py
+def _overlapping_pool_class() -> type:
+    """mlx-vlm's PoolingCache, which begins each call with the entry before it.
+
+    An entry is made of `ratio` tokens: of their keys with values, and of their gates.
+    """
+    from mlx_vlm.models.cache import PoolingCache
+
+    class OverlappingPool(PoolingCache):  # type: ignore[misc]
+        _last_tokens: tuple[mx.array, mx.array] | None = None  # of the last entry
+        _n_repeated = 0  # entries that are made a second time in this call
+
+        def accumulate_windows(self, kv: mx.array, gate: mx.array, offset: int) -> Any:
+            """The tokens of whole entries `(1, n, size)`, and where they begin."""
+            kv, gate, start = super().accumulate_windows(kv, gate, offset)
+            if kv.shape[1] == 0:
+                return kv, gate, start
+            last_tokens = self._last_tokens
+            ends = (kv[:, -self.ratio :], gate[:, -self.ratio :])
+            self._last_tokens = (mx.contiguous(ends[0]), mx.contiguous(ends[1]))
+            if last_tokens is None:
+                return kv, gate, start
+            self._n_repeated = 1
+            kv = mx.concatenate([last_tokens[0], kv], axis=1)
+            gate = mx.concatenate([last_tokens[1], gate], axis=1)
+            return kv, gate, start - self.ratio
+
+        def update_and_fetch(self, entries: mx.array) -> Any:
+            """Add entries `(1, n, size)`; returns all of them."""
+            new_entries = entries[:, self._n_repeated :]
+            self._n_repeated = 0
+            return super().update_and_fetch(new_entries)
+
+    return OverlappingPool
 
 
 # Pinned by test_vision_families.py, whose tokenizers add a token in front
@@ -10329,8 +10466,16 @@ type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
 # Pinned by test_vision.py::test_a_planted_fault_is_noticed
 def find_rope_index(model: Any) -> RopeIndex | None:
     """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    rope_index: RopeIndex | None
-    rope_index = getattr(model.language_model, "get_rope_index", None)
+    if not hasattr(model.language_model, "get_rope_index"):
+        return None
+    tokens = mx.array([[0, 0]])
+    positions = mx.zeros((3, *tokens.shape), mx.int32)
+    cache = make_prompt_cache(model.language_model)
+    try:
+        model.language_model(tokens, cache=cache, position_ids=positions)
+    except ValueError:  # MiniMax-M3 has the function, and takes no rows
+        return None
+    rope_index: RopeIndex = model.language_model.get_rope_index
     return rope_index
 
 
@@ -10457,6 +10602,7 @@ def read_gated_delta_in_chunks() -> None:
 #                 with that of [0, 200).
 #     state       What a recurrent layer, or a layer that sees a window, has made of all
 #                 tokens so far. It is known only at positions where a copy was taken.
+#                 An opaque leaf is state, too, though it may grow with each token.
 #
 #     tokens             0 ........................ 200 .......... 300
 #     attention leaves   [==========================|==============)   KVSpan
@@ -10488,15 +10634,17 @@ def read_gated_delta_in_chunks() -> None:
 #  5 The tap              checkpoints from inside a call of the model
 #
 # Public   KVSpec, KVSpan, StateCheckpoint, BUFFER_STEP_TOKENS,
-#          measure_kv, kv_cache_offset, evaluate_caches, reserve_tokens, load_span,
-#          take_span, copy_span, copy_state, make_checkpoint, restore_state,
-#          hold_recurrent_state, to_batch, extract_row, row_offsets,
-#          request_tapped_states, take_tapped_states
+#          measure_kv, has_opaque_leaf, check_copies, kv_cache_offset,
+#          evaluate_caches, reserve_tokens, load_span, take_span, copy_span, copy_state,
+#          make_checkpoint, restore_state, hold_recurrent_state, to_batch, extract_row,
+#          row_offsets, request_tapped_states, take_tapped_states
 # Uses     API TYPES, PACKED KV, UPSTREAM
 # Thread   model; mlx
 
 
 # -- 1 what a model keeps --------------------------------------------------------------
+
+MAX_COPY_DIFFERENCE: Final = 0.5  # of logits after a copy: experts may differ
 
 
 class KVSpec(NamedTuple):
@@ -10504,11 +10652,17 @@ class KVSpec(NamedTuple):
 
     token_bytes: int  # attention KV of one token, all layers
     packed_token_bytes: int  # the same with KV_BITS=8
-    state_bytes: int  # one checkpoint at most
+    state_bytes: int  # one checkpoint at most, but for `opaque_token_bytes`
     has_state: bool  # some layers keep state, so requests go on from checkpoints
     can_batch: bool  # every layer has a form for batches
     can_tap: bool  # a tap is installed, so checkpoints need no call of their own
     layer_kinds: Sequence[str] = ()  # of each layer: "attention", "window of 128" ...
+    is_opaque: bool = False  # some of the state is: a checkpoint copies all of that
+    opaque_token_bytes: int = 0  # by which opaque leaves grow with each token
+
+    def count_state_bytes(self, n_tokens: int) -> int:
+        """Bytes of one checkpoint after so many tokens, at most."""
+        return self.state_bytes + n_tokens * self.opaque_token_bytes
 
 
 def measure_kv(model: Any) -> KVSpec:
@@ -10520,17 +10674,76 @@ def measure_kv(model: Any) -> KVSpec:
 
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
+    is_opaque = has_opaque_leaf(layer_caches)
+    opaque_bytes = _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
         packed_token_bytes=sum(
             _packed_bytes_per_token(leaf) for leaf in attention_leaves
         ),
-        state_bytes=sum(_max_state_bytes(leaf) for leaf in state_leaves),
+        state_bytes=known_bytes + opaque_bytes[0],
         has_state=bool(state_leaves),
-        can_batch=all(hasattr(layer, "merge") for layer in layer_caches),
-        can_tap=bool(state_leaves) and _install_tap(model),
+        can_batch=not is_opaque
+        and all(hasattr(layer, "merge") for layer in layer_caches),
+        can_tap=bool(state_leaves) and not is_opaque and _install_tap(model),
         layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
+        is_opaque=is_opaque,
+        opaque_token_bytes=opaque_bytes[1],
     )
+
+
+def has_opaque_leaf(layer_caches: LayerCaches) -> bool:
+    """Whether some of what the layers keep is copied whole."""
+    return any(leaf_kind(leaf).is_opaque for leaf in cache_leaves(layer_caches))
+
+
+def _measure_opaque_bytes(model: Any) -> tuple[int, int]:
+    """What opaque leaves take at once, and with each token, in bytes.
+
+    Measured after whole buffer steps, and after a token more: a class that doubles its
+    buffers may take twice as much. A window larger than that counts as growing.
+    """
+    layer_caches = make_prompt_cache(model)
+    n_tokens = 2 * BUFFER_STEP_TOKENS
+    n_bytes: list[int] = []
+    for n in (n_tokens, n_tokens, 1):
+        model(mx.zeros((1, n), mx.int32), cache=layer_caches)
+        evaluate_caches(layer_caches)
+        leaves = cache_leaves(layer_caches)
+        n_bytes.append(count_kv_bytes([x for x in leaves if leaf_kind(x).is_opaque]))
+    first, second, third = n_bytes
+    growth = max((second - first) / n_tokens, (third - first) / (2 * n_tokens + 1))
+    token_bytes = math.ceil(growth)
+    return max(0, first - n_tokens * token_bytes), token_bytes
+
+
+def check_copies(model: Any) -> None:
+    """Raise ValueError if a model goes on otherwise from a copy of what it keeps.
+
+    For classes that nobody here knows: eight tokens are read in one call, and in two
+    calls, the second one after a copy. Not for rounding: a difference as large as half
+    of the logits, as that of a model which sees tokens that come later.
+    """
+    tokens = mx.array([[*range(8)]])
+    all_logits = model(tokens, cache=make_prompt_cache(model))
+    expected = all_logits[0, -1].astype(mx.float32)
+
+    first_caches = make_prompt_cache(model)
+    model(tokens[:, :5], cache=first_caches)
+    evaluate_caches(first_caches)
+    span = copy_span(first_caches, 5, row=0)
+    checkpoint = copy_state(first_caches)
+    model(tokens[:, :3], cache=first_caches)  # must not be seen in the copy
+
+    layer_caches = make_prompt_cache(model)
+    load_span(layer_caches, span)
+    restore_state(layer_caches, checkpoint)
+    logits = model(tokens[:, 5:], cache=layer_caches)[0, -1]
+    difference = mx.linalg.norm(logits - expected)
+    is_close = difference <= MAX_COPY_DIFFERENCE * mx.linalg.norm(expected)
+    if not is_close.item():  # NaN, too
+        raise ValueError("it reads a prompt otherwise in parts than at once")
 
 
 def _name_kind(layer: Any) -> str:
@@ -10569,7 +10782,12 @@ def _packed_bytes_per_token(leaf: Any) -> int:
 
 
 def _max_state_bytes(leaf: Any) -> int:
-    """Bytes of a state leaf in a checkpoint, where a window counts as full (L-74)."""
+    """Bytes of a state leaf in a checkpoint, where a window counts as full (L-74).
+
+    0 of an opaque leaf: they are measured together.
+    """
+    if leaf_kind(leaf).is_opaque:
+        return 0
     n_tokens = window_tokens(leaf)
     if n_tokens:
         return _bytes_per_token(leaf) * n_tokens
@@ -10587,7 +10805,8 @@ def kv_cache_offset(layer_caches: LayerCaches, *, recorded: int) -> KvOffset:
     leaves = _attention_leaves(layer_caches) + _state_leaves(layer_caches)
     for leaf in leaves:
         offset = getattr(leaf, "offset", None)
-        if offset is not None:
+        # What an opaque leaf calls its offset may count something else.
+        if offset is not None and not leaf_kind(leaf).is_opaque:
             assert isinstance(offset, int), "these caches are of several rows"
             return KvOffset(offset)
     return KvOffset(recorded)
@@ -10709,7 +10928,7 @@ def reserve_tokens(layer_caches: LayerCaches, n_tokens: int, *, capacity: int) -
 class StateCheckpoint(NamedTuple):
     """The state leaves of one row at one position; its arrays are its own."""
 
-    leaves: Sequence[Any]  # of each leaf upstream's `state`
+    leaves: Sequence[Any]  # of each leaf upstream's `state`; of opaque ones OpaqueState
     nbytes: int
 
 
@@ -10725,7 +10944,9 @@ def copy_state(layer_caches: LayerCaches, *, row: int = 0) -> StateCheckpoint:
 
     views: list[Any] = []
     for leaf in _state_leaves(layer_caches):
-        if leaf_kind(leaf).must_extract:
+        if leaf_kind(leaf).is_opaque:
+            views.append(OpaqueState.copy_leaf(leaf))
+        elif leaf_kind(leaf).must_extract:
             views.append(leaf.extract(row).state)
         else:
             drop_outside_window(leaf)
@@ -10752,13 +10973,21 @@ def restore_state(layer_caches: LayerCaches, checkpoint: StateCheckpoint) -> Non
     leaves = _state_leaves(layer_caches)
     states = _map_arrays(checkpoint.leaves, new_handle)
     for leaf, state in zip(leaves, states, strict=True):
-        leaf.state = state
+        if isinstance(state, OpaqueState):
+            state.restore(leaf)
+        else:
+            leaf.state = state
 
 
 def _arrays_in(state: Any) -> list[mx.array]:
     """All arrays of lists and tuples, in order."""
-    parts = dict(tree_flatten(state)).values()
-    return [part for part in parts if isinstance(part, mx.array)]
+    arrays: list[mx.array] = []
+    for part in dict(tree_flatten(state)).values():
+        if isinstance(part, OpaqueState):
+            arrays += part.arrays
+        elif isinstance(part, mx.array):
+            arrays.append(part)
+    return arrays
 
 
 def _map_arrays(state: Any, change: Callable[[mx.array], mx.array]) -> Any:
@@ -10805,12 +11034,16 @@ def extract_row(layer_caches: LayerCaches, row: int) -> LayerCaches:
 
 
 def row_offsets(layer_caches: LayerCaches) -> mx.array:
-    """How many tokens the attention layers, of which there are some, have of each row.
+    """How many tokens the layers have of each row, as those that count them say.
 
-    The shape is `(rows,)`.
+    The shape is `(rows,)`. Where none has attention, what opaque leaves call an offset
+    may count something else, but never more than there are tokens.
     """
-    offset = _attention_leaves(layer_caches)[0].offset
-    return mx.array(offset).reshape(-1)
+    leaves = _attention_leaves(layer_caches)
+    if leaves:
+        return mx.array(leaves[0].offset).reshape(-1)
+    offsets = [getattr(leaf, "offset", 0) for leaf in _state_leaves(layer_caches)]
+    return mx.array([max(offsets, default=0)])
 
 
 # -- 5 the tap -------------------------------------------------------------------------
@@ -10851,8 +11084,14 @@ class _TapRequest:
 
 def request_tapped_states(layer_caches: LayerCaches, ends: Sequence[int]) -> None:
     """Ask for the states after so many tokens each, ascending, of the next call."""
-    for leaf in _state_leaves(layer_caches):
+    for leaf in _tapped_leaves(layer_caches):
         leaf.tap_request = _TapRequest(ends)
+
+
+def _tapped_leaves(layer_caches: LayerCaches) -> list[Any]:
+    """The state leaves that take a request: opaque ones stay as they are."""
+    leaves = _state_leaves(layer_caches)
+    return [leaf for leaf in leaves if not leaf_kind(leaf).is_opaque]
 
 
 def take_tapped_states(layer_caches: LayerCaches) -> list[StateCheckpoint]:
@@ -10861,7 +11100,7 @@ def take_tapped_states(layer_caches: LayerCaches) -> list[StateCheckpoint]:
     request_tapped_states() comes first. They are given out once; an empty list if no
     tap is installed.
     """
-    leaves = _state_leaves(layer_caches)
+    leaves = _tapped_leaves(layer_caches)
     states_by_leaf = [leaf.tap_request.states for leaf in leaves]
     request_tapped_states(layer_caches, ())
 
@@ -11026,7 +11265,7 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
 #          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS,
-#          MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
+#          SPARED_CHECKPOINTS, MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
 
@@ -11034,6 +11273,7 @@ MIN_PREFIX_TOKENS: Final = 256  # a shorter prefix is not worth sharing or keepi
 MAX_BRANCH_RATIO: Final = 16  # nor is sharing less than 1/16 of a branch
 CHECKPOINT_SHARE: Final = 0.25  # of max_bytes, for the checkpoints of one entry
 MIN_CHECKPOINTS: Final = 8  # per entry; any more go before KV does (L-77)
+SPARED_CHECKPOINTS: Final = 3  # of these: the first and the last two are never thinned
 DOUBLE_COST_DEPTH: Final = 32_768  # where attention has doubled the cost of a token
 HALF_CHANCE_SECONDS: Final = 300.0  # unused for so long: half as likely to be reused
 
@@ -11135,7 +11375,7 @@ class CacheEntry:
             return False
         positions = sorted(self.checkpoints)
         gaps: dict[int, int] = {}  # by position: tokens between its neighbours
-        for i in range(1, len(positions) - 2):
+        for i in range(1, len(positions) - SPARED_CHECKPOINTS + 1):
             if positions[i] not in (self.head_end, spared_position):
                 gaps[positions[i]] = positions[i + 1] - positions[i - 1]
         if not gaps:
@@ -12050,8 +12290,8 @@ class CacheLease:
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
-# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache
-# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE, PREFIX CACHE
+# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state
+# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; SegmentWriter: a thread of its own
 
 LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
@@ -12904,6 +13144,11 @@ def _state_to_json(
     if isinstance(part, mx.array):
         readers[name] = lambda: part
         return {"array": name}
+    if isinstance(part, OpaqueState):
+        return {"opaque": _state_to_json(part.fields, name, readers)}
+    if isinstance(part, dict):
+        part = list(part.items())
+        return {"dict": _state_to_json(part, name, readers)}
     if isinstance(part, (list, tuple)):
         parts = [
             _state_to_json(inner_part, f"{name}.{number}", readers)
@@ -12914,16 +13159,32 @@ def _state_to_json(
     return part
 
 
+def can_write_state(part: Any) -> bool:
+    """Whether a state, or a part of one, comes back from a file as it was."""
+    match part:
+        case OpaqueState():
+            return can_write_state(part.fields)
+        case dict():
+            return can_write_state([*part.keys(), *part.values()])
+        case list() | tuple():
+            return type(part) in (list, tuple) and all(map(can_write_state, part))
+        case mx.array():
+            return part.dtype in _NAMES_OF_TYPES
+    return type(part) in (int, float, str, bool, type(None))
+
+
 def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
     """The state of which _state_to_json made JSON."""
-    match described:
-        case {"array": name}:
-            return arrays[name]
-        case {"list": parts}:
-            return [_state_from_json(part, arrays) for part in parts]
-        case {"tuple": parts}:
-            return tuple(_state_from_json(part, arrays) for part in parts)
-    return described
+    if not isinstance(described, dict):
+        return described
+    ((kind, content),) = described.items()
+    if kind == "array":
+        return arrays[content]
+    if kind in ("dict", "opaque"):
+        parts = _state_from_json(content, arrays)
+        return dict(parts) if kind == "dict" else OpaqueState.copy_fields(parts)
+    parts = [_state_from_json(part, arrays) for part in content]
+    return parts if kind == "list" else tuple(parts)
 
 
 def _load_arrays(
@@ -13220,6 +13481,8 @@ class DiskTier:
         end = min(entry.end, match.depth + self._max_tokens)
         n_tokens = end - match.depth
         n_bytes = n_tokens * self._spec.token_bytes
+        for position in _states_to_write(entry, match.depth, end):
+            n_bytes += entry.checkpoints[position].nbytes
         if n_tokens < min_tokens or not self.files.may_write(n_bytes):
             return None
         if self.files.has_segment(entry.key, end):  # too short for a lookup to find
@@ -13683,7 +13946,8 @@ def _compare_texts(earlier: Message, current: Message) -> ChangedText:
 # An image as a vision model reads it: tokens, positions, embeddings.
 #
 # The model is one of mlx-vlm. Here it is called as one of mlx-lm is, on caches of
-# mlx-lm, so that the engine knows one kind of model. An image is, in turn:
+# mlx-lm, so that the engine knows one kind of model. So is a text model for which
+# mlx-lm has no class: VlmModel, without images. An image is, in turn:
 #
 #     in the prompt's text   what the model's processor writes around it, and a marker
 #     in the cache key       negative numbers made of its digest (TOKEN HASHES)
@@ -13704,7 +13968,7 @@ def _compare_texts(earlier: Message, current: Message) -> ChangedText:
 # mlx-vlm remembers the shift of its last call, which may be another conversation's. So
 # positions are stated in each call.
 #
-# Public   ImageTokens, ImagePositions, VisionModel, has_vision_tower
+# Public   ImageTokens, ImagePositions, VlmModel, VisionModel, has_vision_tower
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
 # Thread   model, mlx; image_tokens: any
@@ -13744,12 +14008,80 @@ def has_vision_tower(path: Path) -> bool:
     return has_weights and has_vision_class(config)
 
 
-class VisionModel(Module):  # type: ignore[misc]
-    """A model of mlx-vlm that is called as one of mlx-lm is."""
+class VlmModel(Module):  # type: ignore[misc]
+    """A model of mlx-vlm that is called as one of mlx-lm is: its layers, for text."""
 
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
-        self.whole = load_vision_model(path, trust_remote_code=trust_remote_code)
+        self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
+        self._rope_index = find_rope_index(self.whole)
+        self._uncounted: frozenset[int] = frozenset()
+        self._uncounted = self._find_uncounted()
+
+    def make_cache(self) -> LayerCaches:
+        """Empty caches: mlx-lm's, of the kinds of mlx-vlm's, where it has them."""
+        own_caches = make_prompt_cache(self.whole.language_model)
+        own_caches = mend_layers(self.whole, own_caches)
+        return to_mlx_lm_caches(own_caches, uncounted=self._uncounted)
+
+    def _find_uncounted(self) -> frozenset[int]:
+        """Numbers of leaves that are attention by their class, and lack tokens.
+
+        Layers may use one for what they need now and then. So it is copied whole.
+        """
+        layer_caches = self.make_cache()
+        n_tokens = (3, 1)  # a prompt, and a step
+        for n in n_tokens:
+            self(mx.zeros((1, n), mx.int32), layer_caches)
+        return frozenset(
+            number
+            for number, leaf in enumerate(cache_leaves(layer_caches))
+            if leaf_kind(leaf).can_cut and leaf.offset != sum(n_tokens)
+        )
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: LayerCaches,
+        *,
+        shifts: Sequence[int] = (0,),
+    ) -> mx.array:
+        """Logits of text tokens `(rows, n)`. `shifts`: of rows, by all their images."""
+        inputs = self._text_inputs(tokens, cache, shifts)
+        logits: mx.array
+        logits = self.whole.language_model(tokens, cache=cache, **inputs).logits
+        return logits
+
+    def _text_inputs(
+        self, tokens: mx.array, cache: LayerCaches, shifts: Sequence[int]
+    ) -> LayerInputs:
+        """What the layers take beside tokens of text `(rows, n)`."""
+        if self._rope_index is None:
+            return {}
+        first_positions = row_offsets(cache) + mx.array([*shifts])
+        positions = first_positions[:, None] + mx.arange(tokens.shape[1])
+        return {"position_ids": mx.broadcast_to(positions, (3, *positions.shape))}
+
+    def self_test(self) -> None:
+        """Run the layers on text. Raises what they do."""
+        tokens = mx.array([[0, 0]])
+        layer_caches = self.make_cache()
+        inputs = self._text_inputs(tokens, layer_caches, shifts=[0])
+        seal_state(layer_caches)
+        output = self.whole.language_model(tokens, cache=layer_caches, **inputs)
+        mx.eval(output.logits)
+        if self._rope_index is None:
+            return
+        n_counted = row_offsets(layer_caches).item()
+        if n_counted != tokens.size:
+            raise ValueError("none of its layers counts tokens")
+
+
+class VisionModel(VlmModel):
+    """One that reads images, too."""
+
+    def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
+        super().__init__(path, trust_remote_code=trust_remote_code)
         self._processor: Any = load_image_processor(
             path, trust_remote_code=trust_remote_code
         )
@@ -13759,7 +14091,6 @@ class VisionModel(Module):  # type: ignore[misc]
         # two images whose markers are alike. ENGINE puts that of a disk cache here.
         self.secret = uuid.uuid4().bytes
 
-        self._rope_index = find_rope_index(self.whole)
         self._sees_both_ways = see_images_both_ways(self.whole)
 
         # By digest, the oldest use first. `_image_tokens` is for any thread, the others
@@ -13871,36 +14202,6 @@ class VisionModel(Module):  # type: ignore[misc]
                 field=source.field,
             ) from error
 
-    # -- model thread: text ------------------------------------------------------------
-
-    def make_cache(self) -> LayerCaches:
-        """Empty caches: mlx-lm's, of the kinds of mlx-vlm's."""
-        vision_caches = make_prompt_cache(self.whole.language_model)
-        return [to_mlx_lm_cache(layer) for layer in vision_caches]
-
-    def __call__(
-        self,
-        tokens: mx.array,
-        cache: LayerCaches,
-        *,
-        shifts: Sequence[int] = (0,),
-    ) -> mx.array:
-        """Logits of text tokens `(rows, n)`. `shifts`: of rows, by all their images."""
-        inputs = self._text_inputs(tokens, cache, shifts)
-        logits: mx.array
-        logits = self.whole.language_model(tokens, cache=cache, **inputs).logits
-        return logits
-
-    def _text_inputs(
-        self, tokens: mx.array, cache: LayerCaches, shifts: Sequence[int]
-    ) -> LayerInputs:
-        """What the layers take beside tokens of text `(rows, n)`."""
-        if self._rope_index is None:
-            return {}
-        first_positions = row_offsets(cache) + mx.array([*shifts])
-        positions = first_positions[:, None] + mx.arange(tokens.shape[1])
-        return {"position_ids": mx.broadcast_to(positions, (3, *positions.shape))}
-
     # -- model thread: images ----------------------------------------------------------
 
     def prefill_image(
@@ -14004,19 +14305,13 @@ class VisionModel(Module):  # type: ignore[misc]
         return image_positions
 
     def self_test(self) -> None:
-        """Run the tower on a blank image, the layers on text. Raises what they do."""
+        """Run the tower on a blank image, and the layers on text."""
         file = io.BytesIO()
         Image.new("RGB", (224, 224)).save(file, "PNG")
         source = SentImage(file.getvalue(), "a blank image")
         image = self.image_tokens("0" * 64, source)
         self._run_tower(image)
-
-        tokens = mx.array([[0, 0]])
-        layer_caches = self.make_cache()
-        inputs = self._text_inputs(tokens, layer_caches, shifts=[0])
-        seal_state(layer_caches)
-        output = self.whole.language_model(tokens, cache=layer_caches, **inputs)
-        mx.eval(output.logits)
+        super().self_test()
 
 
 # region CLUSTER ===============================================================
@@ -14715,7 +15010,7 @@ def _connect_to_rank_0(
 # Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
 #          resolve_model, load_or_demo, load_model, load_part, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
-#          VISION MODEL, CLUSTER
+#          KV STATE, VISION MODEL, CLUSTER
 # Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
 #          model; the rest any; mlx
 
@@ -15045,6 +15340,8 @@ def _load_or_explain(
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
+        if kind == "text" and _is_for_mlx_vlm(path):
+            library = "mlx-vlm, for text"
         sentence = f"The model in {path} cannot be loaded by {library}: {error!r}"
         reason = sentence[:500]
     # Outside, so that the error does not keep the weights that were loaded already.
@@ -15081,10 +15378,9 @@ def _load(
         ends=tokenizer.eos_token_ids,
     )
     pack_caches(model, choose_packing(config))
-    check_cache_kinds(make_prompt_cache(model))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-        model.self_test()
+    _test_layers(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -15113,6 +15409,14 @@ def _load(
     )
 
 
+def _test_layers(model: Any) -> None:
+    """Raise what layers do that cannot be served, or ValueError."""
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
+
+
 def _check_heads(facts: JsonObject, n_ranks: int) -> None:
     """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
     for kind in ("num_attention", "linear_num_key", "linear_num_value"):
@@ -15131,13 +15435,17 @@ def _load_parts(
     trust: bool,
     is_lazy: bool = False,
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer: by mlx-vlm if it is to read images, else by mlx-lm.
+    """The model and its tokenizer.
 
+    By mlx-vlm if it is to read images, or mlx-lm has no class for it; else by mlx-lm.
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
     tokenizer_config: JsonObject = {"trust_remote_code": trust}
-    if kind == "text":
+    is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
+    if is_lazy and not is_for_mlx_lm:
+        raise ValueError("a model that only mlx-vlm has cannot be divided among ranks")
+    if is_for_mlx_lm:
         parts = mlx_lm.load(
             str(path), tokenizer_config, lazy=is_lazy, trust_remote_code=trust
         )
@@ -15149,7 +15457,16 @@ def _load_parts(
     tokenizer = mlx_lm.utils.load_tokenizer(
         path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id")
     )
-    return VisionModel(path, trust_remote_code=trust), tokenizer
+    model_class = VisionModel if kind == "vision" else VlmModel
+    return model_class(path, trust_remote_code=trust), tokenizer
+
+
+def _is_for_mlx_vlm(path: Path) -> bool:
+    """Whether only mlx-vlm has a class for a model; False if that cannot be read."""
+    with suppress(Exception):
+        model_config = mlx_lm.utils.load_config(path)
+        return not has_text_class(model_config) and has_vision_class(model_config)
+    return False
 
 
 def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
@@ -17700,7 +18017,7 @@ class DecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of KV and state, padding included."""
-        return sum(layer.nbytes for layer in self._generator.layer_caches)
+        return count_kv_bytes(self._generator.layer_caches)
 
     def step(self) -> list[AcceptedTokens]:
         """Feed and report the next token of each request; returns what was accepted.
@@ -17902,13 +18219,23 @@ class MemoryBudget:
     def capacity_tokens(self) -> int:
         """The longest prompt whose KV fits."""
         kv_bytes = self.shares.kv - self.prompt_bytes(0)
-        n_places = kv_bytes // max(self._spec.token_bytes, 1)  # 0: without attention
+        token_bytes = self._spec.token_bytes + self.opaque_token_bytes
+        n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
         return n_places * HEADROOM_PART // (HEADROOM_PART + 1)
+
+    @property
+    def opaque_token_bytes(self) -> int:
+        """What opaque leaves take with each token: those that run, and their copies.
+
+        why(L-173): a few copies are never thinned.
+        """
+        return (1 + SPARED_CHECKPOINTS) * self._spec.opaque_token_bytes
 
     def prompt_bytes(self, n_prompt: int) -> int:
         """What a request will hold when its prompt is read."""
-        token_bytes = self._spec.token_bytes
-        return _with_headroom(n_prompt) * token_bytes + self._spec.state_bytes
+        n_places = _with_headroom(n_prompt)
+        kv_bytes = n_places * self._spec.token_bytes
+        return kv_bytes + self._spec.count_state_bytes(n_places)
 
     def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
         """What running requests hold, or will when their prompts are read."""
@@ -17932,9 +18259,11 @@ class MemoryBudget:
         these requests: the cache does not evict those.
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
-        few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
         checkpoint_bytes = 0
         for running in requests:
+            few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
+            opaque_bytes = running.n_prompt * self._spec.opaque_token_bytes
+            few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
             checkpoint_bytes += min(running.lease.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
@@ -18003,14 +18332,23 @@ def _find_slice_ends(request: EngineRequest, *, spec: KVSpec) -> list[int]:
     if spec.has_state:
         positions += [start for start, _ in request.images]
         if not spec.can_tap:
-            positions += _find_checkpoints(request, 0, end=request.n_prompt)
+            positions += _find_checkpoints(
+                request, 0, end=request.n_prompt, is_spaced=not spec.is_opaque
+            )
     return [position for position in positions if position < request.n_prompt]
 
 
-def _find_checkpoints(request: EngineRequest, start: int, *, end: int) -> list[int]:
-    """Positions in (start, end] where a state is worth its bytes; ascending."""
+def _find_checkpoints(
+    request: EngineRequest, start: int, *, end: int, is_spaced: bool = True
+) -> list[int]:
+    """Positions in (start, end] where a state is worth its bytes; ascending.
+
+    Not `is_spaced`: only where messages end, since each state may be as large as all KV
+    before it (L-173).
+    """
     tokens = request.key.tokens
-    spaced_positions = range(CHECKPOINT_SPACING, end + 1, CHECKPOINT_SPACING)
+    spacing = CHECKPOINT_SPACING if is_spaced else end + 1
+    spaced_positions = range(spacing, end + 1, spacing)
     last_position = request.n_prompt - 1
     positions: set[int] = set()
     for wanted_position in (*request.checkpoint_positions, *spaced_positions):
@@ -18774,6 +19112,11 @@ class Scheduler:
                 state = batch.read_state(running)
                 running.lease.add_checkpoint(position, state)
             elif n_since_spaced < len(token_ids):  # one of them is at a multiple
+                if self.spec.is_opaque:
+                    # why(L-173): a copy would be one of all KV. why(L-172): but what
+                    # layers have written, and do not need yet, is computed.
+                    evaluate_caches(batch.layer_caches)
+                    continue
                 state = batch.read_state(running)
                 running.lease.drop_checkpoint(running.reply_checkpoint)
                 running.lease.add_checkpoint(position, state)
@@ -19390,6 +19733,12 @@ class Engine:
         """Find the KV that earlier servers have left on the disk, if it is kept."""
         if self._use_folder is None:
             return
+        if scheduler.spec.is_opaque and not _can_write_states(scheduler.loaded.model):
+            logger.warning(
+                "disk cache: what this model keeps cannot be written to files, so"
+                " conversations are read again after a restart"
+            )
+            return
         disk = open_disk_cache(self._config, scheduler.kv_identity())
         if disk is None:
             return
@@ -19412,12 +19761,14 @@ class Engine:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
         _tell_packing(self._config, scheduler.spec)
+        _tell_opaque(scheduler.spec)
         self._publish(scheduler)
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
         spec = scheduler.spec
-        packed_tokens = capacity_tokens * spec.token_bytes
-        packed_tokens //= max(spec.packed_token_bytes, 1)
+        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
+        packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
         self._loaded = replace(
             loaded,
@@ -19583,6 +19934,27 @@ def _tell_packing(config: Config, spec: KVSpec) -> None:
             config.kv_bits,
             packing.group_size,
         )
+
+
+def _tell_opaque(spec: KVSpec) -> None:
+    """Log what users notice where layers keep what is copied whole."""
+    if not spec.is_opaque:
+        return
+    n_layers = sum("opaque" in kind for kind in spec.layer_kinds)
+    logger.info(
+        "%d of %d layers keep what can be copied, but not cut: a conversation that goes"
+        " on is reused, one that is edited goes back to the end of the last prompt or"
+        " reply before the edit; no drafts, and requests decode one by one",
+        n_layers,
+        len(spec.layer_kinds),
+    )
+
+
+def _can_write_states(model: Any) -> bool:
+    """Whether checkpoints of a model come back from files as they were."""
+    layer_caches = make_prompt_cache(model)
+    model(mx.zeros((1, BUFFER_STEP_TOKENS), mx.int32), cache=layer_caches)
+    return can_write_state(list(copy_state(layer_caches).leaves))
 
 
 def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:

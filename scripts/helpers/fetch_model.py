@@ -176,7 +176,11 @@ def check_architecture(config_file: Path) -> None:
     kind = facts.get("model_type")
     version = mlx_lm.__version__
     with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
-        _get_classes(facts)  # private, but what mlx_lm.load() asks
+        try:
+            _get_classes(facts)  # private, but what mlx_lm.load() asks
+        except ValueError:
+            if not is_known_to_mlx_vlm(facts):  # which serves text alone, too
+                raise
 
 
 def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:

@@ -155,7 +155,8 @@ s.TokenGenerator = RecordedGenerator  # type: ignore[misc]
 
 def _offsets(cache: Any, n_rows: int) -> list[int]:
     """Tokens that each row has in its cache; recurrent layers have no offset."""
-    offsets = (layer.offset for layer in cache if hasattr(layer, "offset"))
+    leaves = s.cache_leaves(cache)
+    offsets = (leaf.offset for leaf in leaves if hasattr(leaf, "offset"))
     offset = next(offsets, 0)
     return [offset] * n_rows if isinstance(offset, int) else offset.tolist()
 

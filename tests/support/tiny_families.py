@@ -33,6 +33,7 @@ class Family:
     tolerance: float = (
         0.0  # where layers see a window, a step of decoding sums in another order
     )
+    scale: float = 0.0  # of random weights; 0.0: as upstream makes them
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 64}
@@ -150,6 +151,21 @@ def _gemma4_both_ways(text: Body, token: Callable[[str], int]) -> Body:
     )
 
 
+def _qwen4_exp(text: Body, token: Callable[[str], int]) -> Body:
+    from opaque_families import QWEN4_EXP
+
+    config = json.loads(json.dumps(QWEN4_EXP))
+    sizes = {name: text[name] for name in ("vocab_size", "eos_token_id")}
+    config["text_config"].update(sizes)
+    return {
+        **config,
+        "image_token_id": token("<|image_pad|>"),
+        "video_token_id": token("<|video_pad|>"),
+        "vision_start_token_id": token("<|vision_start|>"),
+        "vision_end_token_id": token("<|vision_end|>"),
+    }
+
+
 def _llava(text: Body, token: Callable[[str], int]) -> Body:
     return {
         "text_config": {**text, "model_type": "llama"},
@@ -211,6 +227,21 @@ FAMILIES: dict[str, Family] = {
             "max_pixels": 112 * 168,
         },
         QWEN_TOKENS,
+    ),
+    "qwen4_exp": Family(
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|image_pad|>",
+        _qwen4_exp,
+        {
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "min_pixels": 64 * 64,
+            "max_pixels": 128 * 192,
+        },
+        QWEN_TOKENS,
+        seed=3,
+        scale=0.3,
     ),
     "glm4v": Family(
         "<|begin_of_image|><|image|><|end_of_image|>",
@@ -294,7 +325,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
     from mlx.utils import tree_flatten
     from mlx_vlm.utils import get_model_and_args, update_module_configs
 
-    tokenizer = _tokenizer(folder, family)
+    tokenizer = make_tokenizer(folder, family)
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     text = {
         "model_type": kind,
@@ -347,12 +378,14 @@ def _write(folder: Path, kind: str, family: Family) -> None:
     sizes = architecture.ModelConfig.from_dict(plain)
     parts = ["text", "vision"]
     model = architecture.Model(update_module_configs(sizes, architecture, plain, parts))
+    if family.scale:
+        randomize(model, family.scale)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _tokenizer(folder: Path, family: Family) -> Any:
+def make_tokenizer(folder: Path, family: Family) -> Any:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = load_script().make_tokenizer()
@@ -364,3 +397,17 @@ def _tokenizer(folder: Path, family: Family) -> Any:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
+
+
+def randomize(model: Any, scale: float) -> None:
+    """Random numbers in all weights of a model: upstream begins with some that say nothing."""
+    import mlx.core as mx
+    from mlx.utils import tree_map
+
+    def random_like(weights: mx.array) -> mx.array:
+        if not mx.issubdtype(weights.dtype, mx.floating):
+            return weights
+        return scale * mx.random.normal(weights.shape)
+
+    model.update(tree_map(random_like, model.parameters()))
+    mx.eval(model.parameters())

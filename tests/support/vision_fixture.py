@@ -225,12 +225,14 @@ class Seeing:
 
         return self.note(messages, answer, usage, began=began)
 
-    def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
+    def at_once(
+        self, ask: Callable[[int], Any], n: int, *, is_batched: bool = True
+    ) -> list[Any]:
         """`n` answers, asked for together and in part decoded together; then all is forgotten."""
         with ThreadPoolExecutor(n) as pool:
             replies = list(pool.map(ask, range(n), timeout=MAX_WAIT_SECONDS))
         most_rows = max(len(offsets) for offsets, _ in self.calls)
-        assert most_rows > 1, "nothing decoded together"
+        assert (most_rows > 1) == is_batched, "how many decode together"
         self.forget()
         return replies
 

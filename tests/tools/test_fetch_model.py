@@ -354,6 +354,12 @@ def test_a_vision_type_that_only_mlx_vlm_knows_is_taken(tmp_path: Path) -> None:
         fetch_model.check_architecture(config)
 
 
+def test_a_text_type_that_only_mlx_vlm_knows_is_taken(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "cohere2_moe"}')
+    fetch_model.check_architecture(config)
+
+
 def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
     for name in list(hub.files):
         if name.endswith(".safetensors"):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import start_llm as s
+from mlx_vlm.models.cohere2_moe import language
+from opaque_families import opaque_model
 from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
@@ -93,6 +95,42 @@ def test_the_folder_above_a_model_does_not_name_its_family(tmp_path):
 
 def test_a_text_model_has_no_tower(tmp_path):
     assert not s.has_vision_tower(tiny_model("qwen3", tmp_path))
+
+
+def test_a_text_model_that_only_mlx_vlm_has_is_loaded_by_it(tmp_path):
+    folder = opaque_model("cohere2_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert not s.has_text_class(config)
+    assert s.has_text_class({"model_type": "qwen3"})
+    assert s.has_text_class({"model_type": "mistral"})  # mlx-lm's llama
+
+    model = loaded(folder)
+    assert model.vision is None
+    assert type(model.model) is s.VlmModel
+
+
+@pytest.mark.parametrize("name", ["cohere2_moe", "qwen4_exp"])
+def test_what_is_wrong_with_it_is_told_of_mlx_vlm(tmp_path, name):
+    folder = opaque_model(name, tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "other.safetensors").touch()
+    with pytest.raises(s.ModelError, match="cannot be loaded by mlx-vlm, for text: "):
+        loaded(folder)
+
+
+def test_no_rank_gets_a_part_of_it(tmp_path):
+    folder = opaque_model("cohere2_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="cannot be divided among ranks"):
+        s._load_parts(folder, config, kind="text", trust=False, is_lazy=True)
+
+
+def test_a_model_that_sees_what_comes_later_is_refused(tmp_path, monkeypatch):
+    """As a diffusion model does, whose replies are not written token by token."""
+    folder = opaque_model("cohere2_moe", tmp_path)
+    monkeypatch.setattr(language, "create_attention_mask", lambda *_, **__: None)
+    with pytest.raises(s.ModelError, match="otherwise in parts than at once"):
+        loaded(folder)
 
 
 LOADING = """

@@ -16,13 +16,14 @@ import pytest
 import start_llm
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import KVCache
 from start_llm import (
     Config,
     Detokenizer,
     LoadedModel,
     ModelError,
     load_model,
+    measure_kv,
     resolve_model,
 )
 from tokenizers import Tokenizer, decoders, models
@@ -354,14 +355,36 @@ def test_an_unknown_type_is_named(copy: Path) -> None:
         assert reason in refused
 
 
-def test_a_model_whose_caches_are_not_known_is_refused(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a request comes: each one would fail when its KV is kept."""
-    caches = [QuantizedKVCache(), QuantizedKVCache()]
-    monkeypatch.setattr(qwen3.Model, "make_cache", lambda _: caches, raising=False)
+class OwnCache(KVCache):  # type: ignore[misc]
+    """A class that only one model knows."""
 
-    assert "a cache of kind QuantizedKVCache is not known here" in load_refusal(copy)
+
+class CountingCache(OwnCache):
+    """What it keeps depends on how many calls there were of all of its class."""
+
+    n_calls = 0
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        type(self).n_calls += 1
+        noise = mx.random.normal(values.shape, key=mx.random.key(self.n_calls))
+        return super().update_and_fetch(keys, values + 10 * noise)
+
+
+@pytest.mark.parametrize("cache_class", [OwnCache, CountingCache])
+def test_a_class_of_caches_that_is_not_known_must_go_on_from_a_copy(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, cache_class: type
+) -> None:
+    """Before a request comes: each one would be answered from another's past."""
+
+    def make_cache(model: qwen3.Model) -> list[Any]:
+        return [cache_class() for _ in model.layers]
+
+    monkeypatch.setattr(qwen3.Model, "make_cache", make_cache, raising=False)
+    if cache_class is CountingCache:
+        assert "it reads a prompt otherwise in parts" in load_refusal(copy)
+        return
+    loaded = load_model(copy, Config(model_path=str(copy)))
+    assert measure_kv(loaded.model).is_opaque
 
 
 def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:

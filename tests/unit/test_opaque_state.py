@@ -1,0 +1,284 @@
+"""Copies of caches of any class: whole, counted in bytes, and apart from one another."""
+
+import copy
+import gc
+from collections import deque
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import deepseek_v41
+from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_vlm.models import cache as mlx_vlm_cache
+from mlx_vlm.models.deepseek_v41.language import DeepseekV41Cache
+from mlx_vlm.models.hy_v4.cache import HyV4KVCache
+from mlx_vlm.models.minimax_m3_vl.language import MiniMaxM3KVCache
+from mlx_vlm.models.qwen4_exp.language import QSAKVCache
+from mlx_vlm.models.unlimited_ocr.language import RingSlidingKVCache
+from mlx_vlm.models.z1t.language import Z1TCache
+from tiny_families import randomize
+
+
+def numbers(*shape, start=0):
+    return mx.arange(start, start + int(np.prod(shape)), dtype=mx.float32).reshape(
+        shape
+    )
+
+
+def write_kv(leaf, n, start):
+    keys = numbers(1, 2, n, 64, start=start)
+    leaf.update_and_fetch(keys, -keys)
+
+
+def write_indexed(leaf, n, start):
+    write_kv(leaf, n, start)
+    leaf.update_indexer(numbers(1, n, 8, start=start), mx.arange(n)[None] + start)
+    leaf.index_block_keys = numbers(1, max(1, n // 4), 8, start=start)
+    leaf.index_block_ratio = 4
+
+
+def write_second_index(leaf, n, start):
+    write_kv(leaf, n, start)
+    leaf.update_index_and_fetch(numbers(1, 1, n, 8, start=start))
+
+
+def write_pool(leaf, n, start):
+    tokens = numbers(1, n, 8, start=start)
+    entries, _, _ = leaf.accumulate_windows(tokens, -tokens, start)
+    leaf.update_and_fetch(entries[:, :: leaf.ratio])
+
+
+def write_deepseek_layer(leaf, n, start):
+    leaf.update_window(numbers(1, n, 8, start=start))
+    leaf.pending_kv = numbers(1, 1, 8, start=start)
+
+
+def write_deepseek(leaf, n, start):
+    for layer in range(leaf.n_layers):
+        leaf.window[layer] = numbers(1, n, 8, start=start + layer)
+        leaf.compress_kv = leaf.append_compressed(layer, numbers(1, n, 8, start=start))
+    leaf.advance(n)
+
+
+def write_sums(leaf, n, start):
+    leaf.cum_eKV = numbers(1, n, 8, start=start)
+    leaf.offset += n
+
+
+# A leaf of each class that models have beside those of LEAF_KINDS, and what writes into it.
+CLASSES = {
+    "QSAKVCache": (QSAKVCache, write_indexed),
+    "MiniMaxM3KVCache": (MiniMaxM3KVCache, write_second_index),
+    "HyV4KVCache": (HyV4KVCache, write_kv),
+    "PoolingCache": (lambda: mlx_vlm_cache.PoolingCache(4), write_pool),
+    "OverlappingPool": (lambda: s._overlapping_pool_class()(4), write_pool),
+    "LayerCache": (lambda: LayerCache(4), write_deepseek_layer),
+    "DeepseekV41Cache": (lambda: DeepseekV41Cache(2), write_deepseek),
+    "RingSlidingKVCache": (lambda: RingSlidingKVCache(4), write_kv),
+    "Z1TCache": (Z1TCache, write_sums),
+    "mlx-vlm's KVCache": (mlx_vlm_cache.KVCache, write_kv),
+    "mlx-vlm's RotatingKVCache": (
+        lambda: mlx_vlm_cache.RotatingKVCache(max_size=8),
+        write_kv,
+    ),
+    "QuantizedKVCache": (mlx_lm_cache.QuantizedKVCache, write_kv),
+}
+
+
+def bits(value):
+    """All that a leaf, or a part of it, consists of, as bytes and plain values."""
+    if isinstance(value, mx.array):
+        return value.dtype, tuple(value.shape), np.array(value).tobytes()
+    if isinstance(value, dict):
+        return {name: bits(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [bits(part) for part in value]
+    if hasattr(value, "__dict__") and not callable(value):
+        return bits(vars(value))
+    return value
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_copies_are_whole_and_no_write_is_seen_in_another(name):
+    make, write = CLASSES[name]
+    running = make()
+    assert s.leaf_kind(running).is_opaque
+    for n, start in ((9, 0), (1, 9), (3, 10)):
+        write(running, n, start)
+    checkpoint = s.copy_state([running])
+    as_copied = bits(vars(running))
+
+    first, second = make(), make()
+    for leaf in (first, second):
+        s.restore_state([leaf], checkpoint)
+        assert bits(vars(leaf)) == as_copied
+
+    write(running, 1, 100)
+    write(first, 1, 200)
+    as_first = bits(vars(first))
+    assert as_first != as_copied
+    assert bits(vars(second)) == as_copied
+    write(second, 3, 300)
+    assert bits(vars(first)) == as_first
+    third = make()
+    s.restore_state([third], checkpoint)
+    assert bits(vars(third)) == as_copied
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_copy_counts_all_of_its_arrays(name):
+    make, write = CLASSES[name]
+    running = make()
+    write(running, 9, 0)
+    checkpoint = s.copy_state([running])
+
+    counted = checkpoint.nbytes
+    assert counted == s.count_kv_bytes([running]) > 0
+    if hasattr(running, "nbytes"):
+        assert counted >= running.nbytes
+
+
+class Nested:
+    """State in all places where a class might put it."""
+
+    def __init__(self):
+        shared = numbers(4)
+        self.arrays = deque([shared, numbers(2)])
+        self.by_name = {"a": {"b": [shared]}, 3: (numbers(3), None)}
+        self.inner = SimpleNamespace(cache=mlx_vlm_cache.KVCache(), n=7)
+        write_kv(self.inner.cache, 5, 0)
+        self.words = {"x", "y"}
+        self.state = "not what it seems"
+
+
+def test_arrays_are_found_wherever_they_are():
+    leaf = Nested()
+    checkpoint = s.copy_state([leaf])
+    inner_bytes = leaf.inner.cache.nbytes
+    assert checkpoint.nbytes == 4 * (4 + 2 + 3) + inner_bytes
+
+    other = Nested.__new__(Nested)
+    s.restore_state([other], checkpoint)
+    assert bits(vars(other)) == bits(vars(leaf))
+    assert other.by_name["a"]["b"][0] is other.arrays[0], "one array in two places"
+
+    leaf.arrays[0][:] = 9
+    leaf.by_name["a"]["b"].append(1)
+    write_kv(leaf.inner.cache, 1, 50)
+    leaf.words.clear()
+    third = Nested.__new__(Nested)
+    s.restore_state([third], checkpoint)
+    assert bits(vars(third)) == bits(vars(other))
+    assert third.words == {"x", "y"}
+
+
+def test_a_shallow_copy_would_be_noticed(monkeypatch):
+    """The planted fault: what a call that replaces its arrays would allow."""
+    monkeypatch.setattr(s, "deepcopy", lambda fields, _: copy.copy(fields))
+    with pytest.raises(AssertionError):
+        test_copies_are_whole_and_no_write_is_seen_in_another("QSAKVCache")
+
+
+def test_what_a_fresh_leaf_has_beside_the_copy_is_gone():
+    leaf = QSAKVCache()
+    write_indexed(leaf, 9, 0)
+    used = QSAKVCache()
+    write_indexed(used, 5, 0)
+    used.index_rest = numbers(3)
+
+    s.restore_state([used], s.copy_state([leaf]))
+
+    assert bits(vars(used)) == bits(vars(leaf))
+
+
+def test_a_copy_keeps_no_buffer_that_its_arrays_are_views_of():
+    gc.collect()
+    before_bytes = mx.get_active_memory()
+    leaf = QSAKVCache()
+    large = mx.zeros((1, 1 << 20, 8))
+    leaf.index_keys = large[:, :16]
+    mx.eval(leaf.index_keys)
+    checkpoint = s.copy_state([leaf])
+    assert checkpoint.nbytes == 16 * 8 * 4
+    del large, leaf
+    gc.collect()
+    assert mx.get_active_memory() - before_bytes < 1 << 20
+
+
+def test_a_state_of_plain_values_comes_back_from_a_file():
+    make, write = CLASSES["QSAKVCache"]
+    leaf = make()
+    write(leaf, 9, 0)
+    leaf.flags = {"a": True, 3: (1.5, None, [numbers(2)])}
+    (state,) = s.copy_state([leaf]).leaves
+    assert s.can_write_state([state])
+
+    readers = {}
+    described = s._state_to_json([state], "state.9", readers)
+    arrays = {name: mx.array(np.array(read())) for name, read in readers.items()}
+    (read_back,) = s._state_from_json(described, arrays)
+
+    assert bits(read_back.fields) == bits(state.fields)
+    assert read_back.nbytes == state.nbytes
+    assert read_back.fields["flags"]["a"] is True
+
+
+@pytest.mark.parametrize("name", ["MiniMaxM3KVCache"])
+def test_a_state_with_objects_is_not_written(name):
+    make, write = CLASSES[name]
+    leaf = make()
+    write(leaf, 9, 0)
+    assert not s.can_write_state(list(s.copy_state([leaf]).leaves))
+
+
+def test_deepseek_v41_of_mlx_lm_goes_on_from_a_copy():
+    """One of mlx-lm's models with a class of its own: its `state` cannot be set."""
+    sizes = {
+        "model_type": "deepseek_v41",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "compress_ratios": [0, 0, 2, 2, 1, 1],
+        "kv_source_layer_ids": [2, 4],
+        "index_source_layer_ids": [2, 4],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "max_position_embeddings": 2048,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+    model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(sizes))
+    mx.random.seed(1)
+    randomize(model, 0.3)
+    tokens = mx.array(np.random.default_rng(0).integers(2, 100, (1, 200)))
+    at_once = model(tokens, cache=mlx_lm_cache.make_prompt_cache(model))[0, -1]
+
+    running = mlx_lm_cache.make_prompt_cache(model)
+    model(tokens[:, :130], cache=running)
+    checkpoint = s.copy_state(running)
+    model(tokens[:, :5], cache=running)
+    restored = mlx_lm_cache.make_prompt_cache(model)
+    s.restore_state(restored, checkpoint)
+    logits = model(tokens[:, 130:], cache=restored)[0, -1]
+
+    assert mx.abs(logits - at_once).max().item() == 0.0
+    s.check_copies(model)
