@@ -1,10 +1,12 @@
 """Start a coding agent on the running server, without a change to its settings.
 
-    python3.12 install_and_run.py launch claude            also codex, pi, opencode, openclaw,
-                                                           copilot, qwen
-    python3.12 install_and_run.py launch claude -- -p "Which files are here?"
-    python3.12 install_and_run.py launch claude --print    only show command and environment
+    scripts/launch claude            also codex, pi, opencode, openclaw, copilot, qwen
+    scripts/launch claude -- -p "Which files are here?"
+    scripts/launch claude --print    only show command and environment
     python3.12 scripts/helpers/launch.py --markdown                docs/clients.md
+
+scripts/launch starts this program from any folder; in the clone `python3.12 install_and_run.py
+launch` does the same.
 
 What follows -- goes to the client. Base URL, key, model and context reach it in its environment or
 as arguments. Where it reads them from a file alone, the file is in a temporary folder that is
@@ -53,6 +55,7 @@ MASK: Final = "********"
 WORKING_TOKENS: Final = 3_000  # a reply and the result of a call
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXY_WAIT_SECONDS: Final = 300.0  # 60 were seen on a busy machine
+USUAL_EFFORTS: Final = ("low", "medium", "high")  # where the server does not list any
 
 
 class LaunchError(Exception):
@@ -76,6 +79,7 @@ class Target:
     model: str
     context: int  # tokens of prompt and reply
     is_small: bool = False  # the model wants a short system prompt
+    efforts: tuple[str, ...] = USUAL_EFFORTS  # of its thinking, the lowest first
 
     @property
     def output(self) -> int:
@@ -161,6 +165,8 @@ def set_up_claude(target: Target) -> Setup:
         "ANTHROPIC_DEFAULT_OPUS_MODEL": target.model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output),
+        # It would count down in the system prompt and after each result.
+        "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     if target.is_small:
@@ -178,6 +184,72 @@ def set_up_claude(target: Target) -> Setup:
     )
 
 
+# A model that Codex has no metadata of gets no apply_patch, and instructions that describe
+# another form of it. With a catalogue it gets these instead, a tenth as long as its own.
+CODEX_INSTRUCTIONS: Final = """\
+You are Codex, a coding agent in the terminal of a user. You work in the user's folder with \
+the tools that you are given. Go on until the task is done, then stop.
+
+- Look before you change: search with `rg`, read the files that matter. Never guess what a \
+file contains.
+- Do what was asked, with the smallest change that does it, in the style of the code around \
+it. Do not mend what is not part of the task; mention it.
+- Instructions in AGENTS.md hold for its folder and everything below; those of a deeper \
+folder win, and the user's words win over all.
+- Changes in the folder that you did not make are the user's: keep them. Do not commit, \
+and do not make branches, unless you are asked to.
+- Check your work with the tests or the build that are there, the nearest first.
+- Before a longer stretch of work, say in one sentence what you do next.
+- At the end say in a few plain lines what you changed, in which files, and what is left \
+or could not be checked.
+
+Change files with apply_patch. It takes one text, a patch in this form; the lines around a \
+change are copied from the file exactly, and begin with a space:
+
+*** Begin Patch
+*** Update File: src/greet.py
+@@ def greet(name):
+     name = name.strip()
+-    print(name)
++    print(f"Hello, {name}")
+     return name
+*** Add File: docs/new.md
++The first line
+*** Delete File: old.txt
+*** End Patch
+
+Several files may be in one patch, and `*** Move to: PATH` after `*** Update File: PATH` \
+renames one. A patch that does not fit is refused and changes nothing: read the file again \
+and write the patch anew. After one that succeeded the file need not be read again.
+"""
+
+
+def make_codex_catalogue(target: Target) -> str:
+    """What Codex knows of models, as JSON: the one that is served.
+
+    Nothing that it would search for tools with: all tools are in each request.
+    """
+    levels = [{"effort": effort, "description": ""} for effort in target.efforts]
+    model = {
+        "slug": target.model,
+        "display_name": target.model,
+        "base_instructions": CODEX_INSTRUCTIONS,
+        "context_window": target.context,
+        "supported_reasoning_levels": levels,
+        "apply_patch_tool_type": "freeform",
+        "shell_type": "unified_exec",
+        "supports_search_tool": False,
+        "supports_parallel_tool_calls": True,
+        "support_verbosity": False,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "experimental_supported_tools": [],
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+    }
+    return json.dumps({"models": [model]}, indent=1)
+
+
 def set_up_codex(target: Target) -> Setup:
     provider = {
         "name": PROVIDER,
@@ -189,6 +261,8 @@ def set_up_codex(target: Target) -> Setup:
         "model": target.model,
         "model_provider": PROVIDER,
         "model_context_window": target.context,
+        "model_catalog_json": "{folder}/models.json",
+        "web_search": "disabled",
     }
     table = f"model_providers.{PROVIDER}"
     pairs = {
@@ -199,17 +273,21 @@ def set_up_codex(target: Target) -> Setup:
     for name, value in pairs.items():
         arguments += ["-c", f"{name}={json.dumps(value)}"]
 
-    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    by_hand = {**settings, "model_catalog_json": "models.json"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in by_hand.items()]
     lines += ["", f"[{table}]"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in provider.items()]
     environment = {KEY_VARIABLE: target.key}
     return Setup(
         environment=environment,
         arguments=tuple(arguments),
+        files={"models.json": make_codex_catalogue(target) + "\n"},
         by_hand="In `~/.codex/config.toml`, and the key in the environment:\n\n"
         + fence("toml", "\n".join(lines))
         + "\n\n"
-        + fence("bash", show_environment(environment)),
+        + fence("bash", show_environment(environment))
+        + "\n\n`~/.codex/models.json` is the file of that name in `launch codex --print`, without "
+        "the `#` before each line.",
     )
 
 
@@ -312,8 +390,12 @@ def set_up_qwen(target: Target) -> Setup:
         "OPENAI_API_KEY": target.key,
         "OPENAI_MODEL": target.model,
     }
-    window = {"generationConfig": {"contextWindowSize": target.context}}
-    text = json.dumps({"model": window})
+    settings = {
+        "model": {"generationConfig": {"contextWindowSize": target.context}},
+        # After each turn a sub-agent would read the whole conversation, all of it anew.
+        "memory": {"enableManagedAutoMemory": False},
+    }
+    text = json.dumps(settings)
     return Setup(
         environment={
             **environment,
@@ -323,7 +405,7 @@ def set_up_qwen(target: Target) -> Setup:
         files={"qwen.json": text + "\n"},
         by_hand="In the environment, then `qwen --auth-type openai`:\n\n"
         + fence("bash", show_environment(environment))
-        + "\n\nThe context window is a setting, in `~/.qwen/settings.json`:\n\n"
+        + "\n\nContext window and memory are settings, in `~/.qwen/settings.json`:\n\n"
         + fence("json", text),
     )
 
@@ -331,7 +413,7 @@ def set_up_qwen(target: Target) -> Setup:
 CLIENTS: Final = {
     "claude": Client(
         title="Claude Code",
-        version="2.1.328",
+        version="2.1.332",
         program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
@@ -346,19 +428,23 @@ CLIENTS: Final = {
     ),
     "codex": Client(
         title="Codex",
-        version="0.169.0",
+        version="0.171.0",
         program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
         first_prompt=FirstPrompt(8_500, 13_600),
         needs_proxy=True,
         notes="On LiteLLM's port, since it speaks nothing but the Responses API; `launch` asks the "
-        "server where that is, and waits while it starts. Ignore its "
-        "warning that it has no metadata for the model.",
+        "server where that is, and waits while it starts. It is given a catalogue of models with "
+        "the served one: context, efforts (`/model` chooses one; until then the model's own), its "
+        "tool `apply_patch`, which it has for no model that it does not know. The instructions in "
+        "it are start-llm's, a tenth of those that Codex has for such a model; "
+        "`-c model_instructions_file=PATH` after `--` puts others in their place. It has no web "
+        "search: that is a service of OpenAI's.",
     ),
     "pi": Client(
         title="PI",
-        version="0.87.1",
+        version="1.6.0",
         program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
@@ -404,7 +490,8 @@ CLIENTS: Final = {
         set_up=set_up_qwen,
         first_prompt=FirstPrompt(13_600, 20_900),
         notes="A resumed session is found in the cache although it looks at git and the folder "
-        "again.",
+        "again. Its automatic memory is off: after each turn a sub-agent with other instructions "
+        "would read the whole conversation once more. `/memory` turns it on.",
     ),
 }
 
@@ -493,6 +580,14 @@ class Place:
         return response.status, body if isinstance(body, dict) else {}
 
 
+def ask(place: Place, path: str) -> tuple[int, Json]:
+    """Status and body of one that has answered before. Raises LaunchError."""
+    try:
+        return place.get(path)
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"{place.url} went away: {error}") from error
+
+
 def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, Place]:
     """The server, and LiteLLM. Raises LaunchError."""
     url = options.url.rstrip("/").removesuffix("/v1")
@@ -507,16 +602,65 @@ def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, P
     return Place(url, key), Place(proxy_url, proxy_key)
 
 
-def find_target(server: Place, options: Options) -> Target:
-    """What a client is told about the server that runs. Raises LaunchError."""
-    check_health(server)
-    models = list_models(server)
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What answers: start-llm, or LiteLLM beside it, where only that can be reached."""
+
+    place: Place
+    entry: Json  # of its list of models
+    status: Json  # GET /v1/status; empty where it is not served, as on LiteLLM's port
+
+    @property
+    def is_proxy(self) -> bool:
+        """LiteLLM lists names alone."""
+        return "id" in self.entry and "context_length" not in self.entry
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """It is beside a LiteLLM that serves others, too (PROXY_REPLICAS)."""
+        return bool(self.status.get("replicas"))
+
+
+def find_server(place: Place, proxy: Place) -> Server:
+    """What answers there. `proxy` has the key for LiteLLM. Raises LaunchError."""
+    if check_health(place) == 401:  # LiteLLM: start-llm asks for no key there
+        place = replace(place, key=proxy.key)
+        check_health(place)
+    models = list_models(place)
+    _, status = ask(place, "/v1/status")
+    return Server(place, models[0] if models else {}, status)
+
+
+def find_target(server: Server, *, is_small: bool) -> Target:
+    """What a client is told about the server. Raises LaunchError."""
+    place = server.place
+    context = server.entry.get("context_length")
+    if server.is_proxy:
+        context = read_proxy_context(place)
+    if not isinstance(context, int):
+        raise LaunchError(f"{place.url} is no start-llm: it names no model.")
+
+    efforts = server.status.get("model", {}).get("reasoning_efforts", USUAL_EFFORTS)
+    return Target(
+        url=place.url,
+        key=place.key or NO_KEY,
+        model=str(server.entry["id"]),
+        context=context,
+        is_small=is_small,
+        efforts=tuple(efforts),
+    )
+
+
+def read_proxy_context(proxy: Place) -> object:
+    """Tokens of the model's context, which LiteLLM does not list beside its name.
+
+    Raises LaunchError.
+    """
+    _, body = ask(proxy, "/model/info")
     try:
-        model = str(models[0]["id"])
-        context = int(models[0]["context_length"])
-    except (LookupError, TypeError, ValueError):
-        raise LaunchError(f"{server.url} is no start-llm: it names no model.") from None
-    return Target(server.url, server.key or NO_KEY, model, context, options.is_small)
+        return body["data"][0]["model_info"]["max_input_tokens"]
+    except (LookupError, TypeError):
+        return None
 
 
 PROXY_FAULTS: Final = {
@@ -530,7 +674,7 @@ PROXY_FAULTS: Final = {
 }
 
 
-def to_proxy(client: Client, target: Target, server: Place, proxy: Place) -> Target:
+def to_proxy(client: Client, target: Target, server: Server, proxy: Place) -> Target:
     """The same by LiteLLM beside that server, under the name that it lists first.
 
     `proxy` is where the settings of this shell have it. Raises LaunchError.
@@ -541,41 +685,29 @@ def to_proxy(client: Client, target: Target, server: Place, proxy: Place) -> Tar
     return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
 
 
-def find_proxy(client: Client, server: Place, proxy: Place) -> Place:
+def find_proxy(client: Client, server: Server, proxy: Place) -> Place:
     """LiteLLM of this server, and not of another one, once it is up. Raises LaunchError."""
-    report = read_proxy_report(server)
-    if report is None:
+    url = server.place.url
+    report = server.status.get("proxy")
+    if not isinstance(report, dict):
         say(
-            f"{server.url} does not say where its LiteLLM is; it is looked for at "
+            f"{url} does not say where its LiteLLM is; it is looked for at "
             f"{proxy.url}, as the settings here have it"
         )
         return proxy
 
     if report.get("state") == "starting":
         say("LiteLLM is still starting beside the server; this waits for it")
-        report = wait_for_proxy(server)
+        report = wait_for_proxy(server.place)
     state = report.get("state")
-    url = report.get("url")
-    if state != "up" or not url:
+    proxy_url = report.get("url")
+    if state != "up" or not proxy_url:
         reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
         raise LaunchError(
             f"{client.title} speaks an API that only LiteLLM has, and the server at "
-            f"{server.url} {reason}."
+            f"{url} {reason}."
         )
-    return replace(proxy, url=seen_from_here(str(url), server.url))
-
-
-def read_proxy_report(server: Place) -> Json | None:
-    """State and URL of LiteLLM beside the server; None if that tells nothing of it.
-
-    Raises LaunchError.
-    """
-    try:
-        _, body = server.get("/v1/status")
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"{server.url} went away: {error}") from error
-    report = body.get("proxy")
-    return report if isinstance(report, dict) else None
+    return replace(proxy, url=seen_from_here(str(proxy_url), url))
 
 
 def wait_for_proxy(server: Place) -> Json:
@@ -583,7 +715,8 @@ def wait_for_proxy(server: Place) -> Json:
     deadline = time.monotonic() + PROXY_WAIT_SECONDS
     while True:
         time.sleep(0.5)
-        report = read_proxy_report(server) or {}
+        _, status = ask(server, "/v1/status")
+        report: Json = status.get("proxy") or {}
         if report.get("state") != "starting" or time.monotonic() > deadline:
             return report
 
@@ -597,8 +730,8 @@ def seen_from_here(proxy_url: str, server_url: str) -> str:
     return url_of(host, str(proxy.port))
 
 
-def check_health(server: Place) -> None:
-    """Raise LaunchError unless the server can answer now."""
+def check_health(server: Place) -> int:
+    """The status of an answer, 200 or 401. Raises LaunchError where it cannot work now."""
     start = f"start it with: python3.12 {ROOT / 'install_and_run.py'}"
     start += " (or give --url, where it listens elsewhere)"
     try:
@@ -607,6 +740,8 @@ def check_health(server: Place) -> None:
         raise LaunchError(
             f"no server answers at {server.url} ({error}); {start}"
         ) from error
+    if status == 401:
+        return status
     state = body.get("status")
     if state == "loading":
         raise LaunchError(
@@ -621,14 +756,12 @@ def check_health(server: Place) -> None:
         raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
     if status != 200 or state != "ok":
         raise LaunchError(f"what answers at {server.url} is no start-llm; {start}")
+    return status
 
 
 def list_models(place: Place) -> list[Json]:
     """The entries of GET /v1/models. Raises LaunchError."""
-    try:
-        status, body = place.get("/v1/models")
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"{place.url} went away: {error}") from error
+    status, body = ask(place, "/v1/models")
     if status == 401:
         raise LaunchError(
             f"{place.url} does not take the key of this shell or .env; set the one that the "
@@ -817,15 +950,18 @@ MARKDOWN_HEAD: Final = """\
 *Made by `python scripts/helpers/launch.py --markdown > docs/clients.md`; change it there.*
 
 ```bash
-python3.12 install_and_run.py launch claude                     # works in the folder you are in
-python3.12 install_and_run.py launch claude -- -p "What is new?"   # after --: for the client
-python3.12 install_and_run.py launch claude --print             # shows command and environment
+~/start-llm/scripts/launch claude                      # from any folder, where you cloned it
+~/start-llm/scripts/launch claude -- -p "What is new?"   # after --: for the client
+~/start-llm/scripts/launch claude --print              # shows command and environment
+ln -s ~/start-llm/scripts/launch ~/.local/bin/local-agent   # if you like: local-agent claude
 ```
 
 `launch` asks the running server for its model and context, and starts the client with them, its
 URL and its key, for this run alone: in the environment, as arguments, or in a temporary folder
 that is removed when the client ends. Your own settings are not touched. Server and key are
-those of `.env` and the environment, else `--url` and `--key`; `--print` shows the key as
+those of `.env` and the environment, else `--url` (of the server, or of LiteLLM on its port)
+and `--key`; where `PROXY_REPLICAS` is set, clients go through LiteLLM, which knows the server
+of each conversation. `--print` shows the key as
 `********`, with `--show-key` (or typed with `--key`) as it is. The exit status is the client's,
 and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
 request: what it will send is not known before it sends it. From then on the server has it.
@@ -894,7 +1030,7 @@ def make_markdown() -> str:
         target = Target(f"http://127.0.0.1:{port}", NO_KEY, "local", 131_072)
         parts += [
             f"## {client.title}",
-            f"`python3.12 install_and_run.py launch {name}` (tried with {client.version}; "
+            f"`scripts/launch {name}` (tried with {client.version}; "
             f"`{client.install_command}`)",
         ]
         if client.notes:
@@ -929,7 +1065,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
         launch_arguments = launch_arguments[:index]
 
     parser = argparse.ArgumentParser(
-        prog="install_and_run.py launch",
+        prog="launch",
         description="Start a coding agent on the running server, for this run alone.",
         epilog="What follows -- goes to the client: launch claude -- -p 'Hello'",
         allow_abbrev=False,
@@ -970,14 +1106,16 @@ def say_each(*sentences: str) -> None:
 def launch(options: Options) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
-    server, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
-    target = find_target(server, options)
+    place, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
+    server = find_server(place, proxy)
+    target = find_target(server, is_small=options.is_small)
     no_room = explain_no_room(client, target)
     if no_room and not options.is_printed and not options.arguments:
         raise LaunchError(no_room)
     program = "" if options.is_printed else find_program(client)
     is_demo = target.model == DEMO_MODEL
-    if client.needs_proxy:
+    # Of several servers a conversation is to find its own, and LiteLLM knows which.
+    if not server.is_proxy and (client.needs_proxy or server.is_one_of_several):
         target = to_proxy(client, target, server, proxy)
     say_each(f"{DEMO_SENTENCE}." if is_demo else "")
 
