@@ -150,12 +150,10 @@ class Client:
 def set_up_claude(target: Target) -> Setup:
     """The variables stand in a settings file, too, which wins over the person's own.
 
-    In its lean mode Claude Code reads no other credential than ANTHROPIC_API_KEY.
+    In its lean mode Claude Code reads no ANTHROPIC_AUTH_TOKEN, and asks whether it should
+    use an ANTHROPIC_API_KEY ("No (recommended)"): it gets the key from a command.
     """
-    key_name = "ANTHROPIC_AUTH_TOKEN"
-    other_key = "ANTHROPIC_API_KEY"
-    if target.is_small:
-        key_name, other_key = other_key, key_name
+    key_name = KEY_VARIABLE if target.is_small else "ANTHROPIC_AUTH_TOKEN"
     environment = {
         "ANTHROPIC_BASE_URL": target.url,
         key_name: target.key,
@@ -169,23 +167,28 @@ def set_up_claude(target: Target) -> Setup:
         "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    # why(L-185): in its automatic mode it waits for a check that is not done here.
+    settings: Json = {"env": environment, "disableAutoMode": "disable"}
     if target.is_small:
         environment["CLAUDE_CODE_SIMPLE"] = "1"
+        settings["apiKeyHelper"] = f"printenv {KEY_VARIABLE}"
 
     clouds = ("BEDROCK", "VERTEX", "FOUNDRY")
-    elsewhere = tuple(f"CLAUDE_CODE_USE_{cloud}" for cloud in clouds)
+    elsewhere = {f"CLAUDE_CODE_USE_{cloud}" for cloud in clouds}
+    elsewhere |= {"ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"} - {key_name}
     return Setup(
         environment=environment,
-        unset=(other_key, *elsewhere),
+        unset=tuple(sorted(elsewhere)),
         arguments=("--settings", "{folder}/claude.json"),
-        files={"claude.json": json.dumps({"env": environment}) + "\n"},
-        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`:\n\n'
+        files={"claude.json": json.dumps(settings) + "\n"},
+        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`, which '
+        'needs `"disableAutoMode": "disable"` in any case:\n\n'
         + fence("bash", show_environment(environment)),
     )
 
 
-# A model that Codex has no metadata of gets no apply_patch, and instructions that describe
-# another form of it. With a catalogue it gets these instead, a tenth as long as its own.
+# why(L-187): a model that Codex has no metadata of gets no apply_patch, and instructions that
+# describe another form of it. With a catalogue it gets these, a tenth as long.
 CODEX_INSTRUCTIONS: Final = """\
 You are Codex, a coding agent in the terminal of a user. You work in the user's folder with \
 the tools that you are given. Go on until the task is done, then stop.
@@ -346,6 +349,8 @@ def set_up_openclaw(target: Target) -> Setup:
         "input": ["text"],
         "contextWindow": target.context,
         "maxTokens": target.output,
+        # Else it keeps the level of thinking that was chosen to itself.
+        "compat": {"supportsReasoningEffort": True},
     }
     provider = {
         "baseUrl": f"{target.url}/v1",

@@ -93,7 +93,7 @@ STORED_FIELDS: Final = (
     "prompt",
 )
 # What the server has, and what LiteLLM makes a chat of, each after plain_path().
-# LiteLLM's own /health has every model write something.
+# why(L-186): LiteLLM's own /health has every model write something.
 SERVED_PATH: Final = re.compile(
     "/health|/v1/(?:chat/completions|completions|messages(?:/.*)?)"
 )

@@ -286,24 +286,40 @@ def test_openclaw_starts_its_terminal_unless_it_is_given_arguments(desk):
 
 
 def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk):
+    """A key in the environment it would first ask about, with No as its advice."""
     desk.install("claude", RECORDER)
     desk.environ["ANTHROPIC_AUTH_TOKEN"] = "of somebody else"
+    desk.environ["ANTHROPIC_API_KEY"] = "of somebody else"
 
     desk.launch("claude")
     full_environment = desk.read_record()["environment"]
     desk.launch("claude", "--small")
-    lean_environment = desk.read_record()["environment"]
+    lean_record = desk.read_record()
+    lean_environment = lean_record["environment"]
 
-    assert (
-        "CLAUDE_CODE_SIMPLE" not in full_environment
-        and "ANTHROPIC_API_KEY" not in full_environment
-    )
+    assert "CLAUDE_CODE_SIMPLE" not in full_environment
     assert full_environment["ANTHROPIC_AUTH_TOKEN"] == KEY
-    assert (
-        lean_environment["CLAUDE_CODE_SIMPLE"] == "1"
-        and lean_environment["ANTHROPIC_API_KEY"] == KEY
-    )
-    assert "ANTHROPIC_AUTH_TOKEN" not in lean_environment
+    assert lean_environment["CLAUDE_CODE_SIMPLE"] == "1"
+    [text] = lean_record["files"].values()
+    helper = json.loads(text)["apiKeyHelper"]
+    printed_key = subprocess.run(
+        ["/bin/sh", "-c", helper], env={**lean_environment, "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert printed_key.strip() == KEY and KEY not in helper
+    assert "of somebody else" not in json.dumps([full_environment, lean_environment])
+
+
+def test_claude_code_waits_for_no_check_and_counts_no_tokens_down(desk):
+    """Its automatic mode lets no call run that a service of Anthropic's has not seen."""
+    desk.install("claude", RECORDER)
+
+    desk.launch("claude")
+
+    record = desk.read_record()
+    [text] = record["files"].values()
+    assert json.loads(text)["disableAutoMode"] == "disable"
+    assert record["environment"]["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
 
 
 @pytest.mark.parametrize("name", ["claude", "pi"])
