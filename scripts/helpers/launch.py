@@ -364,8 +364,13 @@ def set_up_openclaw(target: Target) -> Setup:
         "gateway": {"mode": "local"},
     }
     text = json.dumps(settings, indent=1)
+    # why(L-188): else a path in its system prompt is another one at each start.
+    own_state = str(Path.home() / ".openclaw")
     return Setup(
-        environment={"OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json"},
+        environment={
+            "OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json",
+            "OPENCLAW_STATE_DIR": os.environ.get("OPENCLAW_STATE_DIR") or own_state,
+        },
         files={"openclaw.json": text + "\n"},
         by_hand="In `~/.openclaw/openclaw.json`:\n\n" + fence("json", text),
     )

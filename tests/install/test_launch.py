@@ -266,6 +266,19 @@ def test_files_that_clients_read_exist_while_they_run_and_are_private(desk):
     assert result.stdout.strip().endswith("700")
 
 
+def test_no_path_of_a_single_start_is_told_to_openclaw(desk):
+    """It would be in its system prompt, and the next session's begin with another one."""
+    desk.install("openclaw", RECORDER)
+
+    desk.launch("openclaw")
+    own_state = desk.read_record()["environment"]["OPENCLAW_STATE_DIR"]
+    desk.environ["OPENCLAW_STATE_DIR"] = "/of/the/person"
+    desk.launch("openclaw")
+
+    assert own_state == str(desk.home / ".openclaw")
+    assert desk.read_record()["environment"]["OPENCLAW_STATE_DIR"] == "/of/the/person"
+
+
 def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
     desk.install("claude", RECORDER)
 
