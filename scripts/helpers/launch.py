@@ -501,7 +501,7 @@ CLIENTS: Final = {
         first_prompt=FirstPrompt(13_600, 20_900),
         notes="A resumed session is found in the cache although it looks at git and the folder "
         "again. Its automatic memory is off: after each turn a sub-agent with other instructions "
-        "would read the whole conversation once more. `/memory` turns it on.",
+        "would read the whole conversation once more; your own settings win over that.",
     ),
 }
 
@@ -626,6 +626,13 @@ class Server:
         return "id" in self.entry and "context_length" not in self.entry
 
     @property
+    def efforts(self) -> tuple[str, ...]:
+        """Of thinking, as the model's template names them, the lowest first."""
+        report = self.status.get("model")
+        efforts = report.get("reasoning_efforts") if isinstance(report, dict) else None
+        return tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS
+
+    @property
     def is_one_of_several(self) -> bool:
         """It is beside a LiteLLM that serves others, too (PROXY_REPLICAS)."""
         return bool(self.status.get("replicas"))
@@ -636,7 +643,7 @@ def find_server(place: Place, proxy: Place) -> Server:
     if check_health(place) == 401:  # LiteLLM: start-llm asks for no key there
         place = replace(place, key=proxy.key)
         check_health(place)
-    models = list_models(place)
+    models = [entry for entry in list_models(place) if isinstance(entry, dict)]
     _, status = ask(place, "/v1/status")
     return Server(place, models[0] if models else {}, status)
 
@@ -650,14 +657,13 @@ def find_target(server: Server, *, is_small: bool) -> Target:
     if not isinstance(context, int):
         raise LaunchError(f"{place.url} is no start-llm: it names no model.")
 
-    efforts = server.status.get("model", {}).get("reasoning_efforts", USUAL_EFFORTS)
     return Target(
         url=place.url,
         key=place.key or NO_KEY,
         model=str(server.entry["id"]),
         context=context,
         is_small=is_small,
-        efforts=tuple(efforts),
+        efforts=server.efforts,
     )
 
 
