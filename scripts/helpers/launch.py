@@ -1,10 +1,12 @@
 """Start a coding agent on the running server, without a change to its settings.
 
-    python3.12 install_and_run.py launch claude            also codex, pi, opencode, openclaw,
-                                                           copilot, qwen
-    python3.12 install_and_run.py launch claude -- -p "Which files are here?"
-    python3.12 install_and_run.py launch claude --print    only show command and environment
+    scripts/launch claude            also codex, pi, opencode, openclaw, copilot, qwen
+    scripts/launch claude -- -p "Which files are here?"
+    scripts/launch claude --print    only show command and environment
     python3.12 scripts/helpers/launch.py --markdown                docs/clients.md
+
+scripts/launch starts this program from any folder; in the clone `python3.12 install_and_run.py
+launch` does the same.
 
 What follows -- goes to the client. Base URL, key, model and context reach it in its environment or
 as arguments. Where it reads them from a file alone, the file is in a temporary folder that is
@@ -57,6 +59,7 @@ HOUR_TOKENS: Final = 20_000  # what an agent reads and writes in an hour of work
 REPLY_PART: Final = 8  # 1/8 of the context is a reply's
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXY_WAIT_SECONDS: Final = 300.0  # 60 were seen on a busy machine
+USUAL_EFFORTS: Final = ("low", "medium", "high")  # where the server does not list any
 
 
 class LaunchError(Exception):
@@ -80,6 +83,7 @@ class Target:
     model: str
     context: int  # tokens of prompt and reply
     is_small: bool = False  # the model wants a short system prompt
+    efforts: tuple[str, ...] = USUAL_EFFORTS  # of its thinking, the lowest first
 
     @property
     def output(self) -> int:
@@ -160,12 +164,10 @@ class Client:
 def set_up_claude(target: Target) -> Setup:
     """The variables stand in a settings file, too, which wins over the person's own.
 
-    In its lean mode Claude Code reads no other credential than ANTHROPIC_API_KEY.
+    In its lean mode Claude Code reads no ANTHROPIC_AUTH_TOKEN, and asks whether it should
+    use an ANTHROPIC_API_KEY ("No (recommended)"): it gets the key from a command.
     """
-    key_name = "ANTHROPIC_AUTH_TOKEN"
-    other_key = "ANTHROPIC_API_KEY"
-    if target.is_small:
-        key_name, other_key = other_key, key_name
+    key_name = KEY_VARIABLE if target.is_small else "ANTHROPIC_AUTH_TOKEN"
     environment = {
         "ANTHROPIC_BASE_URL": target.url,
         key_name: target.key,
@@ -175,21 +177,94 @@ def set_up_claude(target: Target) -> Setup:
         "ANTHROPIC_DEFAULT_OPUS_MODEL": target.model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output),
+        # It would count down in the system prompt and after each result.
+        "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    # why(L-185): in its automatic mode it waits for a check that is not done here.
+    settings: Json = {"env": environment, "disableAutoMode": "disable"}
     if target.is_small:
         environment["CLAUDE_CODE_SIMPLE"] = "1"
+        settings["apiKeyHelper"] = f"printenv {KEY_VARIABLE}"
 
     clouds = ("BEDROCK", "VERTEX", "FOUNDRY")
-    elsewhere = tuple(f"CLAUDE_CODE_USE_{cloud}" for cloud in clouds)
+    elsewhere = {f"CLAUDE_CODE_USE_{cloud}" for cloud in clouds}
+    elsewhere |= {"ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"} - {key_name}
     return Setup(
         environment=environment,
-        unset=(other_key, *elsewhere),
+        unset=tuple(sorted(elsewhere)),
         arguments=("--settings", "{folder}/claude.json"),
-        files={"claude.json": json.dumps({"env": environment}) + "\n"},
-        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`:\n\n'
+        files={"claude.json": json.dumps(settings) + "\n"},
+        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`, which '
+        'needs `"disableAutoMode": "disable"` in any case:\n\n'
         + fence("bash", show_environment(environment)),
     )
+
+
+# why(L-187): a model that Codex has no metadata of gets no apply_patch, and instructions that
+# describe another form of it. With a catalogue it gets these, a tenth as long.
+CODEX_INSTRUCTIONS: Final = """\
+You are Codex, a coding agent in the terminal of a user. You work in the user's folder with \
+the tools that you are given. Go on until the task is done, then stop.
+
+- Look before you change: search with `rg`, read the files that matter. Never guess what a \
+file contains.
+- Do what was asked, with the smallest change that does it, in the style of the code around \
+it. Do not mend what is not part of the task; mention it.
+- Instructions in AGENTS.md hold for its folder and everything below; those of a deeper \
+folder win, and the user's words win over all.
+- Changes in the folder that you did not make are the user's: keep them. Do not commit, \
+and do not make branches, unless you are asked to.
+- Check your work with the tests or the build that are there, the nearest first.
+- Before a longer stretch of work, say in one sentence what you do next.
+- At the end say in a few plain lines what you changed, in which files, and what is left \
+or could not be checked.
+
+Change files with apply_patch. It takes one text, a patch in this form; the lines around a \
+change are copied from the file exactly, and begin with a space:
+
+*** Begin Patch
+*** Update File: src/greet.py
+@@ def greet(name):
+     name = name.strip()
+-    print(name)
++    print(f"Hello, {name}")
+     return name
+*** Add File: docs/new.md
++The first line
+*** Delete File: old.txt
+*** End Patch
+
+Several files may be in one patch, and `*** Move to: PATH` after `*** Update File: PATH` \
+renames one. A patch that does not fit is refused and changes nothing: read the file again \
+and write the patch anew. After one that succeeded the file need not be read again.
+"""
+
+
+def make_codex_catalogue(target: Target) -> str:
+    """What Codex knows of models, as JSON: the one that is served.
+
+    Nothing that it would search for tools with: all tools are in each request.
+    """
+    levels = [{"effort": effort, "description": ""} for effort in target.efforts]
+    model = {
+        "slug": target.model,
+        "display_name": target.model,
+        "base_instructions": CODEX_INSTRUCTIONS,
+        "context_window": target.context,
+        "supported_reasoning_levels": levels,
+        "apply_patch_tool_type": "freeform",
+        "shell_type": "unified_exec",
+        "supports_search_tool": False,
+        "supports_parallel_tool_calls": True,
+        "support_verbosity": False,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "experimental_supported_tools": [],
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+    }
+    return json.dumps({"models": [model]}, indent=1)
 
 
 def set_up_codex(target: Target) -> Setup:
@@ -203,6 +278,8 @@ def set_up_codex(target: Target) -> Setup:
         "model": target.model,
         "model_provider": PROVIDER,
         "model_context_window": target.context,
+        "model_catalog_json": "{folder}/models.json",
+        "web_search": "disabled",
     }
     table = f"model_providers.{PROVIDER}"
     pairs = {
@@ -213,17 +290,21 @@ def set_up_codex(target: Target) -> Setup:
     for name, value in pairs.items():
         arguments += ["-c", f"{name}={json.dumps(value)}"]
 
-    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    by_hand = {**settings, "model_catalog_json": "models.json"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in by_hand.items()]
     lines += ["", f"[{table}]"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in provider.items()]
     environment = {KEY_VARIABLE: target.key}
     return Setup(
         environment=environment,
         arguments=tuple(arguments),
+        files={"models.json": make_codex_catalogue(target) + "\n"},
         by_hand="In `~/.codex/config.toml`, and the key in the environment:\n\n"
         + fence("toml", "\n".join(lines))
         + "\n\n"
-        + fence("bash", show_environment(environment)),
+        + fence("bash", show_environment(environment))
+        + "\n\n`~/.codex/models.json` is the file of that name in `launch codex --print`, without "
+        "the `#` before each line.",
     )
 
 
@@ -282,6 +363,8 @@ def set_up_openclaw(target: Target) -> Setup:
         "input": ["text"],
         "contextWindow": target.context,
         "maxTokens": target.output,
+        # Else it keeps the level of thinking that was chosen to itself.
+        "compat": {"supportsReasoningEffort": True},
     }
     provider = {
         "baseUrl": f"{target.url}/v1",
@@ -295,8 +378,13 @@ def set_up_openclaw(target: Target) -> Setup:
         "gateway": {"mode": "local"},
     }
     text = json.dumps(settings, indent=1)
+    # why(L-188): else a path in its system prompt is another one at each start.
+    own_state = str(Path.home() / ".openclaw")
     return Setup(
-        environment={"OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json"},
+        environment={
+            "OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json",
+            "OPENCLAW_STATE_DIR": os.environ.get("OPENCLAW_STATE_DIR") or own_state,
+        },
         files={"openclaw.json": text + "\n"},
         by_hand="In `~/.openclaw/openclaw.json`:\n\n" + fence("json", text),
     )
@@ -326,8 +414,12 @@ def set_up_qwen(target: Target) -> Setup:
         "OPENAI_API_KEY": target.key,
         "OPENAI_MODEL": target.model,
     }
-    window = {"generationConfig": {"contextWindowSize": target.context}}
-    text = json.dumps({"model": window})
+    settings = {
+        "model": {"generationConfig": {"contextWindowSize": target.context}},
+        # After each turn a sub-agent would read the whole conversation, all of it anew.
+        "memory": {"enableManagedAutoMemory": False},
+    }
+    text = json.dumps(settings)
     return Setup(
         environment={
             **environment,
@@ -337,7 +429,7 @@ def set_up_qwen(target: Target) -> Setup:
         files={"qwen.json": text + "\n"},
         by_hand="In the environment, then `qwen --auth-type openai`:\n\n"
         + fence("bash", show_environment(environment))
-        + "\n\nThe context window is a setting, in `~/.qwen/settings.json`:\n\n"
+        + "\n\nContext window and memory are settings, in `~/.qwen/settings.json`:\n\n"
         + fence("json", text),
     )
 
@@ -345,7 +437,7 @@ def set_up_qwen(target: Target) -> Setup:
 CLIENTS: Final = {
     "claude": Client(
         title="Claude Code",
-        version="2.1.328",
+        version="2.1.332",
         program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
@@ -360,19 +452,23 @@ CLIENTS: Final = {
     ),
     "codex": Client(
         title="Codex",
-        version="0.169.0",
+        version="0.171.0",
         program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
         first_prompt=FirstPrompt(8_900, 13_800),
         needs_proxy=True,
         notes="On LiteLLM's port, since it speaks nothing but the Responses API; `launch` asks the "
-        "server where that is, and waits while it starts. Ignore its "
-        "warning that it has no metadata for the model.",
+        "server where that is, and waits while it starts. It is given a catalogue of models with "
+        "the served one: context, efforts (`/model` chooses one; until then the model's own), its "
+        "tool `apply_patch`, which it has for no model that it does not know. The instructions in "
+        "it are start-llm's, a tenth of those that Codex has for such a model; "
+        "`-c model_instructions_file=PATH` after `--` puts others in their place. It has no web "
+        "search: that is a service of OpenAI's.",
     ),
     "pi": Client(
         title="PI",
-        version="0.87.1",
+        version="1.6.0",
         program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
@@ -418,7 +514,8 @@ CLIENTS: Final = {
         set_up=set_up_qwen,
         first_prompt=FirstPrompt(20_100, 25_600),
         notes="A resumed session is found in the cache although it looks at git and the folder "
-        "again.",
+        "again. Its automatic memory is off: after each turn a sub-agent with other instructions "
+        "would read the whole conversation once more; your own settings win over that.",
     ),
 }
 
@@ -507,6 +604,14 @@ class Place:
         return response.status, body if isinstance(body, dict) else {}
 
 
+def ask(place: Place, path: str) -> tuple[int, Json]:
+    """Status and body of one that has answered before. Raises LaunchError."""
+    try:
+        return place.get(path)
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"{place.url} went away: {error}") from error
+
+
 def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, Place]:
     """The server, and LiteLLM. Raises LaunchError."""
     url = options.url.rstrip("/").removesuffix("/v1")
@@ -521,16 +626,71 @@ def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, P
     return Place(url, key), Place(proxy_url, proxy_key)
 
 
-def find_target(server: Place, options: Options) -> Target:
-    """What a client is told about the server that runs. Raises LaunchError."""
-    check_health(server)
-    models = list_models(server)
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What answers: start-llm, or LiteLLM beside it, where only that can be reached."""
+
+    place: Place
+    entry: Json  # of its list of models
+    status: Json  # GET /v1/status; empty where it is not served, as on LiteLLM's port
+
+    @property
+    def is_proxy(self) -> bool:
+        """LiteLLM lists names alone."""
+        return "id" in self.entry and "context_length" not in self.entry
+
+    @property
+    def efforts(self) -> tuple[str, ...]:
+        """Of thinking, as the model's template names them, the lowest first."""
+        report = self.status.get("model")
+        efforts = report.get("reasoning_efforts") if isinstance(report, dict) else None
+        return tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """It is beside a LiteLLM that serves others, too (PROXY_REPLICAS)."""
+        return bool(self.status.get("replicas"))
+
+
+def find_server(place: Place, proxy: Place) -> Server:
+    """What answers there. `proxy` has the key for LiteLLM. Raises LaunchError."""
+    if check_health(place) == 401:  # LiteLLM: start-llm asks for no key there
+        place = replace(place, key=proxy.key)
+        check_health(place)
+    models = [entry for entry in list_models(place) if isinstance(entry, dict)]
+    _, status = ask(place, "/v1/status")
+    return Server(place, models[0] if models else {}, status)
+
+
+def find_target(server: Server, *, is_small: bool) -> Target:
+    """What a client is told about the server. Raises LaunchError."""
+    place = server.place
+    context = server.entry.get("context_length")
+    if server.is_proxy:
+        context = read_proxy_context(place)
+    if not isinstance(context, int):
+        raise LaunchError(f"{place.url} is no start-llm: it names no model.")
+
+    return Target(
+        url=place.url,
+        key=place.key or NO_KEY,
+        model=str(server.entry["id"]),
+        context=context,
+        is_small=is_small,
+        efforts=server.efforts,
+    )
+
+
+def read_proxy_context(proxy: Place) -> object:
+    """Tokens of the model's context, which LiteLLM does not list beside its name.
+
+    Raises LaunchError.
+    """
+    _, body = ask(proxy, "/model/info")
     try:
-        model = str(models[0]["id"])
-        context = int(models[0]["context_length"])
-    except (LookupError, TypeError, ValueError):
-        raise LaunchError(f"{server.url} is no start-llm: it names no model.") from None
-    return Target(server.url, server.key or NO_KEY, model, context, options.is_small)
+        return body["data"][0]["model_info"]["max_input_tokens"]
+    except (LookupError, TypeError):
+        return None
 
 
 PROXY_FAULTS: Final = {
@@ -544,7 +704,7 @@ PROXY_FAULTS: Final = {
 }
 
 
-def to_proxy(client: Client, target: Target, server: Place, proxy: Place) -> Target:
+def to_proxy(client: Client, target: Target, server: Server, proxy: Place) -> Target:
     """The same by LiteLLM beside that server, under the name that it lists first.
 
     `proxy` is where the settings of this shell have it. Raises LaunchError.
@@ -555,41 +715,29 @@ def to_proxy(client: Client, target: Target, server: Place, proxy: Place) -> Tar
     return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
 
 
-def find_proxy(client: Client, server: Place, proxy: Place) -> Place:
+def find_proxy(client: Client, server: Server, proxy: Place) -> Place:
     """LiteLLM of this server, and not of another one, once it is up. Raises LaunchError."""
-    report = read_proxy_report(server)
-    if report is None:
+    url = server.place.url
+    report = server.status.get("proxy")
+    if not isinstance(report, dict):
         say(
-            f"{server.url} does not say where its LiteLLM is; it is looked for at "
+            f"{url} does not say where its LiteLLM is; it is looked for at "
             f"{proxy.url}, as the settings here have it"
         )
         return proxy
 
     if report.get("state") == "starting":
         say("LiteLLM is still starting beside the server; this waits for it")
-        report = wait_for_proxy(server)
+        report = wait_for_proxy(server.place)
     state = report.get("state")
-    url = report.get("url")
-    if state != "up" or not url:
+    proxy_url = report.get("url")
+    if state != "up" or not proxy_url:
         reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
         raise LaunchError(
             f"{client.title} speaks an API that only LiteLLM has, and the server at "
-            f"{server.url} {reason}."
+            f"{url} {reason}."
         )
-    return replace(proxy, url=seen_from_here(str(url), server.url))
-
-
-def read_proxy_report(server: Place) -> Json | None:
-    """State and URL of LiteLLM beside the server; None if that tells nothing of it.
-
-    Raises LaunchError.
-    """
-    try:
-        _, body = server.get("/v1/status")
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"{server.url} went away: {error}") from error
-    report = body.get("proxy")
-    return report if isinstance(report, dict) else None
+    return replace(proxy, url=seen_from_here(str(proxy_url), url))
 
 
 def wait_for_proxy(server: Place) -> Json:
@@ -597,7 +745,8 @@ def wait_for_proxy(server: Place) -> Json:
     deadline = time.monotonic() + PROXY_WAIT_SECONDS
     while True:
         time.sleep(0.5)
-        report = read_proxy_report(server) or {}
+        _, status = ask(server, "/v1/status")
+        report: Json = status.get("proxy") or {}
         if report.get("state") != "starting" or time.monotonic() > deadline:
             return report
 
@@ -611,8 +760,8 @@ def seen_from_here(proxy_url: str, server_url: str) -> str:
     return url_of(host, str(proxy.port))
 
 
-def check_health(server: Place) -> None:
-    """Raise LaunchError unless the server can answer now."""
+def check_health(server: Place) -> int:
+    """The status of an answer, 200 or 401. Raises LaunchError where it cannot work now."""
     start = f"start it with: python3.12 {ROOT / 'install_and_run.py'}"
     start += " (or give --url, where it listens elsewhere)"
     try:
@@ -621,6 +770,8 @@ def check_health(server: Place) -> None:
         raise LaunchError(
             f"no server answers at {server.url} ({error}); {start}"
         ) from error
+    if status == 401:
+        return status
     state = body.get("status")
     if state == "loading":
         raise LaunchError(
@@ -635,14 +786,12 @@ def check_health(server: Place) -> None:
         raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
     if status != 200 or state != "ok":
         raise LaunchError(f"what answers at {server.url} is no start-llm; {start}")
+    return status
 
 
 def list_models(place: Place) -> list[Json]:
     """The entries of GET /v1/models. Raises LaunchError."""
-    try:
-        status, body = place.get("/v1/models")
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"{place.url} went away: {error}") from error
+    status, body = ask(place, "/v1/models")
     if status == 401:
         raise LaunchError(
             f"{place.url} does not take the key of this shell or .env; set the one that the "
@@ -862,15 +1011,18 @@ MARKDOWN_HEAD: Final = """\
 *Made by `python scripts/helpers/launch.py --markdown > docs/clients.md`; change it there.*
 
 ```bash
-python3.12 install_and_run.py launch claude                     # works in the folder you are in
-python3.12 install_and_run.py launch claude -- -p "What is new?"   # after --: for the client
-python3.12 install_and_run.py launch claude --print             # shows command and environment
+~/start-llm/scripts/launch claude                      # from any folder, where you cloned it
+~/start-llm/scripts/launch claude -- -p "What is new?"   # after --: for the client
+~/start-llm/scripts/launch claude --print              # shows command and environment
+ln -s ~/start-llm/scripts/launch ~/.local/bin/local-agent   # if you like: local-agent claude
 ```
 
 `launch` asks the running server for its model and context, and starts the client with them, its
 URL and its key, for this run alone: in the environment, as arguments, or in a temporary folder
 that is removed when the client ends. Your own settings are not touched. Server and key are
-those of `.env` and the environment, else `--url` and `--key`; `--print` shows the key as
+those of `.env` and the environment, else `--url` (of the server, or of LiteLLM on its port)
+and `--key`; where `PROXY_REPLICAS` is set, clients go through LiteLLM, which knows the server
+of each conversation. `--print` shows the key as
 `********`, with `--show-key` (or typed with `--key`) as it is. The exit status is the client's,
 and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
 request: what it will send is not known before it sends it. From then on the server has it.
@@ -891,6 +1043,31 @@ alone are the Responses API and Google's; the page, status and metrics are on `:
 """
 
 MARKDOWN_TAIL: Final = """\
+## What templates refuse
+
+Each model brings a chat template, and many refuse, or leave out in silence, what agents send. Each is
+probed when the model is loaded; where it cannot print something, that is said in other words. Tried:
+677 requests of seven agents (51 of them recorded), each effort, on the templates of 17 models.
+
+| what the client sends | whose template cannot print it | what the model reads |
+|---|---|---|
+| an effort that the template does not take | Qwen3.8 (takes low, medium, xhigh), Kimi K3 (low, high, max); gpt-oss prints any word | the nearest that it takes, of two equally near the higher; `none` is thinking off |
+| another effort, or thinking on or off, in mid-session | Qwen3.8, gpt-oss, Gemma 4 print it at the head of the prompt | the past as it was; in the newest message `[reasoning_effort is now low]` |
+| `developer` | Qwen3.5 to 3.8, Ministral, Devstral refuse it; GLM, Qwen3, MiniMax lose it | a system message |
+| a system message in the middle | Qwen3.5 to 3.8, Ministral; gpt-oss, MiniMax lose it | a reminder at the end of the message before it |
+| no message of the user | Qwen3.5 to 3.8, Llama 3, Nemotron | an empty question in front |
+| two messages of one role | Gemma 3, Mistral | one message |
+| a question after a result | Ministral | a part of the result |
+| a result after no call | gpt-oss, MiniMax, Kimi K3 refuse it; Gemma 4 loses it | a user message |
+| text after a call, then its result | the same | text in the message with the call |
+| a reply of no words | Ministral | nothing |
+| calls and results at all | Gemma 3 | the calls as JSON in the reply, results in user messages; its tools are lost, and the log says so |
+| several calls in one message | Llama 3 refuses them, gpt-oss loses all but the first | one after the other, each with its result |
+| text beside a call | Llama 3, Command R7B, MiniMax-M1 | a reply before it; with gpt-oss and Mistral it is lost where a past turn is rendered anew |
+| ids of calls | Mistral takes nine letters; Kimi K2 prints the id, and no name | ids of that form |
+| arguments as text | most | an object (`_raw` if it is no JSON) |
+| a call without its result | Ministral, Mistral | a 400: the request lacks something |
+
 ## Others, by hand
 
 **Gemini CLI** (0.61), through LiteLLM, with `{"security": {"auth": {"selectedType":
@@ -930,7 +1107,7 @@ puts files behind its growing history, so what stands there is read again.
 **Any SDK**: `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="unused")`,
 `Anthropic(base_url="http://127.0.0.1:8080", api_key="unused")`.
 
-"""
+"""  # noqa: E501 - rows of a table
 
 
 def make_markdown() -> str:
@@ -941,7 +1118,7 @@ def make_markdown() -> str:
         target = Target(f"http://127.0.0.1:{port}", NO_KEY, "local", 131_072)
         parts += [
             f"## {client.title}",
-            f"`python3.12 install_and_run.py launch {name}` (tried with {client.version}; "
+            f"`scripts/launch {name}` (tried with {client.version}; "
             f"`{client.install_command}`)",
         ]
         if client.notes:
@@ -976,7 +1153,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
         launch_arguments = launch_arguments[:index]
 
     parser = argparse.ArgumentParser(
-        prog="install_and_run.py launch",
+        prog="launch",
         description="Start a coding agent on the running server, for this run alone.",
         epilog="What follows -- goes to the client: launch claude -- -p 'Hello'",
         allow_abbrev=False,
@@ -1017,14 +1194,16 @@ def say_each(*sentences: str) -> None:
 def launch(options: Options) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
-    server, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
-    target = find_target(server, options)
+    place, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
+    server = find_server(place, proxy)
+    target = find_target(server, is_small=options.is_small)
     no_room = explain_no_room(client, target)
     if no_room and not options.is_printed and not options.arguments:
         raise LaunchError(no_room)
     program = "" if options.is_printed else find_program(client)
     is_demo = target.model == DEMO_MODEL
-    if client.needs_proxy:
+    # Of several servers a conversation is to find its own, and LiteLLM knows which.
+    if not server.is_proxy and (client.needs_proxy or server.is_one_of_several):
         target = to_proxy(client, target, server, proxy)
     say_each(f"{DEMO_SENTENCE}." if is_demo else "")
 

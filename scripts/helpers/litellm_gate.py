@@ -15,7 +15,8 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
 A request takes one of three ways:
 
     chats, completions, messages   to the server, as they came, and so do its answers. LiteLLM
-                                   would lose fields and codes of errors, and count tokens wrongly
+    and how the server is          would lose fields and codes of errors, count tokens wrongly,
+                                   and ask every model for a reply to say how it is
     responses, Google's API        LiteLLM makes a chat of them. The body is checked before
                                    (translated_bodies.py); an error is the server's own
     anything else                  to LiteLLM
@@ -92,7 +93,10 @@ STORED_FIELDS: Final = (
     "prompt",
 )
 # What the server has, and what LiteLLM makes a chat of, each after plain_path().
-SERVED_PATH: Final = re.compile("/v1/(?:chat/completions|completions|messages(?:/.*)?)")
+# why(L-186): LiteLLM's own /health has every model write something.
+SERVED_PATH: Final = re.compile(
+    "/health|/v1/(?:chat/completions|completions|messages(?:/.*)?)"
+)
 RESPONSE_PATH: Final = re.compile("/(?:v1|openai/v1)/responses")
 GOOGLE_PATH: Final = re.compile(
     r"(?:/v1beta)?/models/(.+):(?:generateContent|streamGenerateContent|countTokens)"

@@ -75,6 +75,7 @@ from vision_fixture import Seeing, picture
 
 KINDS = (DENSE, HYBRID)
 MODEL = "tiny"  # what clients call it
+LAUNCH = Path(__file__).parents[2] / "scripts" / "helpers" / "launch.py"
 SMALL = {"heads": 1, "kv_heads": 1}  # a prompt has 20,000 tokens
 LEAST_SHARE = 0.99  # cached, of what was sent or generated before
 # Of the first request of a new session, where the client worked before.
@@ -90,7 +91,7 @@ pytestmark = pytest.mark.timeout(290)
 
 RESTATES = {"openclaw-2026.2.17"}  # a new message_id with every question
 CLIENT_NAMES: dict[str, type[Client]] = {
-    "claude-code-2.1.328": ClaudeCode,
+    "claude-code-2.1.332": ClaudeCode,
     "claude-code-2.1.150": OldClaudeCode,
     "pi": Pi,
     "openclaw-2026.9.6": OpenClaw,
@@ -101,10 +102,10 @@ CLIENT_NAMES: dict[str, type[Client]] = {
 CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
 WITHOUT_THINKING = {"copilot"}  # it sends none back
 # Its sub-agents work in the background; it can also load tools when it wants them.
-IN_BACKGROUND = {"claude-code-2.1.328"}
+IN_BACKGROUND = {"claude-code-2.1.332"}
 
 # Clients, and how each reaches a server.
-BEHIND_PROXY = ("claude-code-2.1.328", "pi", "openclaw-2026.9.6", "codex")
+BEHIND_PROXY = ("claude-code-2.1.332", "pi", "openclaw-2026.9.6", "codex")
 CASES = [(name, "direct") for name in CLIENT_NAMES if name != "codex"]
 CASES += [(name, "proxy") for name in BEHIND_PROXY]
 
@@ -782,9 +783,129 @@ def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
     assert len(tap.told) == 4
 
 
+LAB_SERVER = """
+import json, sys
+
+SCHEMA = {"type": "object", "properties": {"project": {"type": "string"}}, "required": ["project"]}
+TOOL = {"name": "code_word", "description": "Says a project's word.", "inputSchema": SCHEMA}
+for line in sys.stdin:
+    message = json.loads(line)
+    params = message.get("params", {})
+    results = {
+        "initialize": {
+            "protocolVersion": params.get("protocolVersion"),
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "lab", "version": "1"},
+        },
+        "tools/list": {"tools": [TOOL]},
+        "tools/call": {"content": [{"type": "text", "text": "The word is falcon."}]},
+    }
+    if "id" in message:
+        result = results.get(message["method"], {})
+        answer = {"jsonrpc": "2.0", "id": message["id"], "result": result}
+        print(json.dumps(answer), flush=True)
+"""
+PATCH = """\
+*** Begin Patch
+*** Update File: src/app.py
+@@ def main():
+-    print("hello from app")
++    print("hello from falcon")
+*** Add File: docs/word.md
++The word is falcon.
+*** End Patch
+"""
+AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
+
+
+def launch_codex(
+    codex: Codex, url: str, words: str
+) -> subprocess.CompletedProcess[str]:
+    """Let the user say this, as `launch codex` starts it, with an MCP server called lab."""
+    lab_server = codex.room / "lab.py"
+    lab_server.write_text(LAB_SERVER, "utf-8")
+    settings = {"command": sys.executable, "args": [str(lab_server)]}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    home = codex.room / "codex-home"
+    home.mkdir()
+    (home / "config.toml").write_text("\n".join(["[mcp_servers.lab]", *lines]), "utf-8")
+
+    program = Path(codex._command(DENSE, words)[0])
+    path = f"{program.parent}:{codex._env['PATH']}"
+    free = ["exec", "--dangerously-bypass-approvals-and-sandbox", words]
+    return subprocess.run(
+        [sys.executable, str(LAUNCH), "codex", "--url", url, "--", *free],
+        env={**codex._env, "PATH": path, "CODEX_HOME": str(home)},
+        cwd=codex.folder(DENSE),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAX_WAIT_SECONDS,
+    )
+
+
+def patching_scenes(served: Served, words: str) -> dict[str, list[Any]]:
+    """Replies that call the MCP server, patch two files, and have a sub-agent count."""
+
+    def encode(thought: str, text: str = "", *calls: str) -> list[int]:
+        return encode_reply(served.scribe, reply(thought, text, *calls))
+
+    def wait_for_agent(prompt: str) -> list[int]:
+        targets = json.dumps(AGENT_ID.findall(prompt)[-1:])
+        return encode(
+            "I wait.", "", call("multi_agent_v1__wait_agent", targets=targets)
+        )
+
+    main = [
+        encode("Ask.", "", call("mcp__lab__code_word", project="lab")),
+        encode("Now the files.", "I edit.", call("apply_patch", content=PATCH)),
+        encode("Count.", "", call("multi_agent_v1__spawn_agent", message=COUNT)),
+        wait_for_agent,
+        encode("That is all.", GOODBYE),
+    ]
+    count = call(Codex.SHELL, cmd="ls | wc -l")
+    return {
+        words: main,
+        COUNT: [encode("I count.", "", count), encode("Four.", "There are 4.")],
+    }
+
+
+def test_codex_patches_files_calls_an_mcp_server_and_has_a_sub_agent(
+    servers, proxies, tmp_path, table
+):
+    """All of it goes through LiteLLM; a model that it does not know has no apply_patch."""
+    skip_if_missing("codex")
+    served = servers[DENSE]
+    forget(served)
+    codex = Codex(tmp_path, {DENSE: proxies[DENSE]}, model=MODEL)
+    words = "Write the lab's word into the greeting."
+    scenes = patching_scenes(served, words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        script = Script(patch, served.scribe, scenes)
+        tap = Wiretap(patch, served)
+        result = launch_codex(codex, proxies[DENSE], words)
+
+    assert result.returncode == 0, result.stderr
+    assert GOODBYE in result.stdout and "metadata" not in result.stderr
+    folder = codex.folder(DENSE)
+    assert (folder / "docs/word.md").read_text("utf-8") == "The word is falcon.\n"
+    assert "hello from falcon" in (folder / "src/app.py").read_text("utf-8")
+    opened = Counter(script.opening(answer.prompt) for answer in tap.told)
+    assert opened == {words: len(scenes[words]), COUNT: len(scenes[COUNT])}
+    last_prompt = served.scribe.text(tap.told[-1].prompt)
+    assert "The word is falcon." in last_prompt and "There are 4." in last_prompt
+
+    n_fewest = sum(fewest([Request(said.prompt, said.reply) for said in script.said]))
+    n_prefilled = sum(len(t.prompt) - t.usage.cached_tokens for t in tap.told)
+    table(f"codex, launched       prefilled {n_prefilled} / {n_fewest}")
+    assert n_prefilled <= MOST_WARM_RATIO * n_fewest
+
+
 # -- patience --------------------------------------------------------------------------------------
 
-PATIENT = ["claude-code-2.1.328", "pi"]
+PATIENT = ["claude-code-2.1.332", "pi"]
 HELLO = "Just say hello."
 
 
@@ -883,7 +1004,7 @@ def test_a_slow_prefill_breaks_nothing(request, tmp_path_factory, table):
 
 
 LOOKS = {
-    "claude-code-2.1.328": call("Read", file_path="pic.png"),
+    "claude-code-2.1.332": call("Read", file_path="pic.png"),
     "pi": call("read", path="pic.png"),
     "codex": call("view_image", path="pic.png"),
 }

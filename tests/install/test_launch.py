@@ -35,7 +35,8 @@ import json, os, sys
 from pathlib import Path
 
 files = {}
-for text in [*sys.argv, *os.environ.values()]:
+words = [*sys.argv, *os.environ.values()]
+for text in [part for word in words for part in word.split('"')]:
     if "start-llm-" in text and os.path.isfile(text):
         files[text] = Path(text).read_text()
 seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files}
@@ -63,18 +64,23 @@ while True:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """GET from `server.answers`, by path; 401 for /v1/... without the server's key.
+    """GET from `server.answers`, by path; 401 without the server's key.
 
+    /health alone is open, unless it is LiteLLM's: that has /model/info.
     An answer that is a list is one for each request; the last one stays.
     """
 
     def do_GET(self):
+        self.server.paths.append(self.path)
         answer = self.server.answers.get(self.path, (404, {}))
         if isinstance(answer, list):
             answer = answer.pop(0) if len(answer) > 1 else answer[0]
         status, body = answer
         sent_key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.path.startswith("/v1") and sent_key != self.server.key:
+        is_open = self.path.startswith("/health") and "/model/info" not in (
+            self.server.answers
+        )
+        if not is_open and sent_key != self.server.key:
             status = 401
             body = {"error": {"message": "no"}}
 
@@ -108,11 +114,22 @@ def with_proxy(*reports):
     return {**ANSWERS, "/v1/status": answers}
 
 
+def as_proxy(model=MODEL, context=CONTEXT):
+    """The answers of LiteLLM before a server: names of models, and what it knows of them."""
+    info = {"model_info": {"max_input_tokens": context}}
+    return {
+        "/health": (200, {"status": "ok"}),
+        "/v1/models": (200, {"data": [{"id": model}]}),
+        "/model/info": (200, {"data": [info]}),
+    }
+
+
 @contextmanager
-def answering(answers, *, key=""):
-    """The port of a server that gives these answers."""
+def answering(answers, *, key="", paths=None):
+    """The port of a server that gives these answers; `paths` are what it is asked for."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.answers = answers
+    server.paths = [] if paths is None else paths
     server.key = key
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -249,6 +266,19 @@ def test_files_that_clients_read_exist_while_they_run_and_are_private(desk):
     assert result.stdout.strip().endswith("700")
 
 
+def test_no_path_of_a_single_start_is_told_to_openclaw(desk):
+    """It would be in its system prompt, and the next session's begin with another one."""
+    desk.install("openclaw", RECORDER)
+
+    desk.launch("openclaw")
+    own_state = desk.read_record()["environment"]["OPENCLAW_STATE_DIR"]
+    desk.environ["OPENCLAW_STATE_DIR"] = "/of/the/person"
+    desk.launch("openclaw")
+
+    assert own_state == str(desk.home / ".openclaw")
+    assert desk.read_record()["environment"]["OPENCLAW_STATE_DIR"] == "/of/the/person"
+
+
 def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
     desk.install("claude", RECORDER)
 
@@ -269,24 +299,40 @@ def test_openclaw_starts_its_terminal_unless_it_is_given_arguments(desk):
 
 
 def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk):
+    """A key in the environment it would first ask about, with No as its advice."""
     desk.install("claude", RECORDER)
     desk.environ["ANTHROPIC_AUTH_TOKEN"] = "of somebody else"
+    desk.environ["ANTHROPIC_API_KEY"] = "of somebody else"
 
     desk.launch("claude")
     full_environment = desk.read_record()["environment"]
     desk.launch("claude", "--small")
-    lean_environment = desk.read_record()["environment"]
+    lean_record = desk.read_record()
+    lean_environment = lean_record["environment"]
 
-    assert (
-        "CLAUDE_CODE_SIMPLE" not in full_environment
-        and "ANTHROPIC_API_KEY" not in full_environment
-    )
+    assert "CLAUDE_CODE_SIMPLE" not in full_environment
     assert full_environment["ANTHROPIC_AUTH_TOKEN"] == KEY
-    assert (
-        lean_environment["CLAUDE_CODE_SIMPLE"] == "1"
-        and lean_environment["ANTHROPIC_API_KEY"] == KEY
-    )
-    assert "ANTHROPIC_AUTH_TOKEN" not in lean_environment
+    assert lean_environment["CLAUDE_CODE_SIMPLE"] == "1"
+    [text] = lean_record["files"].values()
+    helper = json.loads(text)["apiKeyHelper"]
+    printed_key = subprocess.run(
+        ["/bin/sh", "-c", helper], env={**lean_environment, "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert printed_key.strip() == KEY and KEY not in helper
+    assert "of somebody else" not in json.dumps([full_environment, lean_environment])
+
+
+def test_claude_code_waits_for_no_check_and_counts_no_tokens_down(desk):
+    """Its automatic mode lets no call run that a service of Anthropic's has not seen."""
+    desk.install("claude", RECORDER)
+
+    desk.launch("claude")
+
+    record = desk.read_record()
+    [text] = record["files"].values()
+    assert json.loads(text)["disableAutoMode"] == "disable"
+    assert record["environment"]["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
 
 
 @pytest.mark.parametrize("name", ["claude", "pi"])
@@ -494,6 +540,45 @@ def test_a_server_that_tells_nothing_of_its_proxy_is_named(desk, other_proxy):
     assert f"http://127.0.0.1:{other_proxy}" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["claude", "pi"])
+def test_where_there_are_replicas_every_client_goes_to_the_proxy(desk, name):
+    """A conversation is to stay on its server, and only LiteLLM knows which that is."""
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+
+    with answering(as_proxy("shown-name"), key=KEY) as proxy_port:
+        url = f"http://127.0.0.1:{proxy_port}"
+        status = {
+            "proxy": {"state": "up", "url": url},
+            "replicas": [{"url": "http://one"}, {"url": "http://two"}],
+        }
+        answers = {**ANSWERS, "/v1/status": (200, status)}
+        with answering(answers, key=KEY) as port:
+            result = desk.launch(name, "--url", f"http://127.0.0.1:{port}")
+
+    assert result.returncode == 0, result.stderr
+    assert f"shown-name at {url}" in result.stderr
+    assert f":{port}" not in json.dumps(desk.read_record())
+
+
+@pytest.mark.parametrize("name", ["claude", "codex"])
+@pytest.mark.parametrize("key", [KEY, "sk-of-the-proxy"])
+def test_the_url_of_a_proxy_is_understood(desk, name, key):
+    """As through a tunnel, where the server itself cannot be reached."""
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+    desk.environ["PROXY_API_KEY"] = "" if key == KEY else key
+    paths = []
+
+    with answering(as_proxy("shown-name"), key=key, paths=paths) as port:
+        url = f"http://127.0.0.1:{port}"
+        result = desk.launch(name, "--url", f"{url}/v1")
+
+    assert result.returncode == 0, result.stderr
+    assert f"shown-name at {url}, {CONTEXT:,} tokens" in result.stderr
+    record = desk.read_record()
+    assert url in json.dumps(record)
+    assert key in record["environment"].values()
+
+
 @pytest.mark.parametrize(
     ("proxy_url", "server_url", "url"),
     [
@@ -505,6 +590,77 @@ def test_a_server_that_tells_nothing_of_its_proxy_is_named(desk, other_proxy):
 )
 def test_the_proxy_of_another_machine_is_reached_there(proxy_url, server_url, url):
     assert launch.seen_from_here(proxy_url, server_url) == url
+
+
+# Codex -------------------------------------------------------------------------------------------
+
+
+def read_catalogue(desk):
+    """The model that Codex was told of."""
+    record = desk.read_record()
+    [(path, text)] = record["files"].items()
+    assert f"model_catalog_json={json.dumps(path)}" in record["arguments"]
+    [model] = json.loads(text)["models"]
+    return model
+
+
+def test_codex_is_told_what_its_model_can_do(desk):
+    """Else it warns that it knows nothing of it, and has no tool that edits files."""
+    desk.install("codex", RECORDER)
+
+    desk.launch("codex")
+
+    model = read_catalogue(desk)
+    assert model["slug"] == MODEL and model["context_window"] == CONTEXT
+    assert model["apply_patch_tool_type"] == "freeform"
+    assert model["supports_search_tool"] is False
+    assert "*** Begin Patch" in model["base_instructions"]
+
+
+@pytest.mark.parametrize(
+    ("report", "efforts"),
+    [
+        ({"reasoning_efforts": ["low", "medium", "xhigh"]}, ["low", "medium", "xhigh"]),
+        ({"reasoning_efforts": []}, []),
+        ({}, ["low", "medium", "high"]),
+    ],
+)
+def test_codex_offers_the_efforts_of_the_template(desk, port, report, efforts):
+    desk.install("codex", RECORDER)
+    proxy = {"state": "up", "url": f"http://127.0.0.1:{port}"}
+    status = {"model": report, "proxy": proxy}
+
+    with answering({**ANSWERS, "/v1/status": (200, status)}, key=KEY) as own_port:
+        desk.launch("codex", "--url", f"http://127.0.0.1:{own_port}")
+
+    levels = read_catalogue(desk)["supported_reasoning_levels"]
+    assert [level["effort"] for level in levels] == efforts
+
+
+# From any folder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_the_script_starts_a_client_where_no_python_is_on_path(desk, is_linked):
+    """pyenv knows python3.12 in the clone alone, by its .python-version."""
+    desk.install("pi", RECORDER)
+    script = ROOT / "scripts" / "launch"
+    if is_linked:
+        (desk.home / "agent").symlink_to(script)
+        script = desk.home / "agent"
+    for name in ("sh", "dirname", "readlink"):
+        (desk.bin / name).symlink_to(f"/bin/{name}")
+
+    result = subprocess.run(
+        [str(script), "pi", "--", "two  words"],
+        env=desk.environ, cwd=desk.home, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+
+    assert result.returncode == 0, result.stderr
+    record = desk.read_record()
+    assert record["arguments"][-1] == "two  words"
+    assert record["environment"]["PWD"] == str(desk.home)
 
 
 # More of what a client is given ------------------------------------------------------------------
@@ -859,7 +1015,7 @@ def test_docs_clients_is_what_the_table_makes():
 
 def test_readme_says_whom_launch_starts():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"install_and_run.py launch (\w+ +# or .*)\n", text)
+    (line,) = re.findall(r"scripts/launch (\w+ +# or .*)\n", text)
     assert set(re.findall(r"\w+", line)) - {"or"} == set(launch.CLIENTS)
     assert "(docs/clients.md)" in text
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -968,6 +969,22 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab, path, pi
 def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
     names = {model.id for model in lab.client._sdk.models.list()}
     assert names == {lab.model_id}
+
+
+def test_whoever_asks_the_proxy_how_it_is_runs_no_chat(lab):
+    """LiteLLM's own /health has every model of every server write something."""
+    n_before = lab.served.state.metrics.totals()["requests"]
+
+    answers = {}
+    for path in ("/health", "/model/info"):
+        url = f"http://127.0.0.1:{lab.port}{path}"
+        with urllib.request.urlopen(url, timeout=MAX_WAIT_SECONDS) as response:
+            answers[path] = json.load(response)
+
+    assert answers["/health"]["status"] == "ok"
+    info = answers["/model/info"]["data"][0]["model_info"]
+    assert info["max_input_tokens"] == 2048  # scripts/helpers/launch.py reads it
+    assert lab.served.state.metrics.totals()["requests"] == n_before
 
 
 def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):

@@ -143,6 +143,22 @@ def test_an_idle_server_shows_that_it_is_healthy_and_how_to_begin(visit):
         assert stub.url + "v1/chat/completions" in text_of(page, "#commands")
 
 
+def test_clients_are_sent_to_litellm_where_it_serves_other_servers_too(visit):
+    with serving_page() as stub:
+        stub.status["proxy"] = {"state": "up", "url": "http://127.0.0.1:4321"}
+        page = visit(stub)
+        assert "4321" not in text_of(page, "#commands")
+
+        stub.status["replicas"] = [replica("one", "up", 0), replica("two", "up", 0)]
+        refresh(page)
+
+        expect(page.locator("#commands")).to_contain_text("127.0.0.1:4321/v1")
+        commands = text_of(page, "#commands")
+        assert "ANTHROPIC_BASE_URL=http://127.0.0.1:4321 " in commands
+        # launch asks this server, and goes there by itself
+        assert f"launch claude --url {stub.url.rstrip('/')}" in commands
+
+
 def test_a_busy_server_says_in_one_sentence_what_it_does(visit):
     with serving_page(status=four_agents_body()) as stub:
         page = visit(stub)

@@ -61,6 +61,10 @@ def force_tokens(
     return force
 
 
+# The tokens of a reply, or what makes them of the prompt's text.
+type ReplySource = Sequence[int] | Callable[[str], Sequence[int]]
+
+
 class Script:
     """While it stands, prompts that hold n replies are answered with the n-th of their scene.
 
@@ -71,7 +75,7 @@ class Script:
         self,
         patch: pytest.MonkeyPatch,
         scribe: Scribe,
-        scenes: Mapping[str, Sequence[Sequence[int]]],
+        scenes: Mapping[str, Sequence[ReplySource]],
     ) -> None:
         self.said: list[ScriptedReply] = []  # in the order of first words
         self._scribe = scribe
@@ -83,7 +87,11 @@ class Script:
     def _with_script(self, request: s.EngineRequest) -> Any:
         prompt = tuple(request.key.tokens.tolist())
         opening = self.opening(prompt)
-        reply_ids = tuple(self._scenes[opening][self._n_replies(prompt)])
+        source = self._scenes[opening][self._n_replies(prompt)]
+        if callable(source):
+            text_ids = [token for token in prompt if token >= 0]
+            source = source(self._scribe.text(text_ids))
+        reply_ids = tuple(source)
         record = ScriptedReply(prompt, reply_ids)
         self.said.append(record)
 

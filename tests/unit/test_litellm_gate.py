@@ -334,6 +334,7 @@ def test_the_path_of_a_large_request_line_is_read_at_once():
         ("POST /v1/v1/messages", "/v1/messages"),
         ("POST /v1/messages/count_tokens", "/v1/messages/count_tokens"),
         ("GET /v1/messages", "/v1/messages"),
+        ("GET /health", "/health"),
     ],
 )
 def test_what_the_server_has_goes_to_it_and_never_to_litellm(line, path):

@@ -41,16 +41,16 @@ for name in "${@:-node24 claude-code pi openclaw codex}"; do for part in $name; 
       fi
       mkdir -p "$home/node24/bin"
       ln -sfn "$node" "$home/node24/bin/node" ;;
-    claude-code) into "$part" @anthropic-ai/claude-code@2.1.328 ;;
+    claude-code) into "$part" @anthropic-ai/claude-code@2.1.332 ;;
     claude-code-*) into "$part" "@anthropic-ai/claude-code@${part#claude-code-}" ;;
-    pi) into "$part" @earendil-works/pi-coding-agent@0.87.1 ;;
+    pi) into "$part" @earendil-works/pi-coding-agent@1.6.0 ;;
     openclaw) into "$part" openclaw@2026.9.6 ;;
     openclaw-2026.2.17) # two of its dependencies are no longer to be had
       mkdir -p "$home/stub" && echo '{"name":"libsignal","version":"1.0.0"}' > "$home/stub/package.json"
       overrides='{"libsignal":"file:../stub","linkedom":"0.18.12"}'
       manifest="{\"private\":true,\"overrides\":$overrides}" into "$part" openclaw@2026.2.17 ;;
     codex)
-      into "$part" @openai/codex@0.169.0 "@openai/codex-$platform@npm:@openai/codex@0.169.0-$platform" ;;
+      into "$part" @openai/codex@0.171.0 "@openai/codex-$platform@npm:@openai/codex@0.171.0-$platform" ;;
     copilot) into "$part" @github/copilot@1.0.102 ;;
     opencode) into "$part" opencode-ai@1.18.33 "opencode-$platform@1.18.33" ;;
     qwen-code) into "$part" @qwen-code/qwen-code@0.24.4 ;;
