@@ -6,6 +6,7 @@ yet the sizes of all arrays are known then. So there are no rules for families h
 recurrent layers, layers that share KV, latent attention, and defaults that a config.json leaves out
 are counted as the class has them. start-llm.py measures the same on the model that it has loaded
 (measure_kv), and tests hold one to the other. why(L-180): the fields of config.json do not say it.
+(What a class keeps beside them, as the index of Qwen3.8-Flash-Next, is not counted by token.)
 """
 
 from __future__ import annotations
