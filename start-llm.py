@@ -6421,8 +6421,8 @@ class TemplateTraits:
     image_placeholder: str  # "" if it prints none
     thinking_kwargs: Mapping[bool, JsonObject]  # template kwargs: thinking on, off
     effort_kwargs: Mapping[str, JsonObject]  # of each effort it takes, lowest first
-    # What it prints above all messages for these kwargs, by a name; "" if that is the
-    # same for all. Kwargs by which it prints the same have the same name.
+    # By the template kwargs for effort and thinking: which mode that is, where what it
+    # prints above the messages depends on them; {} if it does not.
     head_modes: Mapping[str, str]
     preserve_kwargs: JsonObject  # so that it prints the thinking of past turns
     # Of a message with calls it prints `content` or `thinking`, but not both (gpt-oss).
@@ -6470,9 +6470,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         image_placeholder=_probe_image_placeholder(renderer, part_separator),
         thinking_kwargs=thinking_kwargs,
         effort_kwargs=effort_kwargs,
-        head_modes=_probe_head_modes(
-            renderer, thinking_kwargs, effort_kwargs, has_system=has_system
-        ),
+        head_modes=_probe_head_modes(renderer, thinking_kwargs, effort_kwargs),
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=start_ids,
@@ -6517,9 +6515,10 @@ def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
         GLM-5.3       L    Max     H     Max    Max  Max        low, high, max
         gpt-oss       low  medium  high  xhigh  max  zqfirst    low, medium, high
 
-    Of words that print the same the one is taken that it prints, or else the highest;
-    of those that it takes for its default, without printing one, medium.
-    One that prints any word is for models that know those of OpenAI's API (L-190).
+    Of words that print the same the last one counts that stands in what is printed
+    ("Max"). If none does, it is medium for what `zqfirst` prints, too, which is the
+    default, and else the highest. A template that prints any word is for models that
+    know those of OpenAI's API (L-190).
     """
     for name in _EFFORT_SWITCHES:
         efforts = _probe_efforts(renderer, name)
@@ -6621,7 +6620,8 @@ def _probe_thinking_kwargs(
     if not effort_kwargs:
         return {True: {}, False: {}}
 
-    lowest, *_, highest = [*effort_kwargs.values(), *effort_kwargs.values()]
+    efforts = [*effort_kwargs.values()]
+    lowest, highest = efforts[0], efforts[-1]
     [name] = lowest
     none_text = renderer.try_render("user", kwargs={name: "none"})
     unknown_text = renderer.try_render("user", kwargs={name: _CANNED_FIRST})
@@ -6636,20 +6636,20 @@ def _probe_head_modes(
     renderer: Renderer,
     thinking_kwargs: Mapping[bool, JsonObject],
     effort_kwargs: Mapping[str, JsonObject],
-    *,
-    has_system: bool,
 ) -> Mapping[str, str]:
-    """TemplateTraits.head_modes: by kwargs, as kwargs_key() writes them.
+    """Which mode each choice of effort and thinking is, by kwargs_key() of its kwargs.
 
-    Qwen3.8   low: "low", medium: "medium", xhigh or none: "xhigh", off: "medium"
-    Gemma 4   on: "on", off: "off"
+    A mode is what is printed above the messages. Choices that print the same are one:
+
+        Qwen3.8   low: "low", medium or off: "medium", xhigh or nothing sent: "xhigh"
+        Gemma 4   on: "on", off: "off"
     """
     modes = [(name, thinking_kwargs[True] | kw) for name, kw in effort_kwargs.items()]
     modes += [("on", thinking_kwargs[True]), ("off", thinking_kwargs[False])]
     names: dict[str, str] = {}  # by what is printed
     head_modes = {}
     for name, kwargs in modes:
-        head = render_sample(renderer, kwargs, has_system=has_system).head
+        head = render_sample(renderer, kwargs).head
         head_modes[kwargs_key(kwargs)] = names.setdefault(head, name)
     return head_modes if len(names) > 1 else {}
 
@@ -6792,24 +6792,23 @@ class Sample(NamedTuple):
     Without generation prompts: kwargs that change nothing else give the same sample.
     """
 
-    head: str  # up to the words of the first user message
-    rest: str
+    head: str  # of each up to the words of the first user message
+    rest: str  # what follows
 
 
-def render_sample(
-    renderer: Renderer, kwargs: JsonObject, *, has_system: bool
-) -> Sample:
-    """A sample of two conversations, one without tools and one with a tool."""
+def render_sample(renderer: Renderer, kwargs: JsonObject) -> Sample:
+    """A sample of conversations with and without system message, tools and calls."""
     kwargs = {**kwargs, "add_generation_prompt": False}
-    system = "system " if has_system else ""
-    plain = renderer.try_render(f"{system}user reply user", kwargs=kwargs)
-    with_tool = renderer.try_render(
-        f"{system}user call tool reply user", tools=[_CANNED_TOOL], kwargs=kwargs
-    )
-    user_words = canned_words(int(has_system))
     heads = []
     rests = []
-    for text in (plain, with_tool):
+    for kinds, tools in (
+        ("system user reply user", ()),
+        ("user reply user", ()),
+        ("system user call tool reply user", [_CANNED_TOOL]),
+        ("user call tool reply user", [_CANNED_TOOL]),
+    ):
+        text = renderer.try_render(kinds, tools=tools, kwargs=kwargs)
+        user_words = canned_words(kinds.split().index("user"))
         head, words, rest = text.partition(user_words)
         heads.append(head)
         rests.append(words + rest)
@@ -6954,6 +6953,9 @@ def _fold_messages(
         does not take
         a text beside calls          a reply before it
         a second call                a reply after the first one's result
+
+    In this order: _fill_in() leaves out and puts in front, _split_replies() makes
+    several of one reply, _make_printable() changes one message.
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
@@ -6977,33 +6979,50 @@ def _fold_messages(
 
 
 def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
-    """The messages without replies of no words, or with an empty question in front."""
-    needs_user = traits.needs_user
+    """The messages without replies of no words, or with an empty question in front.
+
+    It is all there is if nothing else is left.
+    """
+    is_head = True  # only system messages so far
+    is_empty = True  # not even these
     for message in messages:
         role = message["role"]
-        is_empty = not message["content"] and "tool_calls" not in message
-        if role == "assistant" and is_empty and not traits.has_empty_replies:
+        has_words = bool(message["content"]) or "tool_calls" in message
+        if role == "assistant" and not has_words and not traits.has_empty_replies:
             continue
-        if needs_user and role not in ("system", "user"):
+        if is_head and traits.needs_user and role not in ("system", "user"):
             yield _EMPTY_QUESTION
-        needs_user = needs_user and role == "system"
+        is_head = is_head and role == "system"
+        is_empty = False
         yield message
-    if needs_user and traits.has_system:
+    needs_user = traits.needs_user and traits.has_system
+    if is_empty or (is_head and needs_user):
         yield _EMPTY_QUESTION
 
 
 def _split_replies(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages; a reply with calls as the replies that are printed whole."""
+    """The messages; a reply with calls as the replies that are printed whole.
+
+        reply "I look", calls 1 and 2 | result 1 | result 2
+        ->  reply "I look" | call 1 | result 1 | call 2 | result 2
+
+    Results stand in the order of their calls (OPENAI API).
+    """
     call_ids: dict[str, str] = {}  # as written, by those that were sent
+    n_calls = 0
     held_calls: list[Message] = []  # each follows the result of the one before
     for message in messages:
         if message["role"] != "tool":
             yield from held_calls
             held_calls = []
-        renamed = _name_calls(message, call_ids, form=traits.call_id_form)
+        renamed = message
+        if traits.call_id_form:
+            form = traits.call_id_form
+            renamed = _name_calls(message, call_ids, form=form, n_calls=n_calls)
         if "tool_calls" in renamed:
+            n_calls += len(renamed["tool_calls"])
             *texts, renamed = _split_text(renamed, traits)
             renamed, *held_calls = _split_calls(renamed, traits)
             yield from texts
@@ -7032,26 +7051,27 @@ def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
     return [{**message, "tool_calls": [first]}, *more]
 
 
-def _name_calls(message: Message, call_ids: dict[str, str], *, form: str) -> Message:
+def _name_calls(
+    message: Message, call_ids: dict[str, str], *, form: str, n_calls: int
+) -> Message:
     """The message with ids of this form in its calls, or in the result that it is.
 
     `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
+    `n_calls`: how many these are.
     """
-    if not form:
-        return message
     fits = CALL_ID_FORMS[form].fullmatch
     calls = []
-    for call in message.get("tool_calls", ()):
+    for number, call in enumerate(message.get("tool_calls", ()), n_calls):
         call_id = call.get("id", "")
         if not fits(call_id):
             name = call["function"]["name"]
-            call_ids[call_id] = form.format(name=name, number=len(call_ids))
+            call_ids[call_id] = form.format(name=name, number=number)
         calls.append({**call, "id": call_ids.get(call_id, call_id)})
     if calls:
         return {**message, "tool_calls": calls}
     call_id = message.get("tool_call_id", "")
     if message["role"] == "tool" and not fits(call_id):
-        new_id = form.format(name="unknown", number=len(call_ids))
+        new_id = form.format(name="unknown", number=n_calls)
         return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
     return message
 
@@ -7088,6 +7108,7 @@ def _make_printable(
             text = "\n\n".join(filter(None, [content, *calls]))
             return {"role": "assistant", "content": text}, False
         case "assistant" if has_call and "tool_calls" not in message:
+            # Codex: a call, a text, the result of the call.
             is_between = last_role == "assistant" and not traits.has_lone_results
             return message, is_between
     return message, False
@@ -7410,9 +7431,10 @@ class ChatTemplate:
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
 
-        That is the template, the tools, and template kwargs; but not a kwarg that only
-        changes the generation prompt, nor what pin_head_mode() states: users change the
-        effort in mid-session.
+        That is the template, the tools, and template kwargs; but users change effort
+        and thinking in mid-session. So it has the head without these two, whose mode is
+        a pinned value (pin_head_mode()), and the rest with them: what they change in
+        the generation prompt alone is in neither.
         """
         head = self._render_sample(self._other_kwargs(request)).head
         rest = self._render_sample(self.template_kwargs(request)).rest
@@ -7425,8 +7447,10 @@ class ChatTemplate:
         """The messages, with what the template prints above them as a pinned value.
 
         why(L-190): some templates state the effort, or that the model may think, in the
-        first line of a prompt. A change in mid-session would make all of it new. The
-        value belongs to the first message that is not the system's.
+        first line of a prompt. A change in mid-session would make all of it new. So the
+        past is replayed, and LEDGER has the newest message say `[reasoning_effort is
+        now low]`. It is private, as the head of another session is rendered as that
+        session asks. The value belongs to the first message that is not the system's.
         """
         mode = self.traits.head_modes.get(kwargs_key(self._mode_kwargs(request)))
         roles = [message.role in SYSTEM_ROLES for message in messages]
@@ -7479,9 +7503,7 @@ class ChatTemplate:
     def _render_sample(self, kwargs: JsonObject) -> Sample:
         return self._samples.get_or_make(
             kwargs_key(kwargs),
-            lambda: render_sample(
-                self._renderer, kwargs, has_system=self.traits.has_system
-            ),
+            lambda: render_sample(self._renderer, kwargs),
             tenant=self.tenant,
         )
 

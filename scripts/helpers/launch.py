@@ -1191,6 +1191,17 @@ def say_each(*sentences: str) -> None:
         say(sentence)
 
 
+def print_setup(
+    client: Client, target: Target, arguments: Sequence[str], *, shows_key: bool
+) -> None:
+    """Show what a client would be given, the key masked unless it is to be seen."""
+    is_masked = not shows_key and target.key != NO_KEY
+    shown = replace(target, key=MASK) if is_masked else target
+    print(show_setup(client, client.set_up(shown), arguments))
+    if is_masked:
+        say("the key is masked; --show-key shows it")
+
+
 def launch(options: Options) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
@@ -1209,11 +1220,7 @@ def launch(options: Options) -> int:
 
     arguments = options.arguments or client.start_arguments
     if options.is_printed:
-        is_masked = not options.shows_key and target.key != NO_KEY
-        shown = replace(target, key=MASK) if is_masked else target
-        print(show_setup(client, client.set_up(shown), arguments))
-        if is_masked:
-            say("the key is masked; --show-key shows it")
+        print_setup(client, target, arguments, shows_key=options.shows_key)
         say_each(no_room)
         return 0
 

@@ -158,7 +158,7 @@ def test_ids_of_calls_are_written_as_a_template_takes_them() -> None:
     source += "{{ raise_exception('nine!') }}{% endif %}{% endfor %}{% endfor %}"
     own = {**PARALLEL[1], "tool_calls": [{**call(1), "id": "aB3dE5fG7"}, call(2)]}
     text = rendered(source + printed, [PARALLEL[0], own, *PARALLEL[2:]])
-    assert re.findall(r"\[(\w+) ", text) == ["aB3dE5fG7", "000000000"]
+    assert re.findall(r"\[(\w+) ", text) == ["aB3dE5fG7", "000000001"]
 
 
 def test_the_name_of_a_tool_is_not_lost_where_only_ids_are_printed() -> None:
