@@ -5170,7 +5170,8 @@ def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
 # Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
 # since SQLite synced its journal last. A row whose checksum is wrong is left out. A
 # file that SQLite cannot read, be it one page of it, is deleted, and begun anew. What
-# cannot be saved now, as on a full disk, is tried again until too much waits.
+# cannot be saved now, as on a full disk, is tried again; where too much waits, the file
+# is begun anew. Where everything is forgotten, it is deleted: that needs no room.
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -5191,7 +5192,7 @@ CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT RO
 """
 _DIGEST_BYTES: Final = 32  # of SHA-256
 _RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
-_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is given up
+_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is begun anew
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 type _Order = Callable[[sqlite3.Connection], None]  # it reads or changes the file
@@ -5219,13 +5220,16 @@ class RecordFile:
         self._path: Path | None = None
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._pending: list[_Order] = []  # taken out of the queue, not saved yet
-        self._failure = ""  # why nothing is saved now
+        self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        self._must_be_erased = False  # what is in the file is to be forgotten
+        self._retry = threading.Event()  # set: the next try is now
+        self.failure = ""  # why nothing is saved now
         self._n_changes = 0  # since unused parts were deleted
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
         """Read and write this file from now on; drop what was not used for so long.
 
-        `ttl_seconds`: 0 for ever. Without a usable file nothing is saved.
+        `ttl_seconds`: 0 for ever. A file that cannot be used now is tried again.
         """
         try:
             try:
@@ -5237,26 +5241,22 @@ class RecordFile:
                 _delete_database(path)
                 self._prepare(path, ttl_seconds)
         except (sqlite3.Error, OSError) as fault:
-            logger.warning("records: nothing is saved: %s", fault)
-            return
+            self._note_failure(path, fault)
         self._path = path
-        threading.Thread(target=self._run, name="records", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(path,), name="records", daemon=True
+        ).start()
 
     def _prepare(self, path: Path, ttl_seconds: float) -> None:
         """Make the tables, or check them.
 
         Raises sqlite3.Error, with a code of _DAMAGED if the file is of no use; OSError.
         """
-        path.touch(mode=0o600)
         with closing(_connect(path)) as database:
-            (file_format,) = database.execute("PRAGMA user_version").fetchone()
-            if file_format not in (0, _RECORD_FORMAT):
-                raise _UnusableFile(f"its format is {file_format}")
+            _make_tables(database)
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":  # else one page would cost all records, at each start
                 raise _UnusableFile(verdict)
-            database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
-            database.executescript(_SCHEMA)
             if ttl_seconds:
                 oldest = time.time() - ttl_seconds
                 database.execute("DELETE FROM records WHERE used_at < ?", (oldest,))
@@ -5273,8 +5273,11 @@ class RecordFile:
             self._orders.put(order)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was ordered is in the file; whether it was in time."""
-        if self._path is None or self._failure:
+        """Wait until what was ordered is in the file; whether it is.
+
+        While nothing can be saved, nobody waits.
+        """
+        if self._path is None:
             return True
         is_done = threading.Event()
 
@@ -5282,16 +5285,40 @@ class RecordFile:
             database.commit()
             is_done.set()
 
-        self._orders.put(commit)
-        return is_done.wait(timeout)
+        if not self.failure:
+            self._orders.put(commit)
+        deadline = time.monotonic() + timeout
+        while not is_done.wait(_SAVE_DELAY_SECONDS):
+            if self.failure or time.monotonic() > deadline:
+                return False
+        return True
+
+    def erase(self, timeout: float) -> None:
+        """Delete the file, and all that was ordered before.
+
+        Raises OSError: it is still there. Then nothing is saved until it can be
+        deleted, which is tried again and again.
+        """
+        if self._path is None:
+            return
+        erasure: Future[None] = Future()
+        self._erasures.put(erasure)
+        self._orders.put(lambda _database: None)  # wakes the thread if it rests
+        self._retry.set()
+        erasure.result(timeout)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
-        rows: list[tuple[str]] = []
-        query = "SELECT DISTINCT tenant FROM records"
-        self.order(lambda database: rows.extend(database.execute(query)))
+        if self._path is None:
+            return []
         self.flush(_LOAD_SECONDS)
-        return [tenant for (tenant,) in rows]
+        try:
+            with closing(_connect(self._path)) as database:
+                rows = database.execute("SELECT DISTINCT tenant FROM records")
+                return [tenant for (tenant,) in rows]
+        except (sqlite3.Error, OSError) as fault:
+            logger.warning("records: they cannot be read: %s", fault)
+            return []
 
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
         """See TenantRecords. Nothing, if there is no file or it cannot be read."""
@@ -5301,48 +5328,88 @@ class RecordFile:
             self.flush(_LOAD_SECONDS)
             with closing(_connect(self._path)) as database:
                 return list(_read_records(database, tenant, kind))
-        except (sqlite3.Error, TypeError, ValueError) as fault:
+        except (sqlite3.Error, OSError, TypeError, ValueError) as fault:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
-    def _run(self) -> None:
-        while self._path is not None:
+    def _run(self, path: Path) -> NoReturn:
+        while True:
             try:
-                self._save(self._path)
+                self._erase(path)
+                self._save(path)
             except (sqlite3.Error, OSError) as fault:
-                self._note_failure(self._path, fault)
-                time.sleep(_RETRY_SECONDS)
+                self._note_failure(path, fault)
+                self._retry.wait(_RETRY_SECONDS)
+            self._retry.clear()
 
-    def _save(self, path: Path) -> NoReturn:
-        """Save what is ordered, for ever. Raises sqlite3.Error, OSError."""
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        asked: list[Future[None]] = []
+        while not self._erasures.empty():  # no other thread takes any
+            asked.append(self._erasures.get())
+        if asked:
+            self._must_be_erased = True
+            self._drop_orders()
+        if not self._must_be_erased:
+            return
+        try:
+            _delete_database(path)
+        except OSError as fault:
+            for erasure in asked:
+                erasure.set_exception(fault)
+            raise
+        self._must_be_erased = False
+        for erasure in asked:
+            erasure.set_result(None)
+
+    def _drop_orders(self) -> None:
+        self._pending = []
+        while not self._orders.empty():
+            self._orders.get()
+
+    def _save(self, path: Path) -> None:
+        """Save what is ordered, until the file has to go.
+
+        Raises sqlite3.Error, OSError: also if somebody has deleted the file.
+        """
         with closing(_connect(path)) as database:
-            while True:
+            _make_tables(database)
+            while self._erasures.empty():
+                if not self._pending:
+                    self._note_success()
+                    self._pending.append(self._orders.get())
+                    time.sleep(_SAVE_DELAY_SECONDS)
+                path.stat()  # else SQLite would write into what nobody finds again
                 self._save_next(database)
 
     def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
-        """Say it once; give the file up if it is damaged, or if too much waits for it.
+        """Say it once; begin anew if it is damaged, or if too much waits for it.
 
         Then it is deleted: what should be forgotten would still be in it.
         """
+        reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
         n_waiting = len(self._pending) + self._orders.qsize()
         if is_damaged or n_waiting > _MAX_WAITING_ORDERS:
-            logger.warning("records: nothing is saved any more: %s", fault)
-            self._path = None
-            with suppress(OSError):
-                _delete_database(path)
-        elif not self._failure:
-            logger.warning("records: nothing is saved for now: %s", fault)
-        self._failure = str(fault)
+            logger.warning("records: %s is begun anew: %s", path, reason)
+            self._must_be_erased = True
+            self._drop_orders()
+        elif not self.failure:
+            logger.warning(
+                "records: nothing is saved for now in %s, and a restart would forget"
+                " conversations: %s",
+                path,
+                reason,
+            )
+        self.failure = reason
+
+    def _note_success(self) -> None:
+        if self.failure:
+            logger.info("records: everything is saved again")
+            self.failure = ""
 
     def _save_next(self, database: sqlite3.Connection) -> None:
-        """Wait for an order, and carry out all that come within 50 ms.
-
-        What could not be saved before is carried out again, first.
-        """
-        if not self._pending:
-            self._pending.append(self._orders.get())
-            time.sleep(_SAVE_DELAY_SECONDS)
+        """Carry out what could not be saved before, and then all that has come."""
         while not self._orders.empty():  # no other thread takes any
             self._pending.append(self._orders.get())
         for order in self._pending:
@@ -5358,9 +5425,6 @@ class RecordFile:
             _delete_unused_parts(database)
         database.commit()
         self._pending = []
-        if self._failure:
-            logger.info("records: everything is saved again")
-            self._failure = ""
 
 
 def _delete_database(path: Path) -> None:
@@ -5370,11 +5434,28 @@ def _delete_database(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database. What is deleted is overwritten. Raises sqlite3.Error."""
+    """Open the database. What is deleted is overwritten.
+
+    Raises sqlite3.Error, OSError.
+    """
+    if not path.exists(follow_symlinks=False):
+        path.touch(mode=0o600)
+    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for
+        raise _UnusableFile("it is no file")
     database = sqlite3.connect(path, timeout=10.0)
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
         database.execute(f"PRAGMA {pragma}")
     return database
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables, if there are none. Raises sqlite3.Error: it is no file of ours."""
+    (file_format,) = database.execute("PRAGMA user_version").fetchone()
+    if file_format not in (0, _RECORD_FORMAT):
+        raise _UnusableFile(f"its format is {file_format}")
+    if not file_format:
+        database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
+    database.executescript(_SCHEMA)
 
 
 def _delete_unused_parts(database: sqlite3.Connection) -> None:
