@@ -12109,7 +12109,8 @@ class CacheLease:
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
-# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache
+# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache,
+#          delete_other_folders
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE, PREFIX CACHE
 # Thread   model, mlx; SegmentWriter: a thread of its own
 
@@ -12221,7 +12222,7 @@ def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
 
 def _read_header(path: Path) -> _SegmentHeader:
     """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
-    with path.open("rb") as file:
+    with _open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise DiskError("its header is too long")
@@ -12247,7 +12248,7 @@ def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any
     """The bytes of arrays, with right checksums. Raises DiskError, OSError."""
     header = _read_header(path)
     arrays: dict[str, npt.NDArray[Any]] = {}
-    with path.open("rb") as file:
+    with _open_file(path) as file:
         file.seek(header.nbytes)
         for name, info in header.segment.arrays.items():
             if name not in names:
@@ -12408,6 +12409,34 @@ class _NewFile:
             self._new_path.unlink()
 
 
+def _open_file(path: Path) -> io.BufferedReader:
+    """A file to be read. Raises DiskError: it is no file, such as a pipe; OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK  # why(L-192): a pipe would be waited for
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise DiskError("it is no file")
+    return os.fdopen(os.open(path, flags), "rb")
+
+
+def _take_lock(folder: Path) -> io.BufferedReader:
+    """Have a folder for this server alone, until what is returned is closed.
+
+    Raises BlockingIOError: another server has it; OSError.
+    """
+    path = folder / "lock"
+    if not path.is_symlink() and not path.exists():
+        _open_private(path).close()
+    elif not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
+        path.unlink()
+        _open_private(path).close()
+    lock_file = _open_file(path)
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock_file.close()
+        raise
+    return lock_file
+
+
 def _open_private(path: Path) -> BinaryIO:
     """A new file that nobody else can read. Raises OSError."""
     path.unlink(missing_ok=True)
@@ -12490,7 +12519,9 @@ class DiskReport(TypedDict):
     max_bytes: int
     written_today_bytes: int
     max_bytes_per_day: int
-    off: NotRequired[str]  # why nothing is written any more
+    off: NotRequired[str]  # why nothing is written now
+    undeleted: NotRequired[str]  # which files should be gone, and why they are not
+    records_off: NotRequired[str]  # why no records are saved now, nor removed
 
 
 class DiskCache:
@@ -12518,11 +12549,11 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
+        self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-            self._lock_file = (folder / "lock").open("a")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = _take_lock(folder)
             os.utime(folder / "lock")  # see _drop_other_folders
             self._scan()
             self.image_secret = self._read_secret()
@@ -12563,8 +12594,8 @@ class DiskCache:
     def _read_secret(self) -> bytes:
         """What is in the names of images: always the same. Raises OSError."""
         path = self.folder / "secret"
-        with suppress(FileNotFoundError):
-            secret = path.read_bytes()
+        with suppress(FileNotFoundError, DiskError), _open_file(path) as old_file:
+            secret = old_file.read()
             if len(secret) == 16:
                 return secret
         secret = os.urandom(16)
@@ -12574,8 +12605,11 @@ class DiskCache:
 
     def _read_written(self) -> tuple[int, int]:
         """The day that was written on last, and how many bytes."""
-        with suppress(OSError, ValueError):
-            day, n_bytes = (self.folder / "written").read_text().split()
+        with (
+            suppress(OSError, ValueError, DiskError),
+            _open_file(self.folder / "written") as file,
+        ):
+            day, n_bytes = file.read().split()
             return int(day), int(n_bytes)
         return 0, 0
 
@@ -12591,9 +12625,8 @@ class DiskCache:
     def _count_written(self, segment: Segment) -> None:
         self._written_bytes = self.written_today_bytes + segment.nbytes
         self._written_day = self._today()
-        with suppress(OSError):
-            text = f"{self._written_day} {self._written_bytes}\n"
-            (self.folder / "written").write_text(text)
+        with suppress(OSError), _open_private(self.folder / "written") as file:
+            file.write(f"{self._written_day} {self._written_bytes}\n".encode())
 
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
@@ -12606,8 +12639,28 @@ class DiskCache:
 
     def _delete_file(self, path: Path, reason: object) -> None:
         logger.warning("disk cache: %s is deleted: %s", path.name, reason)
-        with suppress(OSError):
-            path.unlink()
+        self._unlink(path)
+
+    def _unlink(self, path: Path) -> None:
+        """Delete a file, or try it again later: the next start would find it."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as fault:
+            self._undeleted[path] = fault.strerror or str(fault)
+        else:
+            self._undeleted.pop(path, None)
+
+    @property
+    def undeleted(self) -> str:
+        """How many files could not be deleted, and why; "" if all are gone."""
+        for reason in self._undeleted.values():
+            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
+        return ""
+
+    def retry_deletions(self) -> None:
+        """Delete what could not be deleted before."""
+        for path in list(self._undeleted):
+            self._unlink(path)
 
     # -- the index ---------------------------------------------------------------------
 
@@ -12618,6 +12671,7 @@ class DiskCache:
         if segment.start and not has_parent:
             self._delete_file(self._path_of(segment), "what comes before it is gone")
             return
+        self._undeleted.pop(self._path_of(segment), None)  # it is another one by now
         self.nbytes += segment.nbytes
         self._segments[segment.name] = segment
         self._used_at.setdefault(segment.name, self._clock())
@@ -12668,16 +12722,24 @@ class DiskCache:
             self._by_landmark[landmark].remove(segment)
             if not self._by_landmark[landmark]:
                 del self._by_landmark[landmark]
-        with suppress(OSError):
-            self._path_of(segment).unlink()
+        self._unlink(self._path_of(segment))
 
-    def remove_session(self, tenant: str, session: str | None) -> None:
-        """Delete what is of a session, or of a tenant (None), and what continues it."""
+    def remove_session(self, tenant: str, session: str | None) -> int:
+        """Delete what is of a session, or of a tenant (None), and what continues it.
+
+        Returns how many files that were. Where everything has to go, files that could
+        not be read go, too.
+        """
+        n_before = len(self._segments)
         self._remove_all(
             segment
             for segment in self._segments.values()
             if is_seen_by(tenant, segment.tenant) and session in (None, segment.session)
         )
+        if not tenant and session is None:
+            for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
+                self._unlink(path)
+        return n_before - len(self._segments)
 
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete what was not used for so long. What continues it was not, either."""
@@ -12836,6 +12898,8 @@ class DiskCache:
         }
         if self.writer.failure:
             report["off"] = self.writer.failure
+        if self.undeleted:
+            report["undeleted"] = self.undeleted
         return report
 
 
@@ -13033,12 +13097,12 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
 
     `identity` stands for all that makes KV of the same tokens another one, but tenants.
     """
-    root = Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+    root = _find_root(config)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         max_bytes = _find_disk_limit(config, root)
         folder = root / identity
-        _drop_other_folders(folder, max_bytes // 2)
+        max_bytes -= _drop_other_folders(folder, max_bytes // 2)
         max_daily_bytes = config.cache_disk_max_bytes_per_day
         disk = DiskCache(
             folder,
@@ -13071,28 +13135,77 @@ def _find_disk_limit(config: Config, root: Path) -> int:
 
 
 def _count_files(folder: Path) -> int:
+    """Bytes of all files in a folder, and in its folders."""
     n_bytes = 0
-    for path in folder.rglob("*" + _SEGMENT_SUFFIX):
-        with suppress(FileNotFoundError):  # the server of another model has deleted it
-            n_bytes += path.stat().st_size
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # the server of another model has deleted it
+            status = path.lstat()
+            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
     return n_bytes
 
 
-def _drop_other_folders(folder: Path, max_bytes: int) -> None:
+def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
+    """The folders of other models, that which was used last first."""
+    used_at: dict[Path, float] = {}
+    for lock in root.glob("*/lock"):
+        with suppress(OSError):
+            used_at[lock.parent] = lock.lstat().st_mtime
+    used_at.pop(own, 0.0)  # type: ignore[arg-type]
+    return sorted(used_at, key=lambda folder: -used_at[folder])
+
+
+def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     """Delete the folders of other models, the least recently used first, to a limit.
 
-    Raises OSError.
+    Returns the bytes of those that stay.
     """
-    locks = [lock for lock in folder.parent.glob("*/lock") if lock.parent != folder]
-    locks.sort(key=lambda lock: lock.stat().st_mtime, reverse=True)
     n_bytes = 0
-    for lock in locks:
-        n_bytes += _count_files(lock.parent)
-        if n_bytes <= max_bytes:
-            continue
-        with lock.open("a") as file, suppress(BlockingIOError):  # it is used
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for other in _find_other_folders(folder.parent, folder):
+        other_bytes = _count_files(other)
+        if n_bytes + other_bytes > max_bytes:
+            _delete_model_folder(other)
+            other_bytes = _count_files(other)
+        n_bytes += other_bytes
+    return n_bytes
+
+
+def _delete_model_folder(folder: Path) -> str:
+    """Delete what another model has said, unless a server uses it.
+
+    Returns why it is still there, as far as it should not be.
+    """
+    faults: list[str] = []
+
+    def note(_function: object, _path: str, fault: BaseException) -> None:
+        faults.append(getattr(fault, "strerror", None) or str(fault))
+
+    try:
+        with _take_lock(folder):
+            shutil.rmtree(folder, onexc=note)
+    except BlockingIOError:
+        return ""
+    except (OSError, DiskError) as fault:
+        note(None, "", fault)
+    return "; ".join(faults[:1])
+
+
+def delete_other_folders(config: Config) -> str:
+    """Delete what was said to other models, but what other servers use.
+
+    Returns why some of it is still there; "" if all is gone. Nothing is deleted where
+    this server keeps nothing on the disk.
+    """
+    if not wants_disk_cache(config):
+        return ""
+    fault = ""
+    # This server's own folder is one that is used.
+    for folder in _find_other_folders(_find_root(config), None):
+        fault = _delete_model_folder(folder) or fault
+    return fault
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 class DiskTier:
@@ -13115,7 +13228,8 @@ class DiskTier:
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         # The key of each entry as it rested last, and how many tokens the disk has.
         self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
-        self._forgotten: list[tuple[str, str | None]] = []  # while the disk was slow
+        # While the disk was slow: what is deleted once it is there.
+        self._forgotten: list[tuple[str, str | None]] = []
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
@@ -13207,6 +13321,7 @@ class DiskTier:
     def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
+        self.files.retry_deletions()
         for tenant, session in self._forgotten:
             self.files.remove_session(tenant, session)
         self._forgotten.clear()
@@ -13309,17 +13424,23 @@ class DiskTier:
             else:
                 writer.abandon()
 
-    def forget(self, tenant: str, session: str | None) -> None:
-        """Delete what is of a session, or of a tenant (None), or is on its way."""
+    def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
+        """Delete what is of a session, or of a tenant (None), or is on its way.
+
+        Returns the number of files, and which are not gone, and why; "" if all are.
+        """
         if self._job is not None:
             self._job.close()
             self._job = None
+        fault = ""
         if not self.files.writer.wait(FORGET_SECONDS):
-            self._forgotten.append((tenant, session))  # deleted once it is there
+            self._forgotten.append((tenant, session))
+            fault = "the disk does not answer"
         self.files.collect()
-        self.files.remove_session(tenant, session)
+        n_files = self.files.remove_session(tenant, session)
         # What continued it is gone, too, and is written again if memory has it.
         self._saved.clear()
+        return n_files, self.files.undeleted or fault
 
 
 # region SESSIONS ==============================================================
@@ -17045,7 +17166,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
+#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
 #          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
@@ -17091,6 +17212,14 @@ class TokenEvent(NamedTuple):
 
     token_id: int
     logprob: Logprob | None = None  # if it was asked for
+
+
+class DroppedKV(NamedTuple):
+    """What was forgotten, in memory and on the disk."""
+
+    n_entries: int  # of the cache, evicted or shortened
+    n_files: int  # deleted
+    fault: str  # which files are not deleted yet, and why; "" if all are
 
 
 class Reuse(NamedTuple):
@@ -18925,17 +19054,15 @@ class Scheduler:
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
-    def drop_kv(self, tenant: str, session: str | None) -> int:
-        """Forget what rests of a session, or of a tenant (None), on the disk, too.
-
-        Returns how many entries of the cache were evicted or shortened.
-        """
-        n_evicted = self.cache.evict_session(tenant, session)
+    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
+        """Forget what rests of a session, or of a tenant (None), on the disk, too."""
+        n_entries = self.cache.evict_session(tenant, session)
         if self.draft_model is not None:
             self.draft_model.forget()
+        n_files, fault = 0, ""
         if self.disk is not None:
-            self.disk.forget(tenant, session)
-        return n_evicted
+            n_files, fault = self.disk.forget(tenant, session)
+        return DroppedKV(n_entries, n_files, fault)
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""
@@ -19363,7 +19490,7 @@ class Engine:
         self._check_ready()  # the thread may have ended, and never look again
         return handle
 
-    def drop_kv(self, tenant: str, session: str | None) -> int:
+    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Scheduler.drop_kv(). Raises what `call` does."""
         record = {"task": "drop_kv", "tenant": tenant, "session": session}
         return self.call(
@@ -25151,6 +25278,8 @@ def status_body(state: ServerState) -> StatusBody:
         body["warm_up"] = health["warm_up"]
     if engine.disk is not None and not state.tenant:
         body["disk"] = engine.disk
+        if state.records.failure:
+            body["disk"] = {**engine.disk, "records_off": state.records.failure}
     if state.proxy.replicas and not state.tenant:
         body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
@@ -25342,11 +25471,22 @@ def drain(state: ServerState, *, is_draining: bool) -> JsonObject:
 
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
-    """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
+    """DELETE /v1/cache: drop KV and what was recorded; of one session, or all.
+
+    Raises NotReady, and ServerError if the disk does not let it be deleted yet.
+    """
     _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
-    # The records of who has not come since the start are in the file alone.
+    faults: list[str] = []
     tenants = {view.tenant for view in state.views()}
-    tenants.update(state.records.tenants())
+    is_all = session is None and not state.tenant
+    if is_all:  # why(L-193): files are deleted without room, records are not
+        try:
+            state.records.erase(_FORGET_SECONDS)
+        except OSError as fault:
+            faults.append(fault.strerror or "the disk does not answer")
+    else:
+        # The records of who has not come since the start are in the file alone.
+        tenants.update(state.records.tenants())
     for tenant in tenants:
         if not is_seen_by(state.tenant, tenant):
             continue
@@ -25355,9 +25495,16 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    n_dropped = state.engine.drop_kv(state.tenant, session)
-    state.records.flush(_FORGET_SECONDS)
-    return {"dropped": n_dropped}
+    dropped = state.engine.drop_kv(state.tenant, session)
+    faults.append(dropped.fault)
+    if is_all:
+        faults.append(delete_other_folders(state.config))
+    elif not state.records.flush(_FORGET_SECONDS):
+        faults.append(state.records.failure or "the disk does not answer")
+    if any(faults):
+        reasons = "; ".join(dict.fromkeys(filter(None, faults)))
+        raise ServerError(f"memory has forgotten it, and the disk not yet: {reasons}")
+    return {"dropped": dropped.n_entries, "files": dropped.n_files}
 
 
 # region HTTP SERVER ===========================================================

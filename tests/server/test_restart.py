@@ -1,12 +1,15 @@
 """Conversations that go on after a restart, over HTTP: nothing is prefilled twice."""
 
+import fcntl
 import json
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -16,6 +19,7 @@ import start_llm as s
 from minimum_prefill import common_prefix, fewest, prefilled
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
+from status_client import ask as ask_status
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
@@ -170,6 +174,58 @@ def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
 
     assert exchange.n_cached == 0
     assert server.served.state.stores.ledger.snapshot()["transcripts"] == 1
+
+
+def count_records(folder):
+    """How many records the next start would find."""
+    (path,) = folder.glob("*/records")
+    with closing(sqlite3.connect(path)) as database:
+        ((n_records,),) = database.execute("SELECT count(*) FROM records").fetchall()
+    return n_records
+
+
+def delete_cache(server, query=""):
+    return ask_status(server.served, "DELETE", "/v1/cache" + query)
+
+
+def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkeypatch):
+    server = start(DENSE)
+    Talk(server.served, 1).step()
+    server.served.state.records.flush(10.0)
+    assert count_records(tmp_path / "disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.RecordFile, "_save_next", refuse_orders)
+        code, body = delete_cache(server, "?session=a")
+        assert code == 500
+        assert "disk is full" in body["error"]["message"]
+        _, status = ask_status(server.served, "GET", "/v1/status")
+        assert "disk is full" in status["disk"]["records_off"]
+
+        code, _ = delete_cache(server)
+        assert code == 200
+        assert count_records(tmp_path / "disk") == 0
+
+
+def refuse_orders(records, database):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):
+    root = tmp_path / "disk"
+    for name in ("other", "in use"):
+        (root / name).mkdir(parents=True)
+        (root / name / "lock").touch()
+        (root / name / "records").write_bytes(b"what was said")
+    server = start(DENSE)
+
+    with (root / "in use" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _ = delete_cache(server)
+
+    assert code == 200
+    assert not (root / "other").exists()
+    assert (root / "in use" / "records").exists()
 
 
 @pytest.mark.parametrize("kind", (DENSE_VISION, HYBRID_VISION))
