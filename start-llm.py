@@ -12131,6 +12131,7 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
+WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
 _DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
@@ -12283,7 +12284,8 @@ class SegmentWriter:
         self._lock = threading.Lock()  # guards the two counts
         self.unwritten_bytes = 0  # that the disk does not have yet
         self.n_unwritten_files = 0  # that were begun, and are not there yet
-        self.failure = ""  # why nothing is written any more, in words
+        self.failure = ""  # why nothing is written now, in words
+        self._retry_at = 0.0  # on the clock of time.monotonic()
         self._file: _NewFile | None = None  # of the thread alone
         threading.Thread(target=self._run, name="disk", daemon=True).start()
 
@@ -12319,6 +12321,7 @@ class SegmentWriter:
                     self._file.finish()
                     self._written.put(self._file.segment)
                     self._file = None
+                    self._note_success()
             finally:
                 self._count_end()
 
@@ -12361,14 +12364,29 @@ class SegmentWriter:
             try:
                 order()
             except Exception as error:  # noqa: BLE001 - the server goes on without it
-                self._fail(error)
+                self.note_failure(error)
+                self._drop_file()
 
-    def _fail(self, error: Exception) -> None:
-        """Write nothing any more. What is there can still be read."""
+    @property
+    def may_begin(self) -> bool:
+        """Whether a file may be begun: nothing has failed, or a while ago (L-194)."""
+        return not self.failure or time.monotonic() >= self._retry_at
+
+    def note_failure(self, error: Exception) -> None:
+        """Write nothing for a while. What is there can still be read. For any thread.
+
+        why(L-194): a disk that is full now has room later.
+        """
+        reason = getattr(error, "strerror", None) or repr(error)
         if not self.failure:
-            self.failure = getattr(error, "strerror", None) or repr(error)
-            logger.warning("disk cache: nothing is written any more: %s", self.failure)
-        self._drop_file()
+            logger.warning("disk cache: nothing is written for now: %s", reason)
+        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
+        self.failure = reason
+
+    def _note_success(self) -> None:
+        if self.failure:
+            logger.info("disk cache: KV is written again")
+            self.failure = ""
 
 
 class _NewFile:
@@ -12503,6 +12521,14 @@ class DiskMatch(NamedTuple):
 NO_DISK_MATCH: Final = DiskMatch()
 
 
+class LoadPlan(NamedTuple):
+    """KV [start, depth) of a prompt that is worth loading from the disk."""
+
+    found: DiskMatch
+    start: int
+    depth: int
+
+
 class LoadedKV(NamedTuple):
     """KV [start, end) of a prompt from the disk, and states at positions in it."""
 
@@ -12630,7 +12656,7 @@ class DiskCache:
 
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
-        if self.writer.failure or n_bytes > self.max_bytes:
+        if not self.writer.may_begin or n_bytes > self.max_bytes:
             return False
         return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
 
@@ -13248,25 +13274,14 @@ class DiskTier:
         0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
         tokens a second; None: not known.
         """
-        n_known = len(key.tokens) - 1
-        if n_known - match.depth < MIN_LOADED_TOKENS:
-            return 0  # memory has it: nothing is looked up
-        found = self.files.find(key)
-        depth = min(found.depth, n_known)
-        if self._spec.has_state:
-            depth = found.last_state(depth)
-        n_more = depth - match.depth
-        if n_more < MIN_LOADED_TOKENS:
+        plan = self.plan_load(key, match, prefill_speed=prefill_speed)
+        if plan is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        start = match.cached_tokens if is_branch else 0
-        load_seconds = self.files.expected_seconds(found, start)
-        if prefill_speed and load_seconds > n_more / prefill_speed:
-            return 0
-
+        found, start, depth = plan
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
             parent=match.kv_owner if is_branch else None,
@@ -13278,7 +13293,28 @@ class DiskTier:
             head_end=found.segments[0].head_end,
         )
         self._cache.add_loaded(entry)
-        return n_more
+        return depth - match.depth
+
+    def plan_load(
+        self, key: TokenKey, match: PrefixMatch, *, prefill_speed: float | None
+    ) -> LoadPlan | None:
+        """What load() would load; None if it would load nothing."""
+        n_known = len(key.tokens) - 1
+        if n_known - match.depth < MIN_LOADED_TOKENS:
+            return None  # memory has it: nothing is looked up
+        found = self.files.find(key)
+        depth = min(found.depth, n_known)
+        if self._spec.has_state:
+            depth = found.last_state(depth)
+        n_more = depth - match.depth
+        if n_more < MIN_LOADED_TOKENS:
+            return None
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
+        start = match.cached_tokens if is_branch else 0
+        load_seconds = self.files.expected_seconds(found, start)
+        if prefill_speed and load_seconds > n_more / prefill_speed:
+            return None
+        return LoadPlan(found, start, depth)
 
     def save_some(self, *, is_busy: bool, is_closing: bool = False) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
@@ -13327,6 +13363,8 @@ class DiskTier:
         self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
+        if self.files.writer.failure:  # not all is there that was handed to it
+            self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
         endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
@@ -18743,13 +18781,13 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.drafters = self._make_drafters(handle)
-            running.lockstep = self._lockstep
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
             raise
-        try:
+        running.lockstep = self._lockstep
+        try:  # why(L-34): it has a lease by now, and others would wait for it
+            running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
             if _is_out_of_memory(error):
@@ -18797,6 +18835,24 @@ class Scheduler:
             )
             drafters.append(model_drafter)
         return drafters
+
+    def find_reusable(self, key: TokenKey) -> PrefixMatch:
+        """What a request with this prompt would reuse, also of the disk.
+
+        Nothing is loaded.
+        """
+        match = self.cache.find(key)
+        if self.disk is None:
+            return match
+        speed = self.reader.measured_speed
+        plan = self.disk.plan_load(key, match, prefill_speed=speed)
+        if plan is None:
+            return match
+        return match._replace(
+            cached_tokens=plan.depth,
+            matched_tokens=max(match.matched_tokens, plan.depth),
+            hit_kind="exact" if plan.depth == len(key.tokens) - 1 else "line",
+        )
 
     def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
         """Load what only the disk has of a prompt into the cache, if it is much."""
@@ -19041,8 +19097,8 @@ class Scheduler:
             return self.disk.save_some(is_busy=self.is_busy)
         except Exception as error:
             if not writer.failure:
-                logger.exception("disk cache: nothing is written any more")
-                writer.failure = repr(error)
+                logger.exception("disk cache: a fault while KV was copied")
+            writer.note_failure(error)
             return False
 
     def evict_idle(self) -> None:
@@ -19632,7 +19688,7 @@ class Engine:
             can_rest = not (has_more_to_save or scheduler.is_busy)
 
             since_report = lockstep.now() - reported_at
-            if not scheduler.is_busy or since_report > REPORT_SECONDS:
+            if can_rest or since_report > REPORT_SECONDS:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
@@ -25422,7 +25478,7 @@ def explain_body(state: ServerState, request: ChatRequest) -> JsonObject:
     while not state.stores.planner.verify(prepared.plan):  # as in count_tokens_body()
         prepared = prepare_request(state, request)
     key = prepared.engine_request.key
-    match = state.engine.call(lambda scheduler: scheduler.cache.find(key))
+    match = state.engine.call(lambda scheduler: scheduler.find_reusable(key))
     reason = _explain_match(state, prepared, match)
     return {
         "prompt": len(key.tokens),
@@ -26802,12 +26858,17 @@ def _limit_arenas() -> None:
 
 
 def _stop_on_signals() -> threading.Event:
-    """An event that SIGINT or SIGTERM sets. A second signal ends the process."""
+    """An event that SIGINT, SIGTERM or SIGHUP sets. A second signal ends the process.
+
+    SIGHUP comes when a terminal is closed, often twice, so it never is the second one.
+    """
     stop = threading.Event()
 
     def handle(number: int, _frame: object) -> None:
         if not stop.is_set():
             stop.set()
+            return
+        if number == signal.SIGHUP:
             return
         for child in psutil.Process().children():  # LiteLLM, or what fetches a model
             child.terminate()
@@ -26815,6 +26876,8 @@ def _stop_on_signals() -> threading.Event:
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, handle)
     return stop
 
 
@@ -27148,9 +27211,6 @@ def _join_ranks(
         raise ConfigError("--model, or MODEL_PATH, must name the model that is divided")
     if config.model_kind == "vision":
         raise ConfigError("MODEL_KIND=vision: only text models can be divided yet")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        # What starts ranks over ssh with a terminal ends them so (`ssh -tt`).
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     _print_line(f"rank {place.rank} of {place.n_ranks}: waiting for the others ...")
     return join_ranks(config, place, memory_bytes=memory_limit(config), stop=stop)
 

@@ -695,8 +695,55 @@ def test_server_goes_on_where_the_disk_fails(
         assert error == 0.0
 
     wait_until_idle(bench.engine)
-    assert caplog.text.count("nothing is written any more") == 1
+    assert caplog.text.count("nothing is written for now") == 1
     wait_until(lambda: "off" in bench.engine.disk)
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "copying fails"])
+def test_kv_is_written_again_after_a_failure(trouble, restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(s, "WRITE_AGAIN_SECONDS", 0.2)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(np.random.default_rng(16), 700)
+
+    def refuse(_argument):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        name = "_open_private" if trouble == "full disk" else "_copy_array"
+        patch.setattr(s, name, refuse)
+        bench.ask(prompt, n=1)
+        wait_until(lambda: "off" in bench.engine.disk)
+        assert files_in(tmp_path / "kv") == []
+
+    wait_until(lambda: len(files_in(tmp_path / "kv")) == 1)
+    wait_until(lambda: "off" not in bench.engine.disk)
+
+
+def test_idle_saving_does_not_publish_at_each_piece(restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(s, "SAVE_PIECE_SECONDS", 0.0)  # an array between two looks
+    bench = restart(tiny_model("qwen3", tmp_path))
+    counts = {"save_some": 0, "_publish": 0}
+    save_some, publish = s.DiskTier.save_some, s.Engine._publish
+
+    def count_pieces(disk, **fields):
+        has_more = save_some(disk, **fields)
+        counts["save_some"] += has_more
+        return has_more
+
+    def count_reports(engine, scheduler):
+        counts["_publish"] += scheduler.disk._job is not None
+        publish(engine, scheduler)
+
+    monkeypatch.setattr(s.DiskTier, "save_some", count_pieces)
+    monkeypatch.setattr(s.Engine, "_publish", count_reports)
+    monkeypatch.setattr(s, "REPORT_SECONDS", 1e9)
+    bench.ask(words(np.random.default_rng(3), 900), n=1)
+    wait_until(lambda: files_in(tmp_path / "kv"))
+
+    assert counts["save_some"] > 4
+    assert counts["_publish"] == 0
 
 
 def test_files_are_for_their_owner_alone(restart, tmp_path):
@@ -806,7 +853,7 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(s.DiskTier, "save_some", fail)
-    wait_until(lambda: "nothing is written any more" in caplog.text)
+    wait_until(lambda: "a fault while KV was copied" in caplog.text)
 
     cached, error, _ = difference(bench, words(np.random.default_rng(1), 600), n=2)
     assert (cached, error) == (0, 0.0)

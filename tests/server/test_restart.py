@@ -20,6 +20,7 @@ from minimum_prefill import common_prefix, fewest, prefilled
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
 from status_client import ask as ask_status
+from status_client import explained
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
@@ -174,6 +175,21 @@ def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
 
     assert exchange.n_cached == 0
     assert server.served.state.stores.ledger.snapshot()["transcripts"] == 1
+
+
+def test_explanation_counts_what_a_request_would_load_from_the_disk(start):
+    server = start(DENSE)
+    talk = Talk(server.served, 3)
+    talk.messages = [long_system(talk), user("Hello.")]
+    talk.step()
+    talk._client = server.restart()
+
+    explanation = explained(server.served, talk.messages)
+    found = talk.step()
+
+    assert found.n_cached > 300
+    assert explanation["would_reuse"] == found.n_cached
+    assert explanation["match"] == "line"
 
 
 def count_records(folder):
@@ -339,6 +355,21 @@ def write_impatient_program(folder):
     path = folder / "impatient.py"
     path.write_text(source)
     return path
+
+
+def test_closed_terminal_loses_nothing(tmp_path):
+    model = tiny_model(DENSE, tmp_path)
+    disk = tmp_path / "disk"
+    settings = {"CACHE_DISK": "on", "CACHE_DISK_FOLDER": str(disk)}
+    question = [user(" ".join(random.Random(7).choices(WORDS, k=700)))]
+    program = Program(tmp_path / "program", model, **settings)
+    program.wait_until_ready()
+    ask(program.port, question)
+
+    program.process.send_signal(signal.SIGHUP)  # of the terminal, and of its shell
+    assert program.end(signal.SIGHUP) == 0
+    assert count_records(disk) > 0
+    assert list(disk.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("kind", (DENSE, HYBRID))
