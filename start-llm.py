@@ -5428,7 +5428,11 @@ class RecordFile:
 
 
 def _delete_database(path: Path) -> None:
-    """Delete the file of a database, with its journal. Raises OSError."""
+    """Delete the file of a database, with its journal. Raises OSError.
+
+    Also if its folder is gone: it may come back, with the disk that it is on.
+    """
+    path.parent.stat()
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
@@ -12670,6 +12674,7 @@ class DiskCache:
     def _unlink(self, path: Path) -> None:
         """Delete a file, or try it again later: the next start would find it."""
         try:
+            self.folder.stat()  # a disk that is gone may come back with the file
             path.unlink(missing_ok=True)
         except OSError as fault:
             self._undeleted[path] = fault.strerror or str(fault)

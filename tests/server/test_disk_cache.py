@@ -1030,6 +1030,21 @@ def test_file_that_cannot_be_deleted_is_said_and_deleted_later(
     assert files_in(tmp_path / "kv") == []
 
 
+def test_files_on_a_disk_that_is_gone_are_forgotten_when_it_is_back(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+    folder = files_in(tmp_path / "kv")[0].parent
+
+    folder.rename(tmp_path / "gone")
+    dropped = bench.engine.drop_kv("", None)
+    (tmp_path / "gone").rename(folder)
+    save(bench)
+
+    assert "No such file" in dropped.fault
+    assert files_in(tmp_path / "kv") == []
+
+
 def test_files_that_were_forgotten_are_counted(restart, tmp_path):
     bench = restart(tiny_model("qwen3", tmp_path))
     bench.ask(words(np.random.default_rng(1), 600), n=1)

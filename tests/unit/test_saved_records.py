@@ -431,6 +431,9 @@ def test_folder_that_comes_back_is_used_again(
     folder.rename(tmp_path / "gone")
     put(file.of_tenant(""), b"b", record("two"))
     wait_until(lambda: bool(file.failure))
+    with pytest.raises(FileNotFoundError):
+        file.erase(10.0)
+    put(file.of_tenant(""), b"b", record("two"))
     folder.mkdir()
     wait_until(lambda: not file.failure)
 
