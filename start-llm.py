@@ -25152,8 +25152,8 @@ def kept_awake(config: Config) -> Iterator[None]:
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drain, drop_cache
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
-#          SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, SAVED RECORDS, PREFIX CACHE,
+#          DISK CACHE, SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -25338,9 +25338,7 @@ def status_body(state: ServerState) -> StatusBody:
     if "warm_up" in health:
         body["warm_up"] = health["warm_up"]
     if engine.disk is not None and not state.tenant:
-        body["disk"] = engine.disk
-        if state.records.failure:
-            body["disk"] = {**engine.disk, "records_off": state.records.failure}
+        body["disk"] = _with_records(engine.disk, state.records)
     if state.proxy.replicas and not state.tenant:
         body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
@@ -25359,6 +25357,13 @@ def status_body(state: ServerState) -> StatusBody:
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
             body["ranks"] = _describe_ranks(model.lockstep)
     return body
+
+
+def _with_records(report: DiskReport, records: RecordFile) -> DiskReport:
+    """The same report; it says why records are not saved now."""
+    if not records.failure:
+        return report
+    return {**report, "records_off": records.failure}
 
 
 def _describe_ranks(cluster: ClusterRank) -> RankReport:
