@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 import urllib.request
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import openai
@@ -194,9 +194,13 @@ def test_explanation_counts_what_a_request_would_load_from_the_disk(start):
 
 def count_records(folder):
     """How many records the next start would find."""
-    (path,) = folder.glob("*/records")
-    with closing(sqlite3.connect(path)) as database:
-        ((n_records,),) = database.execute("SELECT count(*) FROM records").fetchall()
+    n_records = 0
+    for path in folder.glob("*/records"):
+        # It may have been begun just now, and have no tables yet.
+        connection = closing(sqlite3.connect(path))
+        with connection as database, suppress(sqlite3.OperationalError):
+            rows = database.execute("SELECT count(*) FROM records").fetchall()
+            n_records += rows[0][0]
     return n_records
 
 
