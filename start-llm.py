@@ -5170,7 +5170,8 @@ def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
 # Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
 # since SQLite synced its journal last. A row whose checksum is wrong is left out. A
 # file that SQLite cannot read, be it one page of it, is deleted, and begun anew. What
-# cannot be saved now, as on a full disk, is tried again until too much waits.
+# cannot be saved now, as on a full disk, is tried again; where too much waits, the file
+# is begun anew. Where everything is forgotten, it is deleted: that needs no room.
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -5191,7 +5192,7 @@ CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT RO
 """
 _DIGEST_BYTES: Final = 32  # of SHA-256
 _RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
-_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is given up
+_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is begun anew
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 type _Order = Callable[[sqlite3.Connection], None]  # it reads or changes the file
@@ -5219,13 +5220,16 @@ class RecordFile:
         self._path: Path | None = None
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._pending: list[_Order] = []  # taken out of the queue, not saved yet
-        self._failure = ""  # why nothing is saved now
+        self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        self._must_be_erased = False  # what is in the file is to be forgotten
+        self._retry = threading.Event()  # set: the next try is now
+        self.failure = ""  # why nothing is saved now
         self._n_changes = 0  # since unused parts were deleted
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
         """Read and write this file from now on; drop what was not used for so long.
 
-        `ttl_seconds`: 0 for ever. Without a usable file nothing is saved.
+        `ttl_seconds`: 0 for ever. A file that cannot be used now is tried again.
         """
         try:
             try:
@@ -5237,26 +5241,22 @@ class RecordFile:
                 _delete_database(path)
                 self._prepare(path, ttl_seconds)
         except (sqlite3.Error, OSError) as fault:
-            logger.warning("records: nothing is saved: %s", fault)
-            return
+            self._note_failure(path, fault)
         self._path = path
-        threading.Thread(target=self._run, name="records", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(path,), name="records", daemon=True
+        ).start()
 
     def _prepare(self, path: Path, ttl_seconds: float) -> None:
         """Make the tables, or check them.
 
         Raises sqlite3.Error, with a code of _DAMAGED if the file is of no use; OSError.
         """
-        path.touch(mode=0o600)
         with closing(_connect(path)) as database:
-            (file_format,) = database.execute("PRAGMA user_version").fetchone()
-            if file_format not in (0, _RECORD_FORMAT):
-                raise _UnusableFile(f"its format is {file_format}")
+            _make_tables(database)
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":  # else one page would cost all records, at each start
                 raise _UnusableFile(verdict)
-            database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
-            database.executescript(_SCHEMA)
             if ttl_seconds:
                 oldest = time.time() - ttl_seconds
                 database.execute("DELETE FROM records WHERE used_at < ?", (oldest,))
@@ -5273,8 +5273,11 @@ class RecordFile:
             self._orders.put(order)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was ordered is in the file; whether it was in time."""
-        if self._path is None or self._failure:
+        """Wait until what was ordered is in the file; whether it is.
+
+        While nothing can be saved, nobody waits.
+        """
+        if self._path is None:
             return True
         is_done = threading.Event()
 
@@ -5282,16 +5285,40 @@ class RecordFile:
             database.commit()
             is_done.set()
 
-        self._orders.put(commit)
-        return is_done.wait(timeout)
+        if not self.failure:
+            self._orders.put(commit)
+        deadline = time.monotonic() + timeout
+        while not is_done.wait(_SAVE_DELAY_SECONDS):
+            if self.failure or time.monotonic() > deadline:
+                return False
+        return True
+
+    def erase(self, timeout: float) -> None:
+        """Delete the file, and all that was ordered before.
+
+        Raises OSError: it is still there. Then nothing is saved until it can be
+        deleted, which is tried again and again.
+        """
+        if self._path is None:
+            return
+        erasure: Future[None] = Future()
+        self._erasures.put(erasure)
+        self._orders.put(lambda _database: None)  # wakes the thread if it rests
+        self._retry.set()
+        erasure.result(timeout)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
-        rows: list[tuple[str]] = []
-        query = "SELECT DISTINCT tenant FROM records"
-        self.order(lambda database: rows.extend(database.execute(query)))
+        if self._path is None:
+            return []
         self.flush(_LOAD_SECONDS)
-        return [tenant for (tenant,) in rows]
+        try:
+            with closing(_connect(self._path)) as database:
+                rows = database.execute("SELECT DISTINCT tenant FROM records")
+                return [tenant for (tenant,) in rows]
+        except (sqlite3.Error, OSError) as fault:
+            logger.warning("records: they cannot be read: %s", fault)
+            return []
 
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
         """See TenantRecords. Nothing, if there is no file or it cannot be read."""
@@ -5301,48 +5328,88 @@ class RecordFile:
             self.flush(_LOAD_SECONDS)
             with closing(_connect(self._path)) as database:
                 return list(_read_records(database, tenant, kind))
-        except (sqlite3.Error, TypeError, ValueError) as fault:
+        except (sqlite3.Error, OSError, TypeError, ValueError) as fault:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
-    def _run(self) -> None:
-        while self._path is not None:
+    def _run(self, path: Path) -> NoReturn:
+        while True:
             try:
-                self._save(self._path)
+                self._erase(path)
+                self._save(path)
             except (sqlite3.Error, OSError) as fault:
-                self._note_failure(self._path, fault)
-                time.sleep(_RETRY_SECONDS)
+                self._note_failure(path, fault)
+                self._retry.wait(_RETRY_SECONDS)
+            self._retry.clear()
 
-    def _save(self, path: Path) -> NoReturn:
-        """Save what is ordered, for ever. Raises sqlite3.Error, OSError."""
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        asked: list[Future[None]] = []
+        while not self._erasures.empty():  # no other thread takes any
+            asked.append(self._erasures.get())
+        if asked:
+            self._must_be_erased = True
+            self._drop_orders()
+        if not self._must_be_erased:
+            return
+        try:
+            _delete_database(path)
+        except OSError as fault:
+            for erasure in asked:
+                erasure.set_exception(fault)
+            raise
+        self._must_be_erased = False
+        for erasure in asked:
+            erasure.set_result(None)
+
+    def _drop_orders(self) -> None:
+        self._pending = []
+        while not self._orders.empty():
+            self._orders.get()
+
+    def _save(self, path: Path) -> None:
+        """Save what is ordered, until the file has to go.
+
+        Raises sqlite3.Error, OSError: also if somebody has deleted the file.
+        """
         with closing(_connect(path)) as database:
-            while True:
+            _make_tables(database)
+            while self._erasures.empty():
+                if not self._pending:
+                    self._note_success()
+                    self._pending.append(self._orders.get())
+                    time.sleep(_SAVE_DELAY_SECONDS)
+                path.stat()  # else SQLite would write into what nobody finds again
                 self._save_next(database)
 
     def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
-        """Say it once; give the file up if it is damaged, or if too much waits for it.
+        """Say it once; begin anew if it is damaged, or if too much waits for it.
 
         Then it is deleted: what should be forgotten would still be in it.
         """
+        reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
         n_waiting = len(self._pending) + self._orders.qsize()
         if is_damaged or n_waiting > _MAX_WAITING_ORDERS:
-            logger.warning("records: nothing is saved any more: %s", fault)
-            self._path = None
-            with suppress(OSError):
-                _delete_database(path)
-        elif not self._failure:
-            logger.warning("records: nothing is saved for now: %s", fault)
-        self._failure = str(fault)
+            logger.warning("records: %s is begun anew: %s", path, reason)
+            self._must_be_erased = True
+            self._drop_orders()
+        elif not self.failure:
+            logger.warning(
+                "records: nothing is saved for now in %s, and a restart would forget"
+                " conversations: %s",
+                path,
+                reason,
+            )
+        self.failure = reason
+
+    def _note_success(self) -> None:
+        if self.failure:
+            logger.info("records: everything is saved again")
+            self.failure = ""
 
     def _save_next(self, database: sqlite3.Connection) -> None:
-        """Wait for an order, and carry out all that come within 50 ms.
-
-        What could not be saved before is carried out again, first.
-        """
-        if not self._pending:
-            self._pending.append(self._orders.get())
-            time.sleep(_SAVE_DELAY_SECONDS)
+        """Carry out what could not be saved before, and then all that has come."""
         while not self._orders.empty():  # no other thread takes any
             self._pending.append(self._orders.get())
         for order in self._pending:
@@ -5358,23 +5425,41 @@ class RecordFile:
             _delete_unused_parts(database)
         database.commit()
         self._pending = []
-        if self._failure:
-            logger.info("records: everything is saved again")
-            self._failure = ""
 
 
 def _delete_database(path: Path) -> None:
-    """Delete the file of a database, with its journal. Raises OSError."""
+    """Delete the file of a database, with its journal. Raises OSError.
+
+    Also if its folder is gone: it may come back, with the disk that it is on.
+    """
+    path.parent.stat()
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database. What is deleted is overwritten. Raises sqlite3.Error."""
+    """Open the database. What is deleted is overwritten.
+
+    Raises sqlite3.Error, OSError.
+    """
+    if not path.exists(follow_symlinks=False):
+        path.touch(mode=0o600)
+    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for
+        raise _UnusableFile("it is no file")
     database = sqlite3.connect(path, timeout=10.0)
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
         database.execute(f"PRAGMA {pragma}")
     return database
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables, if there are none. Raises sqlite3.Error: it is no file of ours."""
+    (file_format,) = database.execute("PRAGMA user_version").fetchone()
+    if file_format not in (0, _RECORD_FORMAT):
+        raise _UnusableFile(f"its format is {file_format}")
+    if not file_format:
+        database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
+    database.executescript(_SCHEMA)
 
 
 def _delete_unused_parts(database: sqlite3.Connection) -> None:
@@ -12312,7 +12397,8 @@ class CacheLease:
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
-# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state
+# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
+#          delete_other_folders
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; SegmentWriter: a thread of its own
 
@@ -12333,6 +12419,7 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
+WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
 _DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
@@ -12424,7 +12511,7 @@ def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
 
 def _read_header(path: Path) -> _SegmentHeader:
     """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
-    with path.open("rb") as file:
+    with _open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise DiskError("its header is too long")
@@ -12450,7 +12537,7 @@ def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any
     """The bytes of arrays, with right checksums. Raises DiskError, OSError."""
     header = _read_header(path)
     arrays: dict[str, npt.NDArray[Any]] = {}
-    with path.open("rb") as file:
+    with _open_file(path) as file:
         file.seek(header.nbytes)
         for name, info in header.segment.arrays.items():
             if name not in names:
@@ -12485,7 +12572,8 @@ class SegmentWriter:
         self._lock = threading.Lock()  # guards the two counts
         self.unwritten_bytes = 0  # that the disk does not have yet
         self.n_unwritten_files = 0  # that were begun, and are not there yet
-        self.failure = ""  # why nothing is written any more, in words
+        self.failure = ""  # why nothing is written now, in words
+        self._retry_at = 0.0  # on the clock of time.monotonic()
         self._file: _NewFile | None = None  # of the thread alone
         threading.Thread(target=self._run, name="disk", daemon=True).start()
 
@@ -12521,6 +12609,7 @@ class SegmentWriter:
                     self._file.finish()
                     self._written.put(self._file.segment)
                     self._file = None
+                    self._note_success()
             finally:
                 self._count_end()
 
@@ -12563,14 +12652,29 @@ class SegmentWriter:
             try:
                 order()
             except Exception as error:  # noqa: BLE001 - the server goes on without it
-                self._fail(error)
+                self.note_failure(error)
+                self._drop_file()
 
-    def _fail(self, error: Exception) -> None:
-        """Write nothing any more. What is there can still be read."""
+    @property
+    def may_begin(self) -> bool:
+        """Whether a file may be begun: nothing has failed, or a while ago (L-194)."""
+        return not self.failure or time.monotonic() >= self._retry_at
+
+    def note_failure(self, error: Exception) -> None:
+        """Write nothing for a while. What is there can still be read. For any thread.
+
+        why(L-194): a disk that is full now has room later.
+        """
+        reason = getattr(error, "strerror", None) or repr(error)
         if not self.failure:
-            self.failure = getattr(error, "strerror", None) or repr(error)
-            logger.warning("disk cache: nothing is written any more: %s", self.failure)
-        self._drop_file()
+            logger.warning("disk cache: nothing is written for now: %s", reason)
+        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
+        self.failure = reason
+
+    def _note_success(self) -> None:
+        if self.failure:
+            logger.info("disk cache: KV is written again")
+            self.failure = ""
 
 
 class _NewFile:
@@ -12609,6 +12713,34 @@ class _NewFile:
             self._file.close()
         with suppress(OSError):
             self._new_path.unlink()
+
+
+def _open_file(path: Path) -> io.BufferedReader:
+    """A file to be read. Raises DiskError: it is no file, such as a pipe; OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK  # why(L-192): a pipe would be waited for
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise DiskError("it is no file")
+    return os.fdopen(os.open(path, flags), "rb")
+
+
+def _take_lock(folder: Path) -> io.BufferedReader:
+    """Have a folder for this server alone, until what is returned is closed.
+
+    Raises BlockingIOError: another server has it; OSError.
+    """
+    path = folder / "lock"
+    if not path.is_symlink() and not path.exists():
+        _open_private(path).close()
+    elif not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
+        path.unlink()
+        _open_private(path).close()
+    lock_file = _open_file(path)
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock_file.close()
+        raise
+    return lock_file
 
 
 def _open_private(path: Path) -> BinaryIO:
@@ -12677,6 +12809,14 @@ class DiskMatch(NamedTuple):
 NO_DISK_MATCH: Final = DiskMatch()
 
 
+class LoadPlan(NamedTuple):
+    """KV [start, depth) of a prompt that is worth loading from the disk."""
+
+    found: DiskMatch
+    start: int
+    depth: int
+
+
 class LoadedKV(NamedTuple):
     """KV [start, end) of a prompt from the disk, and states at positions in it."""
 
@@ -12693,7 +12833,9 @@ class DiskReport(TypedDict):
     max_bytes: int
     written_today_bytes: int
     max_bytes_per_day: int
-    off: NotRequired[str]  # why nothing is written any more
+    off: NotRequired[str]  # why nothing is written now
+    undeleted: NotRequired[str]  # which files should be gone, and why they are not
+    records_off: NotRequired[str]  # why no records are saved now, nor removed
 
 
 class DiskCache:
@@ -12721,11 +12863,11 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
+        self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-            self._lock_file = (folder / "lock").open("a")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = _take_lock(folder)
             os.utime(folder / "lock")  # see _drop_other_folders
             self._scan()
             self.image_secret = self._read_secret()
@@ -12766,8 +12908,8 @@ class DiskCache:
     def _read_secret(self) -> bytes:
         """What is in the names of images: always the same. Raises OSError."""
         path = self.folder / "secret"
-        with suppress(FileNotFoundError):
-            secret = path.read_bytes()
+        with suppress(FileNotFoundError, DiskError), _open_file(path) as old_file:
+            secret = old_file.read()
             if len(secret) == 16:
                 return secret
         secret = os.urandom(16)
@@ -12777,8 +12919,11 @@ class DiskCache:
 
     def _read_written(self) -> tuple[int, int]:
         """The day that was written on last, and how many bytes."""
-        with suppress(OSError, ValueError):
-            day, n_bytes = (self.folder / "written").read_text().split()
+        with (
+            suppress(OSError, ValueError, DiskError),
+            _open_file(self.folder / "written") as file,
+        ):
+            day, n_bytes = file.read().split()
             return int(day), int(n_bytes)
         return 0, 0
 
@@ -12794,13 +12939,12 @@ class DiskCache:
     def _count_written(self, segment: Segment) -> None:
         self._written_bytes = self.written_today_bytes + segment.nbytes
         self._written_day = self._today()
-        with suppress(OSError):
-            text = f"{self._written_day} {self._written_bytes}\n"
-            (self.folder / "written").write_text(text)
+        with suppress(OSError), _open_private(self.folder / "written") as file:
+            file.write(f"{self._written_day} {self._written_bytes}\n".encode())
 
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
-        if self.writer.failure or n_bytes > self.max_bytes:
+        if not self.writer.may_begin or n_bytes > self.max_bytes:
             return False
         return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
 
@@ -12809,8 +12953,29 @@ class DiskCache:
 
     def _delete_file(self, path: Path, reason: object) -> None:
         logger.warning("disk cache: %s is deleted: %s", path.name, reason)
-        with suppress(OSError):
-            path.unlink()
+        self._unlink(path)
+
+    def _unlink(self, path: Path) -> None:
+        """Delete a file, or try it again later: the next start would find it."""
+        try:
+            self.folder.stat()  # a disk that is gone may come back with the file
+            path.unlink(missing_ok=True)
+        except OSError as fault:
+            self._undeleted[path] = fault.strerror or str(fault)
+        else:
+            self._undeleted.pop(path, None)
+
+    @property
+    def undeleted(self) -> str:
+        """How many files could not be deleted, and why; "" if all are gone."""
+        for reason in self._undeleted.values():
+            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
+        return ""
+
+    def retry_deletions(self) -> None:
+        """Delete what could not be deleted before."""
+        for path in list(self._undeleted):
+            self._unlink(path)
 
     # -- the index ---------------------------------------------------------------------
 
@@ -12821,6 +12986,7 @@ class DiskCache:
         if segment.start and not has_parent:
             self._delete_file(self._path_of(segment), "what comes before it is gone")
             return
+        self._undeleted.pop(self._path_of(segment), None)  # it is another one by now
         self.nbytes += segment.nbytes
         self._segments[segment.name] = segment
         self._used_at.setdefault(segment.name, self._clock())
@@ -12871,16 +13037,24 @@ class DiskCache:
             self._by_landmark[landmark].remove(segment)
             if not self._by_landmark[landmark]:
                 del self._by_landmark[landmark]
-        with suppress(OSError):
-            self._path_of(segment).unlink()
+        self._unlink(self._path_of(segment))
 
-    def remove_session(self, tenant: str, session: str | None) -> None:
-        """Delete what is of a session, or of a tenant (None), and what continues it."""
+    def remove_session(self, tenant: str, session: str | None) -> int:
+        """Delete what is of a session, or of a tenant (None), and what continues it.
+
+        Returns how many files that were. Where everything has to go, files that could
+        not be read go, too.
+        """
+        n_before = len(self._segments)
         self._remove_all(
             segment
             for segment in self._segments.values()
             if is_seen_by(tenant, segment.tenant) and session in (None, segment.session)
         )
+        if not tenant and session is None:
+            for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
+                self._unlink(path)
+        return n_before - len(self._segments)
 
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete what was not used for so long. What continues it was not, either."""
@@ -13039,6 +13213,8 @@ class DiskCache:
         }
         if self.writer.failure:
             report["off"] = self.writer.failure
+        if self.undeleted:
+            report["undeleted"] = self.undeleted
         return report
 
 
@@ -13257,12 +13433,12 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
 
     `identity` stands for all that makes KV of the same tokens another one, but tenants.
     """
-    root = Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+    root = _find_root(config)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         max_bytes = _find_disk_limit(config, root)
         folder = root / identity
-        _drop_other_folders(folder, max_bytes // 2)
+        max_bytes -= _drop_other_folders(folder, max_bytes // 2)
         max_daily_bytes = config.cache_disk_max_bytes_per_day
         disk = DiskCache(
             folder,
@@ -13295,28 +13471,77 @@ def _find_disk_limit(config: Config, root: Path) -> int:
 
 
 def _count_files(folder: Path) -> int:
+    """Bytes of all files in a folder, and in its folders."""
     n_bytes = 0
-    for path in folder.rglob("*" + _SEGMENT_SUFFIX):
-        with suppress(FileNotFoundError):  # the server of another model has deleted it
-            n_bytes += path.stat().st_size
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # the server of another model has deleted it
+            status = path.lstat()
+            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
     return n_bytes
 
 
-def _drop_other_folders(folder: Path, max_bytes: int) -> None:
+def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
+    """The folders of other models, that which was used last first."""
+    used_at: dict[Path, float] = {}
+    for lock in root.glob("*/lock"):
+        with suppress(OSError):
+            used_at[lock.parent] = lock.lstat().st_mtime
+    used_at.pop(own, 0.0)  # type: ignore[arg-type]
+    return sorted(used_at, key=lambda folder: -used_at[folder])
+
+
+def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     """Delete the folders of other models, the least recently used first, to a limit.
 
-    Raises OSError.
+    Returns the bytes of those that stay.
     """
-    locks = [lock for lock in folder.parent.glob("*/lock") if lock.parent != folder]
-    locks.sort(key=lambda lock: lock.stat().st_mtime, reverse=True)
     n_bytes = 0
-    for lock in locks:
-        n_bytes += _count_files(lock.parent)
-        if n_bytes <= max_bytes:
-            continue
-        with lock.open("a") as file, suppress(BlockingIOError):  # it is used
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for other in _find_other_folders(folder.parent, folder):
+        other_bytes = _count_files(other)
+        if n_bytes + other_bytes > max_bytes:
+            _delete_model_folder(other)
+            other_bytes = _count_files(other)
+        n_bytes += other_bytes
+    return n_bytes
+
+
+def _delete_model_folder(folder: Path) -> str:
+    """Delete what another model has said, unless a server uses it.
+
+    Returns why it is still there, as far as it should not be.
+    """
+    faults: list[str] = []
+
+    def note(_function: object, _path: str, fault: BaseException) -> None:
+        faults.append(getattr(fault, "strerror", None) or str(fault))
+
+    try:
+        with _take_lock(folder):
+            shutil.rmtree(folder, onexc=note)
+    except BlockingIOError:
+        return ""
+    except (OSError, DiskError) as fault:
+        note(None, "", fault)
+    return "; ".join(faults[:1])
+
+
+def delete_other_folders(config: Config) -> str:
+    """Delete what was said to other models, but what other servers use.
+
+    Returns why some of it is still there; "" if all is gone. Nothing is deleted where
+    this server keeps nothing on the disk.
+    """
+    if not wants_disk_cache(config):
+        return ""
+    fault = ""
+    # This server's own folder is one that is used.
+    for folder in _find_other_folders(_find_root(config), None):
+        fault = _delete_model_folder(folder) or fault
+    return fault
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 class DiskTier:
@@ -13339,7 +13564,8 @@ class DiskTier:
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         # The key of each entry as it rested last, and how many tokens the disk has.
         self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
-        self._forgotten: list[tuple[str, str | None]] = []  # while the disk was slow
+        # While the disk was slow: what is deleted once it is there.
+        self._forgotten: list[tuple[str, str | None]] = []
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
@@ -13358,25 +13584,14 @@ class DiskTier:
         0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
         tokens a second; None: not known.
         """
-        n_known = len(key.tokens) - 1
-        if n_known - match.depth < MIN_LOADED_TOKENS:
-            return 0  # memory has it: nothing is looked up
-        found = self.files.find(key)
-        depth = min(found.depth, n_known)
-        if self._spec.has_state:
-            depth = found.last_state(depth)
-        n_more = depth - match.depth
-        if n_more < MIN_LOADED_TOKENS:
+        plan = self.plan_load(key, match, prefill_speed=prefill_speed)
+        if plan is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        start = match.cached_tokens if is_branch else 0
-        load_seconds = self.files.expected_seconds(found, start)
-        if prefill_speed and load_seconds > n_more / prefill_speed:
-            return 0
-
+        found, start, depth = plan
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
             parent=match.kv_owner if is_branch else None,
@@ -13388,7 +13603,28 @@ class DiskTier:
             head_end=found.segments[0].head_end,
         )
         self._cache.add_loaded(entry)
-        return n_more
+        return depth - match.depth
+
+    def plan_load(
+        self, key: TokenKey, match: PrefixMatch, *, prefill_speed: float | None
+    ) -> LoadPlan | None:
+        """What load() would load; None if it would load nothing."""
+        n_known = len(key.tokens) - 1
+        if n_known - match.depth < MIN_LOADED_TOKENS:
+            return None  # memory has it: nothing is looked up
+        found = self.files.find(key)
+        depth = min(found.depth, n_known)
+        if self._spec.has_state:
+            depth = found.last_state(depth)
+        n_more = depth - match.depth
+        if n_more < MIN_LOADED_TOKENS:
+            return None
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
+        start = match.cached_tokens if is_branch else 0
+        load_seconds = self.files.expected_seconds(found, start)
+        if prefill_speed and load_seconds > n_more / prefill_speed:
+            return None
+        return LoadPlan(found, start, depth)
 
     def save_some(self, *, is_busy: bool, is_closing: bool = False) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
@@ -13431,11 +13667,14 @@ class DiskTier:
     def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
+        self.files.retry_deletions()
         for tenant, session in self._forgotten:
             self.files.remove_session(tenant, session)
         self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
+        if self.files.writer.failure:  # not all is there that was handed to it
+            self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
         endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
@@ -13535,17 +13774,23 @@ class DiskTier:
             else:
                 writer.abandon()
 
-    def forget(self, tenant: str, session: str | None) -> None:
-        """Delete what is of a session, or of a tenant (None), or is on its way."""
+    def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
+        """Delete what is of a session, or of a tenant (None), or is on its way.
+
+        Returns the number of files, and which are not gone, and why; "" if all are.
+        """
         if self._job is not None:
             self._job.close()
             self._job = None
+        fault = ""
         if not self.files.writer.wait(FORGET_SECONDS):
-            self._forgotten.append((tenant, session))  # deleted once it is there
+            self._forgotten.append((tenant, session))
+            fault = "the disk does not answer"
         self.files.collect()
-        self.files.remove_session(tenant, session)
+        n_files = self.files.remove_session(tenant, session)
         # What continued it is gone, too, and is written again if memory has it.
         self._saved.clear()
+        return n_files, self.files.undeleted or fault
 
 
 # region SESSIONS ==============================================================
@@ -17325,7 +17570,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
+#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
 #          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
@@ -17371,6 +17616,14 @@ class TokenEvent(NamedTuple):
 
     token_id: int
     logprob: Logprob | None = None  # if it was asked for
+
+
+class DroppedKV(NamedTuple):
+    """What was forgotten, in memory and on the disk."""
+
+    n_entries: int  # of the cache, evicted or shortened
+    n_files: int  # deleted
+    fault: str  # which files are not deleted yet, and why; "" if all are
 
 
 class Reuse(NamedTuple):
@@ -18915,13 +19168,13 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.drafters = self._make_drafters(handle)
-            running.lockstep = self._lockstep
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
             raise
-        try:
+        running.lockstep = self._lockstep
+        try:  # why(L-34): it has a lease by now, and others would wait for it
+            running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
             if _is_out_of_memory(error):
@@ -18969,6 +19222,24 @@ class Scheduler:
             )
             drafters.append(model_drafter)
         return drafters
+
+    def find_reusable(self, key: TokenKey) -> PrefixMatch:
+        """What a request with this prompt would reuse, also of the disk.
+
+        Nothing is loaded.
+        """
+        match = self.cache.find(key)
+        if self.disk is None:
+            return match
+        speed = self.reader.measured_speed
+        plan = self.disk.plan_load(key, match, prefill_speed=speed)
+        if plan is None:
+            return match
+        return match._replace(
+            cached_tokens=plan.depth,
+            matched_tokens=max(match.matched_tokens, plan.depth),
+            hit_kind="exact" if plan.depth == len(key.tokens) - 1 else "line",
+        )
 
     def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
         """Load what only the disk has of a prompt into the cache, if it is much."""
@@ -19218,8 +19489,8 @@ class Scheduler:
             return self.disk.save_some(is_busy=self.is_busy)
         except Exception as error:
             if not writer.failure:
-                logger.exception("disk cache: nothing is written any more")
-                writer.failure = repr(error)
+                logger.exception("disk cache: a fault while KV was copied")
+            writer.note_failure(error)
             return False
 
     def evict_idle(self) -> None:
@@ -19231,17 +19502,15 @@ class Scheduler:
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
-    def drop_kv(self, tenant: str, session: str | None) -> int:
-        """Forget what rests of a session, or of a tenant (None), on the disk, too.
-
-        Returns how many entries of the cache were evicted or shortened.
-        """
-        n_evicted = self.cache.evict_session(tenant, session)
+    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
+        """Forget what rests of a session, or of a tenant (None), on the disk, too."""
+        n_entries = self.cache.evict_session(tenant, session)
         if self.draft_model is not None:
             self.draft_model.forget()
+        n_files, fault = 0, ""
         if self.disk is not None:
-            self.disk.forget(tenant, session)
-        return n_evicted
+            n_files, fault = self.disk.forget(tenant, session)
+        return DroppedKV(n_entries, n_files, fault)
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""
@@ -19669,7 +19938,7 @@ class Engine:
         self._check_ready()  # the thread may have ended, and never look again
         return handle
 
-    def drop_kv(self, tenant: str, session: str | None) -> int:
+    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Scheduler.drop_kv(). Raises what `call` does."""
         record = {"task": "drop_kv", "tenant": tenant, "session": session}
         return self.call(
@@ -19819,7 +20088,7 @@ class Engine:
             can_rest = not (has_more_to_save or scheduler.is_busy)
 
             since_report = lockstep.now() - reported_at
-            if not scheduler.is_busy or since_report > REPORT_SECONDS:
+            if can_rest or since_report > REPORT_SECONDS:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
@@ -25299,8 +25568,8 @@ def kept_awake(config: Config) -> Iterator[None]:
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drain, drop_cache
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
-#          SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, SAVED RECORDS, PREFIX CACHE,
+#          DISK CACHE, SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -25485,7 +25754,7 @@ def status_body(state: ServerState) -> StatusBody:
     if "warm_up" in health:
         body["warm_up"] = health["warm_up"]
     if engine.disk is not None and not state.tenant:
-        body["disk"] = engine.disk
+        body["disk"] = _with_records(engine.disk, state.records)
     if state.proxy.replicas and not state.tenant:
         body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
@@ -25504,6 +25773,13 @@ def status_body(state: ServerState) -> StatusBody:
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
             body["ranks"] = _describe_ranks(model.lockstep)
     return body
+
+
+def _with_records(report: DiskReport, records: RecordFile) -> DiskReport:
+    """The same report; it says why records are not saved now."""
+    if not records.failure:
+        return report
+    return {**report, "records_off": records.failure}
 
 
 def _describe_ranks(cluster: ClusterRank) -> RankReport:
@@ -25628,7 +25904,7 @@ def explain_body(state: ServerState, request: ChatRequest) -> JsonObject:
     while not state.stores.planner.verify(prepared.plan):  # as in count_tokens_body()
         prepared = prepare_request(state, request)
     key = prepared.engine_request.key
-    match = state.engine.call(lambda scheduler: scheduler.cache.find(key))
+    match = state.engine.call(lambda scheduler: scheduler.find_reusable(key))
     reason = _explain_match(state, prepared, match)
     return {
         "prompt": len(key.tokens),
@@ -25677,11 +25953,22 @@ def drain(state: ServerState, *, is_draining: bool) -> JsonObject:
 
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
-    """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
+    """DELETE /v1/cache: drop KV and what was recorded; of one session, or all.
+
+    Raises NotReady, and ServerError if the disk does not let it be deleted yet.
+    """
     _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
-    # The records of who has not come since the start are in the file alone.
+    faults: list[str] = []
     tenants = {view.tenant for view in state.views()}
-    tenants.update(state.records.tenants())
+    is_all = session is None and not state.tenant
+    if is_all:  # why(L-193): files are deleted without room, records are not
+        try:
+            state.records.erase(_FORGET_SECONDS)
+        except OSError as fault:
+            faults.append(fault.strerror or "the disk does not answer")
+    else:
+        # The records of who has not come since the start are in the file alone.
+        tenants.update(state.records.tenants())
     for tenant in tenants:
         if not is_seen_by(state.tenant, tenant):
             continue
@@ -25690,9 +25977,16 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    n_dropped = state.engine.drop_kv(state.tenant, session)
-    state.records.flush(_FORGET_SECONDS)
-    return {"dropped": n_dropped}
+    dropped = state.engine.drop_kv(state.tenant, session)
+    faults.append(dropped.fault)
+    if is_all:
+        faults.append(delete_other_folders(state.config))
+    elif not state.records.flush(_FORGET_SECONDS):
+        faults.append(state.records.failure or "the disk does not answer")
+    if any(faults):
+        reasons = "; ".join(dict.fromkeys(filter(None, faults)))
+        raise ServerError(f"memory has forgotten it, and the disk not yet: {reasons}")
+    return {"dropped": dropped.n_entries, "files": dropped.n_files}
 
 
 # region HTTP SERVER ===========================================================
@@ -26990,12 +27284,17 @@ def _limit_arenas() -> None:
 
 
 def _stop_on_signals() -> threading.Event:
-    """An event that SIGINT or SIGTERM sets. A second signal ends the process."""
+    """An event that SIGINT, SIGTERM or SIGHUP sets. A second signal ends the process.
+
+    SIGHUP comes when a terminal is closed, often twice, so it never is the second one.
+    """
     stop = threading.Event()
 
     def handle(number: int, _frame: object) -> None:
         if not stop.is_set():
             stop.set()
+            return
+        if number == signal.SIGHUP:
             return
         for child in psutil.Process().children():  # LiteLLM, or what fetches a model
             child.terminate()
@@ -27003,6 +27302,8 @@ def _stop_on_signals() -> threading.Event:
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, handle)
     return stop
 
 
@@ -27336,9 +27637,6 @@ def _join_ranks(
         raise ConfigError("--model, or MODEL_PATH, must name the model that is divided")
     if config.model_kind == "vision":
         raise ConfigError("MODEL_KIND=vision: only text models can be divided yet")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        # What starts ranks over ssh with a terminal ends them so (`ssh -tt`).
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     _print_line(f"rank {place.rank} of {place.n_ranks}: waiting for the others ...")
     return join_ranks(config, place, memory_bytes=memory_limit(config), stop=stop)
 

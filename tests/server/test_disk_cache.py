@@ -695,8 +695,55 @@ def test_server_goes_on_where_the_disk_fails(
         assert error == 0.0
 
     wait_until_idle(bench.engine)
-    assert caplog.text.count("nothing is written any more") == 1
+    assert caplog.text.count("nothing is written for now") == 1
     wait_until(lambda: "off" in bench.engine.disk)
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "copying fails"])
+def test_kv_is_written_again_after_a_failure(trouble, restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(s, "WRITE_AGAIN_SECONDS", 0.2)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(np.random.default_rng(16), 700)
+
+    def refuse(_argument):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        name = "_open_private" if trouble == "full disk" else "_copy_array"
+        patch.setattr(s, name, refuse)
+        bench.ask(prompt, n=1)
+        wait_until(lambda: "off" in bench.engine.disk)
+        assert files_in(tmp_path / "kv") == []
+
+    wait_until(lambda: len(files_in(tmp_path / "kv")) == 1)
+    wait_until(lambda: "off" not in bench.engine.disk)
+
+
+def test_idle_saving_does_not_publish_at_each_piece(restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(s, "SAVE_PIECE_SECONDS", 0.0)  # an array between two looks
+    bench = restart(tiny_model("qwen3", tmp_path))
+    counts = {"save_some": 0, "_publish": 0}
+    save_some, publish = s.DiskTier.save_some, s.Engine._publish
+
+    def count_pieces(disk, **fields):
+        has_more = save_some(disk, **fields)
+        counts["save_some"] += has_more
+        return has_more
+
+    def count_reports(engine, scheduler):
+        counts["_publish"] += scheduler.disk._job is not None
+        publish(engine, scheduler)
+
+    monkeypatch.setattr(s.DiskTier, "save_some", count_pieces)
+    monkeypatch.setattr(s.Engine, "_publish", count_reports)
+    monkeypatch.setattr(s, "REPORT_SECONDS", 1e9)
+    bench.ask(words(np.random.default_rng(3), 900), n=1)
+    wait_until(lambda: files_in(tmp_path / "kv"))
+
+    assert counts["save_some"] > 4
+    assert counts["_publish"] == 0
 
 
 def test_files_are_for_their_owner_alone(restart, tmp_path):
@@ -806,7 +853,7 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(s.DiskTier, "save_some", fail)
-    wait_until(lambda: "nothing is written any more" in caplog.text)
+    wait_until(lambda: "a fault while KV was copied" in caplog.text)
 
     cached, error, _ = difference(bench, words(np.random.default_rng(1), 600), n=2)
     assert (cached, error) == (0, 0.0)
@@ -887,6 +934,120 @@ def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
         os.utime(folder / "lock", (number, number))
     (tmp_path / "new" / "deleted.safetensors").symlink_to("nowhere")  # meanwhile
 
-    s._drop_other_folders(tmp_path / "own", 1500)
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "lock").symlink_to("lock")
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "own"]
+    n_bytes = s._drop_other_folders(tmp_path / "own", 1500)
+
+    assert n_bytes == 1000
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["loop", "new", "own"]
+
+
+def test_all_models_together_keep_within_the_limit(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.engine.stop()
+    other = tmp_path / "kv" / "other"
+    other.mkdir()
+    (other / "lock").touch()
+    (other / "x.safetensors").write_bytes(bytes(400_000))
+
+    bench = restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=1_000_000)
+
+    assert other.exists()
+    assert bench.engine.disk["max_bytes"] == 600_000
+
+
+# -- what is no file, and what cannot be deleted ---------------------------------------------------
+
+
+def put_in_place(path, kind):
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to itself"])
+@pytest.mark.parametrize("name", ["lock", "secret", "written", "a segment"])
+def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
+    kind, name, restart, tmp_path
+):
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+    bench.engine.stop()
+    (file,) = files_in(tmp_path / "kv")
+    put_in_place(file if name == "a segment" else file.parent / name, kind)
+
+    bench = restart(path)
+    prompt = words(np.random.default_rng(1), 600)
+    cached, error, _ = difference(bench, prompt, n=1)
+
+    assert bench.engine.disk is not None
+    assert error == 0.0
+    assert (cached > 500) is (name != "a segment")
+    bench.ask(words(np.random.default_rng(2), 600), n=1)
+    save(bench)
+    assert len(files_in(tmp_path / "kv")) == 2
+    assert os.path.isfile(file.parent / "written")
+
+
+def test_segment_that_becomes_a_pipe_is_a_miss(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(np.random.default_rng(1), 600)
+    bench.ask(prompt, n=1)
+    save(bench)
+    (file,) = files_in(tmp_path / "kv")
+    put_in_place(file, "a pipe")
+    bench.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
+
+    cached, error, _ = difference(bench, prompt, n=1)
+
+    assert (cached, error) == (0, 0.0)
+
+
+def test_file_that_cannot_be_deleted_is_said_and_deleted_later(
+    restart, tmp_path, monkeypatch
+):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+
+    def refuse(path, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.Path, "unlink", refuse)
+        dropped = bench.engine.drop_kv("", None)
+
+    assert "1 of its files" in dropped.fault
+    assert "Read-only" in dropped.fault
+    assert len(files_in(tmp_path / "kv")) == 1
+    save(bench)
+    assert files_in(tmp_path / "kv") == []
+
+
+def test_files_on_a_disk_that_is_gone_are_forgotten_when_it_is_back(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+    folder = files_in(tmp_path / "kv")[0].parent
+
+    folder.rename(tmp_path / "gone")
+    dropped = bench.engine.drop_kv("", None)
+    (tmp_path / "gone").rename(folder)
+    save(bench)
+
+    assert "No such file" in dropped.fault
+    assert files_in(tmp_path / "kv") == []
+
+
+def test_files_that_were_forgotten_are_counted(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    bench = restart(tiny_model("qwen3", tmp_path))
+
+    assert bench.engine.drop_kv("", None) == (0, 1, "")

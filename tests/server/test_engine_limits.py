@@ -886,6 +886,7 @@ STEPS = {
     s.Scheduler: (
         "_admit",
         "_start",
+        "_make_drafters",
         "_charge_prefill",
         "_find_host",
         "_keep_reply_states",

@@ -1,12 +1,15 @@
 """Conversations that go on after a restart, over HTTP: nothing is prefilled twice."""
 
+import fcntl
 import json
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 import urllib.request
+from contextlib import closing, suppress
 from pathlib import Path
 
 import openai
@@ -16,6 +19,8 @@ import start_llm as s
 from minimum_prefill import common_prefix, fewest, prefilled
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
+from status_client import ask as ask_status
+from status_client import explained
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
@@ -172,6 +177,77 @@ def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
     assert server.served.state.stores.ledger.snapshot()["transcripts"] == 1
 
 
+def test_explanation_counts_what_a_request_would_load_from_the_disk(start):
+    server = start(DENSE)
+    talk = Talk(server.served, 3)
+    talk.messages = [long_system(talk), user("Hello.")]
+    talk.step()
+    talk._client = server.restart()
+
+    explanation = explained(server.served, talk.messages)
+    found = talk.step()
+
+    assert found.n_cached > 300
+    assert explanation["would_reuse"] == found.n_cached
+    assert explanation["match"] == "line"
+
+
+def count_records(folder):
+    """How many records the next start would find."""
+    n_records = 0
+    for path in folder.glob("*/records"):
+        # It may have been begun just now, and have no tables yet.
+        connection = closing(sqlite3.connect(path))
+        with connection as database, suppress(sqlite3.OperationalError):
+            rows = database.execute("SELECT count(*) FROM records").fetchall()
+            n_records += rows[0][0]
+    return n_records
+
+
+def delete_cache(server, query=""):
+    return ask_status(server.served, "DELETE", "/v1/cache" + query)
+
+
+def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkeypatch):
+    server = start(DENSE)
+    Talk(server.served, 1).step()
+    server.served.state.records.flush(10.0)
+    assert count_records(tmp_path / "disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.RecordFile, "_save_next", refuse_orders)
+        code, body = delete_cache(server, "?session=a")
+        assert code == 500
+        assert "disk is full" in body["error"]["message"]
+        _, status = ask_status(server.served, "GET", "/v1/status")
+        assert "disk is full" in status["disk"]["records_off"]
+
+        code, _ = delete_cache(server)
+        assert code == 200
+        assert count_records(tmp_path / "disk") == 0
+
+
+def refuse_orders(records, database):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):
+    root = tmp_path / "disk"
+    for name in ("other", "in use"):
+        (root / name).mkdir(parents=True)
+        (root / name / "lock").touch()
+        (root / name / "records").write_bytes(b"what was said")
+    server = start(DENSE)
+
+    with (root / "in use" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _ = delete_cache(server)
+
+    assert code == 200
+    assert not (root / "other").exists()
+    assert (root / "in use" / "records").exists()
+
+
 @pytest.mark.parametrize("kind", (DENSE_VISION, HYBRID_VISION))
 def test_image_is_not_read_again_after_a_restart(kind, tmp_path):
     """It is named by its bytes and a secret, which survives; its KV is on the disk."""
@@ -283,6 +359,21 @@ def write_impatient_program(folder):
     path = folder / "impatient.py"
     path.write_text(source)
     return path
+
+
+def test_closed_terminal_loses_nothing(tmp_path):
+    model = tiny_model(DENSE, tmp_path)
+    disk = tmp_path / "disk"
+    settings = {"CACHE_DISK": "on", "CACHE_DISK_FOLDER": str(disk)}
+    question = [user(" ".join(random.Random(7).choices(WORDS, k=700)))]
+    program = Program(tmp_path / "program", model, **settings)
+    program.wait_until_ready()
+    ask(program.port, question)
+
+    program.process.send_signal(signal.SIGHUP)  # of the terminal, and of its shell
+    assert program.end(signal.SIGHUP) == 0
+    assert count_records(disk) > 0
+    assert list(disk.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("kind", (DENSE, HYBRID))

@@ -85,7 +85,7 @@ def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path
     assert (ended.stdout, ended.stderr) == (b"", b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_model_is_inside_mlx_ends_the_program_quietly(
     tmp_path, number
 ):

@@ -1,5 +1,7 @@
 """SAVED RECORDS: what was put is there after any end, and what was removed is not."""
 
+import errno
+import os
 import sqlite3
 import stat
 import time
@@ -226,7 +228,7 @@ def test_file_that_is_only_locked_or_full_is_not_deleted(
         patch.setattr(s, "_connect", refuse)
         locked = open_records(path)
         put(locked.of_tenant(""), b"b", record("two"))
-        assert locked.flush(1.0)
+        assert not locked.flush(1.0)
 
     assert loaded(path) == {b"a": ["one"]}
 
@@ -298,14 +300,14 @@ def test_what_cannot_be_saved_now_is_saved_later(
     records.put("kind", b"c", fail_at_first)
     wait_until(lambda: not failures)
     put(records, b"d", record("four"))
-    wait_until(lambda: not file._failure)
+    wait_until(lambda: not file.failure)
 
     assert file.flush(10.0)
     assert caplog.text.count("nothing is saved for now") == 1
     assert loaded(path) == {b"b": ["two"], b"c": ["three"], b"d": ["four"]}
 
 
-def test_file_that_cannot_be_saved_for_long_is_deleted(
+def test_file_that_cannot_be_saved_for_long_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or what people have forgotten meanwhile would be there at the next start."""
@@ -324,11 +326,134 @@ def test_file_that_cannot_be_saved_for_long_is_deleted(
     for _ in range(4):  # each comes after the failure before it
         records.remove("kind", b"a")
         wait_until(file._orders.empty)
-    wait_until(lambda: file._path is None)
+    wait_until(lambda: "is begun anew" in caplog.text)
+    put(records, b"c", record("three"))
+    wait_until(lambda: not file.failure)
 
-    assert caplog.text.count("nothing is saved any more") == 1
-    wait_until(lambda: not list(tmp_path.iterdir()))
     assert file.flush(10.0)
+    assert loaded(path) == {b"c": ["three"]}
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be written into any database, as on a full disk; it can be read."""
+    connect = sqlite3.connect
+
+    def connect_to_full(*args: object, **fields: object) -> sqlite3.Connection:
+        database = connect(*args, **fields)  # type: ignore[call-overload]
+        database.execute("PRAGMA query_only = ON")
+        return database  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_full)
+
+
+def test_flush_on_a_full_disk_says_that_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
+    path = tmp_path / "records"
+    file = open_records(path)
+    records = file.of_tenant("")
+    put(records, b"a", record("one"))
+    assert file.flush(10.0)
+
+    with monkeypatch.context() as patch:
+        fill(patch)
+        full = open_records(path)
+        full.of_tenant("").remove("kind", b"a")
+
+        assert not full.flush(10.0)
+        assert full.failure
+        assert str(path) in caplog.text
+    wait_until(lambda: not full.failure)
+    assert full.flush(10.0)
+    assert loaded(path) == {}
+
+
+def test_everything_is_forgotten_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records"
+    put(open_records(path).of_tenant(""), b"a", record("one", b"a secret"))
+    file = open_records(path)
+    put(file.of_tenant("x"), b"a", record("two", b"a secret"))
+    assert file.flush(10.0)
+    with monkeypatch.context() as patch:
+        fill(patch)
+        full = open_records(path)
+        put(full.of_tenant(""), b"b", record("waits for the disk"))
+        assert not full.flush(10.0)
+
+        full.erase(10.0)
+
+        left = b"".join(p.read_bytes() for p in tmp_path.iterdir())
+        assert b"a secret" not in left
+    full._retry.set()
+    put(full.of_tenant(""), b"c", record("new"))
+    wait_until(lambda: not full.failure)
+    assert full.flush(10.0)
+    assert loaded(path) == {b"c": ["new"]}
+
+
+def test_what_cannot_be_deleted_is_said_and_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
+    path = tmp_path / "records"
+    file = open_records(path)
+    put(file.of_tenant(""), b"a", record("one"))
+    assert file.flush(10.0)
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s, "_delete_database", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            file.erase(10.0)
+        put(file.of_tenant(""), b"b", record("two"))
+        assert not file.flush(10.0)
+        assert file.failure == "Read-only file system"
+    wait_until(lambda: not file.failure)
+
+    assert loaded(path) == {b"b": ["two"]}
+
+
+def test_folder_that_comes_back_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    file = open_records(folder / "records")
+    put(file.of_tenant(""), b"a", record("one"))
+    assert file.flush(10.0)
+
+    folder.rename(tmp_path / "gone")
+    put(file.of_tenant(""), b"b", record("two"))
+    wait_until(lambda: bool(file.failure))
+    with pytest.raises(FileNotFoundError):
+        file.erase(10.0)
+    put(file.of_tenant(""), b"b", record("two"))
+    folder.mkdir()
+    wait_until(lambda: not file.failure)
+
+    assert file.flush(10.0)
+    assert loaded(folder / "records") == {b"b": ["two"]}
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to itself"])
+def test_what_is_no_file_is_replaced(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path)
+
+    file = open_records(path)
+    put(file.of_tenant(""), b"a", record("one"))
+
+    assert file.flush(10.0)
+    assert loaded(path) == {b"a": ["one"]}
 
 
 def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
