@@ -25297,7 +25297,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # sent; as the last event of a stream that has begun. A socket that fails raises
 # ClientGone, and nobody is answered.
 #
-# Public   LLMServer, Handler, advice_by_path
+# Public   LLMServer, Handler, advice_by_path, own_host_names
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
@@ -25390,20 +25390,30 @@ def _header(headers: HttpHeaders, name: str) -> str:
     return " ".join(headers.get(name, "").lower().split())
 
 
+def own_host_names(config: Config, host: str) -> list[str]:
+    """What a client may call a server at this address; none: whatever it likes.
+
+    A server that other machines reach has names that it cannot know.
+    """
+    if not is_loopback(host):
+        return []
+    names = ["localhost", "127.0.0.1", "[::1]", host.lower()]
+    return names + split_list(config.allowed_hosts.lower())
+
+
 def _check_host(headers: HttpHeaders, config: Config) -> None:
     """Raise NotServed if a server on loopback is called by another machine's name.
 
     A web page can make its own name point to 127.0.0.1; the browser then takes this
     server for the page's own, but still sends that name. Programs may send no Host.
-    A server that other machines reach has names that it cannot know.
+    The port says nothing of a name: that of a tunnel, `ssh -L 9000:localhost:8080`, is
+    another one.
     """
-    if "Host" not in headers or not is_loopback(config.mlx_host):
+    names = own_host_names(config, config.mlx_host)
+    if "Host" not in headers or not names:
         return
-    names = ["localhost", "127.0.0.1", "[::1]", config.mlx_host.lower()]
-    names += split_list(config.allowed_hosts.lower())
-    names += [f"{name}:{config.mlx_port}" for name in names]
     host = _header(headers, "Host")
-    if host not in names:
+    if host not in names and re.sub(r":[0-9]+\Z", "", host) not in names:
         raise NotServed(
             403, f"the Host {host[:200]!r} is not this server's: see ALLOWED_HOSTS"
         )
@@ -25413,10 +25423,13 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     """Raise NotServed for a web page other than ours and those of CORS_ORIGINS.
 
     Browsers send the Origin of the page that asks; programs send none. Returns the
-    headers that allow the page to read the response; for our own it needs none.
+    headers that allow the page to read the response; for our own it needs none. Before
+    a proxy that adds TLS, ours is at https.
     """
     origin = _header(headers, "Origin")
-    if "Origin" not in headers or origin == f"http://{_header(headers, 'Host')}":
+    own_host = _header(headers, "Host")
+    own_origins = (f"http://{own_host}", f"https://{own_host}")
+    if "Origin" not in headers or origin in own_origins:
         return {}
     allowed_origins = split_list(config.cors_origins.lower())
     if origin not in allowed_origins and "*" not in allowed_origins:
@@ -26876,6 +26889,7 @@ def _make_order(
         "context_length": model["context_length"],
         "servers": [server._asdict() for server in servers],
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
+        "host_names": own_host_names(config, config.proxy_host),
         "advice": advice_by_path(config),
     }
 

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -67,6 +68,7 @@ class Order:
     proxy_startup_wait_seconds: float
     log_root: str
     log_level: str
+    host_names: list[str]  # what clients may call it; none: whatever they like
     cors_origins: str  # web pages that may ask the server
     advice: dict[str, str]  # for paths that nobody serves: see litellm_gate.py
 
@@ -143,6 +145,8 @@ def settings_for(order: Order) -> dict[str, Any]:
             "model_id": order.model_id,
             "models": names_of(order),
             "max_body_bytes": order.max_body_bytes,
+            "host_names": order.host_names,
+            "cors_origins": re.findall("[^ ,]+", order.cors_origins.lower()),
             "welcome": welcome_for(order),
             "advice": order.advice,
         },

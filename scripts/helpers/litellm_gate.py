@@ -9,6 +9,8 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
     model_id     of the model that all of them serve
     models       the names that it answers to; empty: any
     max_body_bytes
+    host_names   that a client may call it by; empty: any. Those of the server on loopback
+    cors_origins    of web pages that may ask; `*`: all
     welcome      the sentence at `/`
     advice       for a path that is not served, and all below it, what to use instead
 
@@ -35,7 +37,14 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -164,7 +173,11 @@ class Refusal(Exception):
         if path.startswith("/api/"):
             return {"error": self.sentence}
         if path.startswith("/v1/messages"):
-            kinds = {401: "authentication_error", 404: "not_found_error"}
+            kinds = {
+                401: "authentication_error",
+                403: "permission_error",
+                404: "not_found_error",
+            }
             kind = kinds.get(self.status, "invalid_request_error")
             if is_fault_of_ours:
                 kind = "api_error"
@@ -320,12 +333,17 @@ class Gate:
     key: str
     models: list[str]
     max_body_bytes: int
+    host_names: list[str]
+    cors_origins: list[str]
     welcome: str
     advice: Mapping[str, str]
     held_bytes: HeldBytes = field(default_factory=HeldBytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or let the server or LiteLLM do so."""
+        if scope["type"] == "websocket":  # no API of ours is one: a 403
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
@@ -334,6 +352,7 @@ class Gate:
         scope = {**scope, "path": path, "raw_path": path.encode()}
         try:
             refuse_dots(path)
+            refuse_page(scope["headers"], self.host_names, self.cors_origins)
             if path == "/":
                 await self._welcome(scope, send)
                 return
@@ -605,7 +624,29 @@ def find_advice(path: str, advice: Mapping[str, str]) -> str:
     return advice[path]
 
 
-# -- keys ------------------------------------------------------------------------------
+# -- web pages and keys ----------------------------------------------------------------
+
+
+def refuse_page(
+    headers: Iterable[tuple[bytes, bytes]],
+    host_names: Collection[str],
+    cors_origins: Collection[str],
+) -> None:
+    """Raise Refusal for a web page that may not ask, a 403, as the server does itself.
+
+    A page can make its own name point to 127.0.0.1, but not send another name than that.
+    """
+    values = {name: value.decode("latin-1").lower() for name, value in headers}
+    host = values.get(b"host", "")
+    is_named = host in host_names or re.sub(r":[0-9]+\Z", "", host) in host_names
+    if host_names and b"host" in values and not is_named:
+        sentence = f"the Host {host[:200]!r} is not this server's: see ALLOWED_HOSTS"
+        raise Refusal(403, sentence)
+    origin = values.get(b"origin")
+    allowed_origins = (f"http://{host}", f"https://{host}", *cors_origins)
+    if origin is not None and not {origin, "*"}.intersection(allowed_origins):
+        sentence = f"web pages of {origin[:200]!r} may not ask: see CORS_ORIGINS"
+        raise Refusal(403, sentence)
 
 
 def check_key(scope: Scope, key: str) -> Scope:
@@ -681,21 +722,16 @@ class ClientBody:
 
 
 def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes]]:
-    """A client's headers, but for its connection and key. Pages of ours have no origin.
+    """A client's headers, but for its connection, its key and its page, which are checked.
 
     A body goes on with a POST alone, so other methods have no length.
     """
-    address, port = scope.get("server") or ("", 0)
-    own_host = f"[{address}]" if ":" in address else address
-    hosts = ("localhost", "127.0.0.1", "[::1]", own_host)
-    own_origins = [f"http://{host}:{port}".encode() for host in hosts]
-    left_out = [*CONNECTION_HEADERS, b"expect", *(key.encode() for key in KEY_HEADERS)]
+    left_out = [*CONNECTION_HEADERS, b"expect", b"origin"]
+    left_out += [key.encode() for key in KEY_HEADERS]
     if scope["method"] != "POST":
         left_out.append(b"content-length")
     headers = [
-        (name, value)
-        for name, value in scope["headers"]
-        if name not in left_out and not (name == b"origin" and value in own_origins)
+        (name, value) for name, value in scope["headers"] if name not in left_out
     ]
     if server_key:
         headers.append((b"authorization", b"Bearer " + server_key.encode()))

@@ -88,6 +88,8 @@ class Door:
         fields = {
             "models": [],
             "max_body_bytes": 10_000,
+            "host_names": [],
+            "cors_origins": [],
             **fields,
         }
         self.gate = Gate(
@@ -363,7 +365,6 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     headers = {
         "x_session_id": "s",
         "user_agent": "agent",
-        "origin": "https://page.example",
     }
     door.ask("POST", CHAT, {}, x_api_key=KEY, host="127.0.0.1:4000", **headers)
     sent = door.requests[0].headers
@@ -409,20 +410,82 @@ def test_a_query_that_is_too_long_is_a_400():
     assert door.is_untouched
 
 
+ALL_WAYS = [
+    ("GET", "/"),
+    ("GET", "/v1/models"),
+    ("POST", CHAT),
+    ("POST", "/v1/messages"),
+    ("POST", RESPONSES),
+    ("POST", GOOGLE),
+]
+BODY = {"input": "Hello.", "contents": [{"parts": [{"text": "Hello."}]}]}
+
+
+@pytest.mark.parametrize(("method", "path"), ALL_WAYS)
+def test_a_page_that_may_not_ask_reaches_nothing(method, path):
+    names = ["localhost", "127.0.0.1"]
+    for headers, setting in [
+        ({"host": "evil.example"}, "ALLOWED_HOSTS"),
+        ({"host": "evil.example:4000"}, "ALLOWED_HOSTS"),
+        ({"host": "localhost.evil.example"}, "ALLOWED_HOSTS"),
+        ({"host": ""}, "ALLOWED_HOSTS"),
+        (
+            {"host": "evil.example", "origin": "http://evil.example"},
+            "ALLOWED_HOSTS",
+        ),
+        ({"host": "localhost:4000", "origin": "http://evil.example"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": "http://localhost:9"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": "null"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": ""}, "CORS_ORIGINS"),
+    ]:
+        door = Door(host_names=names, cors_origins=["https://page.example"])
+        status, body = door.ask(method, path, BODY, **headers)
+        assert (status, door.is_untouched) == (403, True), headers
+        assert setting in sentence_of(body)
+
+
+@pytest.mark.parametrize(("method", "path"), ALL_WAYS)
 @pytest.mark.parametrize(
-    ("origin", "goes_on"),
+    "headers",
     [
-        ("http://localhost:4000", False),
-        ("http://10.0.0.7:4000", False),
-        ("http://10.0.0.7:4001", True),
-        ("http://10.0.0.8:4000", True),
-        ("https://page.example", True),
+        {},
+        {"host": "localhost:9000"},  # of a tunnel
+        {"host": "LocalHost:9000", "origin": "http://localhost:9000"},
+        {"host": "mac.local", "origin": "https://mac.local"},  # it adds TLS
+        {"host": "localhost:4000", "origin": "https://page.example"},
     ],
+    ids=repr,
 )
-def test_a_page_at_the_proxys_own_address_is_none_of_another_origin(origin, goes_on):
+def test_a_page_that_may_ask_is_answered_and_its_origin_is_not_sent_on(
+    method, path, headers
+):
+    names = ["localhost", "mac.local"]
+    door = Door(host_names=names, cors_origins=["https://page.example"])
+    status, _ = door.ask(method, path, BODY, **headers)
+    assert status == 200
+    assert not any("origin" in request.headers for request in door.requests)
+
+
+def test_a_proxy_that_others_reach_has_any_name_and_a_star_means_every_page():
+    door = Door(cors_origins=["*"])
+    headers = {"host": "mac.lan", "origin": "https://page.example"}
+    assert door.ask("POST", RESPONSES, BODY, **headers)[0] == 200
+
+
+def test_a_websocket_reaches_nothing():
     door = Door()
-    door.ask("POST", CHAT, {}, origin=origin)
-    assert ("origin" in door.requests[0].headers) == goes_on
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": RESPONSES, "headers": []}
+    asyncio.run(door.gate(scope, receive, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+    assert door.is_untouched
 
 
 def test_a_server_that_does_not_answer_is_a_502_in_the_form_of_the_api():

@@ -73,6 +73,8 @@ class Farm:
             key="",
             models=[],
             max_body_bytes=10_000,
+            host_names=[],
+            cors_origins=[],
             welcome="",
             advice={"/": ""},
         )
