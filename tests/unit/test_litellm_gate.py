@@ -1,16 +1,18 @@
 """The gate before LiteLLM, with an application and a server of the test's behind it."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import litellm_gate
 import pytest
 import start_llm as s
 from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
-from replica_choice import Replica, Replicas
+from replica_choice import MAX_ANSWER_BYTES, Replica, Replicas
 from starlette.exceptions import HTTPException
 from start_llm import Config
 
@@ -20,7 +22,7 @@ ROUTES = {
     ("POST", "/v1/responses"),
     ("POST", "/v1beta/models/m:generateContent"),
     ("GET", "/v1/models"),
-    ("GET", "/docs"),
+    ("GET", "/health/liveliness"),
 }
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -215,10 +217,11 @@ def test_a_right_key_passes_wherever_it_stands(headers):
     assert door.ask("GET", "/v1/models?key=right")[0] == 200
 
 
-def test_without_a_key_of_its_own_any_will_do_and_documentation_needs_none():
+def test_without_a_key_of_its_own_any_will_do_and_health_needs_none():
     assert Door().ask("GET", "/v1/models")[0] == 200
     assert Door().ask("GET", "/v1/models", x_api_key="any")[0] == 200
-    assert Door(KEY).ask("GET", "/docs")[0] == 200
+    assert Door(KEY).ask("GET", "/health/liveliness")[0] == 200
+    assert Door(KEY).ask("GET", "/docs")[0] == 401
 
 
 # -- paths -----------------------------------------------------------------------------
@@ -897,7 +900,16 @@ def test_where_litellm_fails_no_words_of_python_reach_the_client(asks, status, f
 
 
 @pytest.mark.parametrize(
-    "content", [b"<html>Bad gateway</html>", b"[]", b'{"error": "x"}', b'{"error": {}}']
+    "content",
+    [
+        b"<html>Bad gateway</html>",
+        b"[]",
+        b'{"error": "x"}',
+        b'{"error": {}}',
+        b"[" * 200_000,
+        b'{"error": {"message": "x"}, "' + b" " * MAX_ANSWER_BYTES + b'": 0}',
+    ],
+    ids=lambda content: repr(content[:20]),
 )
 def test_an_error_of_what_is_no_start_llm_is_a_502(content):
     door = Door()
@@ -905,6 +917,95 @@ def test_an_error_of_what_is_no_start_llm_is_a_502(content):
     status, answer = door.ask("POST", RESPONSES, {"input": "x"})
     assert status == 502
     assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, 5])
+def test_an_error_whose_fields_are_no_texts_keeps_its_sentence(path, value):
+    door = Door()
+    error = {"message": "too long", "param": value, "code": value}
+    door.answer = httpx.Response(400, json={"error": error})
+    status, answer = door.ask("POST", path, BODY)
+    assert (status, sentence_of(answer)) == (400, "too long")
+
+
+def test_an_endless_reply_is_not_kept_whole(monkeypatch):
+    monkeypatch.setattr(litellm_gate, "MAX_REPLY_BYTES", 1_000)
+    door = Door()
+    door.answer = httpx.Response(200, content=b" " * 2_000)
+    status, answer = door.ask("POST", RESPONSES, BODY)
+    assert status == 502
+    assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
+def test_who_leaves_ends_what_litellm_does_for_them(path):
+    """Also where LiteLLM looks for nobody: it would read an endless reply on."""
+    has_ended = False
+
+    async def read_without_end(_scope: Any, receive: Any, _send: Any) -> None:
+        nonlocal has_ended
+        await receive()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended = True
+
+    door = Door()
+    gate = dataclasses.replace(door.gate, app=read_without_end)
+    payload = json.dumps(BODY).encode()
+    messages = [
+        {"type": "http.request", "body": payload},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(_message: dict[str, Any]) -> None:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope["headers"] = []
+    asyncio.run(asyncio.wait_for(gate(scope, receive, send), timeout=60))
+    assert has_ended
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("m", "m"),
+        ("maker/Model 4bit", "maker/Model 4bit"),
+        ("模型", "%E6%A8%A1%E5%9E%8B"),
+        ("modèle", "mod%C3%A8le"),
+        ("a\nb", "a%0Ab"),
+        (" m", "%20m"),
+        ("a\ud800", "a%3F"),
+    ],
+)
+def test_a_name_that_no_header_takes_reaches_litellm_percent_encoded(name, plain):
+    door = Door(models=[name])
+    assert door.ask("POST", RESPONSES, {"input": "x", "model": name})[0] == 200
+    assert json.loads(door.behind.bodies[0])["model"] == plain
+    if "\ud800" not in name:
+        door.ask("POST", f"/v1beta/models/{name}:generateContent", BODY)
+        assert door.behind.paths[1] == f"/v1beta/models/{plain}:generateContent"
+
+
+def test_where_litellm_alone_fails_the_error_is_json_without_its_words(caplog):
+    door = Door()
+
+    async def fail(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise ValueError("no files_settings")
+
+    gate = dataclasses.replace(door.gate, app=fail)
+    door.gate = gate
+    for line in ("GET /v1/batches", "POST /key/generate"):
+        status, answer = door.ask(*line.split(), {})
+        assert status == 501
+        assert answer["error"]["param"] is None
+        assert "files_settings" not in sentence_of(answer)
+        assert "files_settings" in caplog.text
 
 
 def test_with_strict_names_another_model_is_a_404():
