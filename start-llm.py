@@ -14036,6 +14036,8 @@ _LINE_SECONDS: Final = 1.0  # for somebody to read a line
 _LOADING_SILENCE: Final = 90.0  # a rank that loads, and has sent nothing so long, hangs
 _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to stop
 _MAX_HELLO_BYTES: Final = 65_536
+_MAX_GREETED: Final = 64  # that rank 0 asks who they are; then the oldest has to go
+_ACCEPT_SECONDS: Final = 0.1  # between two looks at who has proved to be a rank
 _LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
 _ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
@@ -14450,6 +14452,11 @@ class _Link:
             raise RanksEnd(f"{self.peer} does not answer as start-llm does")
         return message
 
+    def shut_down(self) -> None:
+        """End a connection that another thread reads, which then closes it."""
+        with suppress(OSError):  # it is closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
@@ -14560,63 +14567,83 @@ def _gather_ranks(
         ) from error
     missing = set(range(1, place.n_ranks))
     joined: list[_JoinedRank] = []
-    with listener:
-        listener.settimeout(_LOOK_SECONDS)
+    greeted: deque[_Link] = deque()  # the oldest first
+    arrivals = queue.SimpleQueue[_Arrival]()
+    try:
+        listener.settimeout(_ACCEPT_SECONDS)
         while missing:
             _check_start(stop, deadline, f"rank {min(missing)} did not come")
-            new_rank = _admit(listener, config, facts=facts, missing=missing)
-            if new_rank is not None:
-                joined.append(new_rank)
-                missing.remove(new_rank.rank)
+            with suppress(TimeoutError):
+                connection, (host, *_) = listener.accept()
+                greeted.append(_Link(connection, str(host), host=str(host)))
+                greeting = (greeted[-1], config.cluster_secret, arrivals)
+                threading.Thread(target=_greet, args=greeting, daemon=True).start()
+            if len(greeted) > _MAX_GREETED:
+                greeted.popleft().shut_down()
+            while not arrivals.empty():
+                arrival = arrivals.get()
+                joined.append(_admit(arrival, facts=facts, missing=missing))
+                missing.remove(arrival.rank)
+                greeted = deque(link for link in greeted if link is not arrival.link)
+    finally:
+        listener.close()
+        for link in greeted:  # others wait in vain
+            link.shut_down()
     return sorted(joined)  # by rank
 
 
-def _admit(
-    listener: socket.socket,
-    config: Config,
-    *,
-    facts: dict[str, Any],
-    missing: set[int],
-) -> _JoinedRank | None:
-    """The rank that connects next; None: nobody for a while, or somebody else.
+class _Arrival(NamedTuple):
+    """A rank that has proved to have the secret."""
 
-    Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone.
+    rank: int
+    link: _Link
+    facts: dict[str, Any]
+    memory_bytes: int
+    proof: str  # that rank 0 has it, too
+
+
+def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> None:
+    """Ask who connects to rank 0 for their proof. Many are asked at the same time.
+
+    So who connects and is silent keeps no rank waiting.
     """
-    try:
-        connection, (host, *_) = listener.accept()
-    except TimeoutError:
-        return None
-    link = _Link(connection, str(host), host=str(host))
     nonce = _new_nonce()
     try:
         link.send({"nonce": nonce})
         hello = link.read_hello()
         rank = int(hello["rank"])
         nonces = (nonce, str(hello["nonce"]))
-        proof = _prove(config.cluster_secret, f"rank {rank}", *nonces)
-        is_proven = _is_proof(hello["proof"], proof)
-        its_facts = dict(hello["facts"])
-        memory_bytes = int(its_facts.pop("memory_bytes"))
+        is_proven = _is_proof(hello["proof"], _prove(secret, f"rank {rank}", *nonces))
+        facts = dict(hello["facts"])
+        memory_bytes = int(facts.pop("memory_bytes"))
     except (RanksEnd, ValueError, TypeError, LookupError, ArithmeticError) as error:
         logger.warning("%s has asked to join, and is no rank: %s", link.host, error)
         link.close()
-        return None
+        return
 
     if not is_proven:
         logger.warning("%s has asked to join with another secret", link.host)
         with suppress(RanksEnd):
             link.send({"refusal": "CLUSTER_SECRET is another one on rank 0"})
         link.close()
-        return None
+        return
     link.peer = f"rank {rank}"
-    refusal = _find_other_fact(rank, facts, its_facts)
-    if not refusal and rank not in missing:
-        refusal = f"MLX_RANK={rank} is that of another process, too"
+    proof = _prove(secret, "rank 0", *nonces)
+    arrivals.put(_Arrival(rank, link, facts, memory_bytes, proof))
+
+
+def _admit(
+    arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]
+) -> _JoinedRank:
+    """Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone."""
+    refusal = _find_other_fact(arrival.rank, facts, arrival.facts)
+    if not refusal and arrival.rank not in missing:
+        refusal = f"MLX_RANK={arrival.rank} is that of another process, too"
     if refusal:
-        link.send({"refusal": refusal})
+        arrival.link.send({"refusal": refusal})
         raise ConfigError(refusal)
-    link.send({"proof": _prove(config.cluster_secret, "rank 0", *nonces)})
-    return _JoinedRank(rank, link, memory_bytes)
+    arrival.link.send({"proof": arrival.proof})
+    return _JoinedRank(arrival.rank, arrival.link, arrival.memory_bytes)
 
 
 def _find_other_fact(
@@ -25579,7 +25606,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
     "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
     "server again",
-    "/docs /redoc /swagger": "{server}/openapi.json describes the API, README.md "
+    "/docs /redoc /swagger /openapi.json": "{server}/openapi.json describes the API, README.md "
     "explains it; people find a page at {server}/",
 }
 
