@@ -461,6 +461,8 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 from PIL import Image, ImageOps
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -1535,6 +1537,7 @@ class CacheMetrics:
         # Those of all tenants, by name: one dict, whoever has it.
         self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
 
+        self._created_at = time.time()
         self._registry = prometheus.CollectorRegistry()
         self._requests = prometheus.Counter(
             "start_llm_requests",
@@ -1657,11 +1660,17 @@ class CacheMetrics:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
         registry = prometheus.CollectorRegistry()
         counts: Mapping[str, Any] = {**self.snapshot(), **self.totals()}
+        counters = []
         for name, sentence in {**_COUNTERS, **_SUMS}.items():
-            counter = prometheus.Counter(
-                f"start_llm_{name}", sentence, registry=registry
+            counters.append(
+                CounterMetricFamily(
+                    f"start_llm_{name}",
+                    sentence,
+                    value=counts[name],
+                    created=self._created_at,
+                )
             )
-            counter.inc(counts[name])
+        registry.register(_CountersOfAWhile(counters))
         for name, value in gauges.items():
             gauge = prometheus.Gauge(
                 f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
@@ -1670,6 +1679,17 @@ class CacheMetrics:
 
         kept_metrics = prometheus.generate_latest(self._registry)
         return kept_metrics + prometheus.generate_latest(registry)
+
+
+class _CountersOfAWhile(Collector):
+    """Counters since a time of their own: prometheus.Counter would count since now."""
+
+    def __init__(self, counters: list[CounterMetricFamily]) -> None:
+        self._counters = counters
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """All of them, for one exposition."""
+        return self._counters
 
 
 # -- session logs ----------------------------------------------------------------------
@@ -2428,7 +2448,7 @@ class _ThinkingPart(TypedDict):
 class _ImagePart(TypedDict):
     type: Literal["image_url", "input_image"]
     image_url: str | JsonObject  # an object has the text in `url`
-    request_field: NotRequired[str]  # ours: its path in the body of a Messages API
+    request_field: NotRequired[str]  # ours: its path in the body
 
 
 _ContentPart = Annotated[
@@ -2917,7 +2937,14 @@ def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
     thinking = None
     if isinstance(content, list):
         thinking = _join_thinking(content)
-        message["content"] = [part for part in content if part["type"] != "thinking"]
+        message["content"] = [
+            # As sent: results are put into another order.
+            {**part, "request_field": f"{field}.content[{index}]"}
+            if "image_url" in part
+            else part
+            for index, part in enumerate(content)
+            if part["type"] != "thinking"
+        ]
 
     if role not in ("assistant", "tool") and "content" not in message:
         raise BadRequest(f"a {role} message needs text", field=f"{field}.content")
@@ -2950,8 +2977,14 @@ def _order_tool_results(messages: Iterable[Message]) -> list[Message]:
     positions: dict[str | None, int] = {}  # of the newest calls, by id
     for are_results, group in groupby(messages, key=_can_follow_calls):
         run = list(group)
-        if are_results:
-            run.sort(key=lambda m: positions.get(m.get("tool_call_id"), len(positions)))
+        if are_results:  # a note has no id, as a call may have none
+            run.sort(
+                key=lambda message: (
+                    positions.get(message.get("tool_call_id"), len(positions))
+                    if message["role"] == "tool"
+                    else len(positions)
+                )
+            )
         ordered += run
 
         call_ids = _call_ids(run)
@@ -3844,11 +3877,10 @@ def extract_images(
     """
     extractor = _ImageExtractor(config, has_vision, salt)
     messages: list[Message] = []
-    for index, message in enumerate(request.messages):
+    for message in request.messages:
         content = message["content"]
         if isinstance(content, list):
-            field = f"messages[{index}].content"
-            content = extractor.replace_images(content, field=field)
+            content = extractor.replace_images(content)
         messages.append({**message, "content": content})
     originals = OriginalMessages(tuple(messages))
     return replace(request, messages=originals), extractor.images
@@ -3863,19 +3895,15 @@ class _ImageExtractor:
     salt: bytes
     images: dict[str, SentImage] = field(default_factory=dict)  # by digest
 
-    def replace_images(
-        self, parts: Iterable[JsonObject], *, field: str
-    ) -> list[JsonObject]:
-        """The parts of a message without images; `field` is their path in the body."""
+    def replace_images(self, parts: Iterable[JsonObject]) -> list[JsonObject]:
+        """The parts of a message without images."""
         texts: list[JsonObject] = []
-        for index, part in enumerate(parts):
+        for part in parts:
             if part["type"] == "text":
                 texts.append(part)
                 continue
-            # A request of the Messages API had the part at another path of its body.
-            part_field = part.get("request_field", f"{field}[{index}]")
             replace_image = self._mark if self.has_vision else self._describe
-            text = replace_image(part["image_url"], field=part_field)
+            text = replace_image(part["image_url"], field=part["request_field"])
             texts.append({"type": "text", "text": text})
         return texts
 
@@ -15578,6 +15606,7 @@ def _keep_best_blocks(
 # -- 2 constraints ---------------------------------------------------------------------
 
 _FOREVER: Final = sys.maxsize
+_DEFAULT_LOOK_BACK: Final = 256  # tokens
 _MAX_LOOK_BACK: Final = 1 << 20  # tokens; MLX slices by 32-bit integers
 
 
@@ -15707,17 +15736,19 @@ def make_processors(
     if sampling.repetition_penalty != 1:
         repetition_penalty = sampling.repetition_penalty
     n_look_back = min(sampling.repetition_context_size, _MAX_LOOK_BACK)
-    penalties: JsonObject = {}
-    if n_look_back > 0:  # for 0 mlx-lm would look back on everything
-        penalties = {
-            "repetition_penalty": repetition_penalty,
-            "repetition_context_size": n_look_back,
-            "presence_penalty": sampling.presence_penalty,
-            "presence_context_size": n_look_back,
-            "frequency_penalty": sampling.frequency_penalty,
-            "frequency_context_size": n_look_back,
-        }
-    processors = make_logits_processors(dict(sampling.logit_bias), **penalties)
+    if n_look_back == 0:  # then mlx-lm would look back on everything
+        repetition_penalty = None
+    # OpenAI's penalties have no look-back: one of 0 is not meant for them.
+    n_openai_look_back = n_look_back or _DEFAULT_LOOK_BACK
+    processors = make_logits_processors(
+        dict(sampling.logit_bias),
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=n_look_back,
+        presence_penalty=sampling.presence_penalty,
+        presence_context_size=n_openai_look_back,
+        frequency_penalty=sampling.frequency_penalty,
+        frequency_context_size=n_openai_look_back,
+    )
     return [*processors, *map(_ConstraintProcessor, constraints)]
 
 
