@@ -15078,10 +15078,21 @@ def _load_or_explain(
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
-        sentence = f"The model in {path} cannot be loaded by {library}: {error!r}"
+        why = _explain_error(error)
+        sentence = f"The model in {path} cannot be loaded by {library}: {why}"
         reason = sentence[:500]
     # Outside, so that the error does not keep the weights that were loaded already.
     raise ModelError(reason)
+
+
+def _explain_error(error: Exception) -> str:
+    """What a library says, but for its own arguments: here they are settings."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code that comes with it, which runs only with"
+            " TRUST_REMOTE_CODE=true, as everything that you may do yourself"
+        )
+    return repr(error)
 
 
 def _load(
@@ -15169,7 +15180,8 @@ def _load_parts(
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
-    tokenizer_config: JsonObject = {"trust_remote_code": trust}
+    trusts_tokenizer = trust and not _names_no_code(path)
+    tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
     if kind == "text":
         parts = mlx_lm.load(
             str(path), tokenizer_config, lazy=is_lazy, trust_remote_code=trust
@@ -15183,6 +15195,17 @@ def _load_parts(
         path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id")
     )
     return VisionModel(path, trust_remote_code=trust), tokenizer
+
+
+def _names_no_code(path: Path) -> bool:
+    """Whether a tokenizer names null as its code: transformers would look that up.
+
+    The demo's does, to be read as it is (why(L-59)).
+    """
+    file = path / "tokenizer_config.json"
+    facts = json.loads(file.read_bytes()) if file.is_file() else {}
+    code = (facts.get("auto_map") or {}).get("AutoTokenizer", True)
+    return not any(code) if isinstance(code, list) else not code
 
 
 def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
@@ -15206,7 +15229,8 @@ def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
         kinds = [leaf_kind(leaf) for leaf in leaves]
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
-        reason = f"{setting} cannot be loaded by mlx-lm: {error!r}"[:500]
+        why = _explain_error(error)
+        reason = f"{setting} cannot be loaded by mlx-lm: {why}"[:500]
         raise ModelError(reason) from None
 
     vocabulary = loaded.tokenizer.get_vocab().items()
