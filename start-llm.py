@@ -1670,7 +1670,7 @@ class CacheMetrics:
                     created=self._created_at,
                 )
             )
-        registry.register(_CountersOfAWhile(counters))
+        registry.register(_CounterCollector(counters))
         for name, value in gauges.items():
             gauge = prometheus.Gauge(
                 f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
@@ -1681,7 +1681,7 @@ class CacheMetrics:
         return kept_metrics + prometheus.generate_latest(registry)
 
 
-class _CountersOfAWhile(Collector):
+class _CounterCollector(Collector):
     """Counters since a time of their own: prometheus.Counter would count since now."""
 
     def __init__(self, counters: list[CounterMetricFamily]) -> None:
@@ -15089,8 +15089,8 @@ def _explain_error(error: Exception) -> str:
     """What a library says, but for its own arguments: here they are settings."""
     if "trust_remote_code" in str(error):
         return (
-            "it needs Python code that comes with it, which runs only with"
-            " TRUST_REMOTE_CODE=true, as everything that you may do yourself"
+            "it needs Python code that comes with it: TRUST_REMOTE_CODE=true lets"
+            " that run, with all your rights"
         )
     return repr(error)
 

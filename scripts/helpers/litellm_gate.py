@@ -9,7 +9,7 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
     model_id     of the model that all of them serve
     models       the names that it answers to; empty: any
     max_body_bytes
-    host_names   that a client may call it by; empty: any. Those of the server on loopback
+    host_names   what a client may call it in the header Host; empty: whatever it likes
     cors_origins    of web pages that may ask; `*`: all
     welcome      the sentence at `/`
     advice       for a path that is not served, and all below it, what to use instead
