@@ -461,6 +461,8 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 from PIL import Image, ImageOps
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -1535,6 +1537,7 @@ class CacheMetrics:
         # Those of all tenants, by name: one dict, whoever has it.
         self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
 
+        self._created_at = time.time()
         self._registry = prometheus.CollectorRegistry()
         self._requests = prometheus.Counter(
             "start_llm_requests",
@@ -1657,11 +1660,17 @@ class CacheMetrics:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
         registry = prometheus.CollectorRegistry()
         counts: Mapping[str, Any] = {**self.snapshot(), **self.totals()}
+        counters = []
         for name, sentence in {**_COUNTERS, **_SUMS}.items():
-            counter = prometheus.Counter(
-                f"start_llm_{name}", sentence, registry=registry
+            counters.append(
+                CounterMetricFamily(
+                    f"start_llm_{name}",
+                    sentence,
+                    value=counts[name],
+                    created=self._created_at,
+                )
             )
-            counter.inc(counts[name])
+        registry.register(_CounterCollector(counters))
         for name, value in gauges.items():
             gauge = prometheus.Gauge(
                 f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
@@ -1670,6 +1679,17 @@ class CacheMetrics:
 
         kept_metrics = prometheus.generate_latest(self._registry)
         return kept_metrics + prometheus.generate_latest(registry)
+
+
+class _CounterCollector(Collector):
+    """Counters since a time of their own: prometheus.Counter would count since now."""
+
+    def __init__(self, counters: list[CounterMetricFamily]) -> None:
+        self._counters = counters
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """All of them, for one exposition."""
+        return self._counters
 
 
 # -- session logs ----------------------------------------------------------------------
@@ -2428,7 +2448,7 @@ class _ThinkingPart(TypedDict):
 class _ImagePart(TypedDict):
     type: Literal["image_url", "input_image"]
     image_url: str | JsonObject  # an object has the text in `url`
-    request_field: NotRequired[str]  # ours: its path in the body of a Messages API
+    request_field: NotRequired[str]  # ours: its path in the body
 
 
 _ContentPart = Annotated[
@@ -2917,7 +2937,14 @@ def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
     thinking = None
     if isinstance(content, list):
         thinking = _join_thinking(content)
-        message["content"] = [part for part in content if part["type"] != "thinking"]
+        message["content"] = [
+            # As sent: results are put into another order.
+            {**part, "request_field": f"{field}.content[{index}]"}
+            if "image_url" in part
+            else part
+            for index, part in enumerate(content)
+            if part["type"] != "thinking"
+        ]
 
     if role not in ("assistant", "tool") and "content" not in message:
         raise BadRequest(f"a {role} message needs text", field=f"{field}.content")
@@ -2950,8 +2977,14 @@ def _order_tool_results(messages: Iterable[Message]) -> list[Message]:
     positions: dict[str | None, int] = {}  # of the newest calls, by id
     for are_results, group in groupby(messages, key=_can_follow_calls):
         run = list(group)
-        if are_results:
-            run.sort(key=lambda m: positions.get(m.get("tool_call_id"), len(positions)))
+        if are_results:  # a note has no id, as a call may have none
+            run.sort(
+                key=lambda message: (
+                    positions.get(message.get("tool_call_id"), len(positions))
+                    if message["role"] == "tool"
+                    else len(positions)
+                )
+            )
         ordered += run
 
         call_ids = _call_ids(run)
@@ -3844,11 +3877,10 @@ def extract_images(
     """
     extractor = _ImageExtractor(config, has_vision, salt)
     messages: list[Message] = []
-    for index, message in enumerate(request.messages):
+    for message in request.messages:
         content = message["content"]
         if isinstance(content, list):
-            field = f"messages[{index}].content"
-            content = extractor.replace_images(content, field=field)
+            content = extractor.replace_images(content)
         messages.append({**message, "content": content})
     originals = OriginalMessages(tuple(messages))
     return replace(request, messages=originals), extractor.images
@@ -3863,19 +3895,15 @@ class _ImageExtractor:
     salt: bytes
     images: dict[str, SentImage] = field(default_factory=dict)  # by digest
 
-    def replace_images(
-        self, parts: Iterable[JsonObject], *, field: str
-    ) -> list[JsonObject]:
-        """The parts of a message without images; `field` is their path in the body."""
+    def replace_images(self, parts: Iterable[JsonObject]) -> list[JsonObject]:
+        """The parts of a message without images."""
         texts: list[JsonObject] = []
-        for index, part in enumerate(parts):
+        for part in parts:
             if part["type"] == "text":
                 texts.append(part)
                 continue
-            # A request of the Messages API had the part at another path of its body.
-            part_field = part.get("request_field", f"{field}[{index}]")
             replace_image = self._mark if self.has_vision else self._describe
-            text = replace_image(part["image_url"], field=part_field)
+            text = replace_image(part["image_url"], field=part["request_field"])
             texts.append({"type": "text", "text": text})
         return texts
 
@@ -14620,6 +14648,8 @@ _LINE_SECONDS: Final = 1.0  # for somebody to read a line
 _LOADING_SILENCE: Final = 90.0  # a rank that loads, and has sent nothing so long, hangs
 _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to stop
 _MAX_HELLO_BYTES: Final = 65_536
+_MAX_GREETED: Final = 64  # that rank 0 asks who they are; then the oldest has to go
+_ACCEPT_SECONDS: Final = 0.1  # between two looks at who has proved to be a rank
 _LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
 _ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
@@ -15034,6 +15064,11 @@ class _Link:
             raise RanksEnd(f"{self.peer} does not answer as start-llm does")
         return message
 
+    def shut_down(self) -> None:
+        """End a connection that another thread reads, which then closes it."""
+        with suppress(OSError):  # it is closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
@@ -15144,63 +15179,83 @@ def _gather_ranks(
         ) from error
     missing = set(range(1, place.n_ranks))
     joined: list[_JoinedRank] = []
-    with listener:
-        listener.settimeout(_LOOK_SECONDS)
+    greeted: deque[_Link] = deque()  # the oldest first
+    arrivals = queue.SimpleQueue[_Arrival]()
+    try:
+        listener.settimeout(_ACCEPT_SECONDS)
         while missing:
             _check_start(stop, deadline, f"rank {min(missing)} did not come")
-            new_rank = _admit(listener, config, facts=facts, missing=missing)
-            if new_rank is not None:
-                joined.append(new_rank)
-                missing.remove(new_rank.rank)
+            with suppress(TimeoutError):
+                connection, (host, *_) = listener.accept()
+                greeted.append(_Link(connection, str(host), host=str(host)))
+                greeting = (greeted[-1], config.cluster_secret, arrivals)
+                threading.Thread(target=_greet, args=greeting, daemon=True).start()
+            if len(greeted) > _MAX_GREETED:
+                greeted.popleft().shut_down()
+            while not arrivals.empty():
+                arrival = arrivals.get()
+                joined.append(_admit(arrival, facts=facts, missing=missing))
+                missing.remove(arrival.rank)
+                greeted = deque(link for link in greeted if link is not arrival.link)
+    finally:
+        listener.close()
+        for link in greeted:  # others wait in vain
+            link.shut_down()
     return sorted(joined)  # by rank
 
 
-def _admit(
-    listener: socket.socket,
-    config: Config,
-    *,
-    facts: dict[str, Any],
-    missing: set[int],
-) -> _JoinedRank | None:
-    """The rank that connects next; None: nobody for a while, or somebody else.
+class _Arrival(NamedTuple):
+    """A rank that has proved to have the secret."""
 
-    Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone.
+    rank: int
+    link: _Link
+    facts: dict[str, Any]
+    memory_bytes: int
+    proof: str  # that rank 0 has it, too
+
+
+def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> None:
+    """Ask who connects to rank 0 for their proof. Many are asked at the same time.
+
+    So who connects and is silent keeps no rank waiting.
     """
-    try:
-        connection, (host, *_) = listener.accept()
-    except TimeoutError:
-        return None
-    link = _Link(connection, str(host), host=str(host))
     nonce = _new_nonce()
     try:
         link.send({"nonce": nonce})
         hello = link.read_hello()
         rank = int(hello["rank"])
         nonces = (nonce, str(hello["nonce"]))
-        proof = _prove(config.cluster_secret, f"rank {rank}", *nonces)
-        is_proven = _is_proof(hello["proof"], proof)
-        its_facts = dict(hello["facts"])
-        memory_bytes = int(its_facts.pop("memory_bytes"))
+        is_proven = _is_proof(hello["proof"], _prove(secret, f"rank {rank}", *nonces))
+        facts = dict(hello["facts"])
+        memory_bytes = int(facts.pop("memory_bytes"))
     except (RanksEnd, ValueError, TypeError, LookupError, ArithmeticError) as error:
         logger.warning("%s has asked to join, and is no rank: %s", link.host, error)
         link.close()
-        return None
+        return
 
     if not is_proven:
         logger.warning("%s has asked to join with another secret", link.host)
         with suppress(RanksEnd):
             link.send({"refusal": "CLUSTER_SECRET is another one on rank 0"})
         link.close()
-        return None
+        return
     link.peer = f"rank {rank}"
-    refusal = _find_other_fact(rank, facts, its_facts)
-    if not refusal and rank not in missing:
-        refusal = f"MLX_RANK={rank} is that of another process, too"
+    proof = _prove(secret, "rank 0", *nonces)
+    arrivals.put(_Arrival(rank, link, facts, memory_bytes, proof))
+
+
+def _admit(
+    arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]
+) -> _JoinedRank:
+    """Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone."""
+    refusal = _find_other_fact(arrival.rank, facts, arrival.facts)
+    if not refusal and arrival.rank not in missing:
+        refusal = f"MLX_RANK={arrival.rank} is that of another process, too"
     if refusal:
-        link.send({"refusal": refusal})
+        arrival.link.send({"refusal": refusal})
         raise ConfigError(refusal)
-    link.send({"proof": _prove(config.cluster_secret, "rank 0", *nonces)})
-    return _JoinedRank(rank, link, memory_bytes)
+    arrival.link.send({"proof": arrival.proof})
+    return _JoinedRank(arrival.rank, arrival.link, arrival.memory_bytes)
 
 
 def _find_other_fact(
@@ -15609,10 +15664,21 @@ def _load_or_explain(
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
         if kind == "text" and _is_for_mlx_vlm(path):
             library = "mlx-vlm, for text"
-        sentence = f"The model in {path} cannot be loaded by {library}: {error!r}"
+        why = _explain_error(error)
+        sentence = f"The model in {path} cannot be loaded by {library}: {why}"
         reason = sentence[:500]
     # Outside, so that the error does not keep the weights that were loaded already.
     raise ModelError(reason)
+
+
+def _explain_error(error: Exception) -> str:
+    """What a library says, but for its own arguments: here they are settings."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code that comes with it: TRUST_REMOTE_CODE=true lets"
+            " that run, with all your rights"
+        )
+    return repr(error)
 
 
 def _load(
@@ -15708,7 +15774,8 @@ def _load_parts(
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
-    tokenizer_config: JsonObject = {"trust_remote_code": trust}
+    trusts_tokenizer = trust and not _names_no_code(path)
+    tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
     is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
     if is_lazy and not is_for_mlx_lm:
         raise ValueError("a model that only mlx-vlm has cannot be divided among ranks")
@@ -15736,6 +15803,17 @@ def _is_for_mlx_vlm(path: Path) -> bool:
     return False
 
 
+def _names_no_code(path: Path) -> bool:
+    """Whether a tokenizer names null as its code: transformers would look that up.
+
+    The demo's does, to be read as it is (why(L-59)).
+    """
+    file = path / "tokenizer_config.json"
+    facts = json.loads(file.read_bytes()) if file.is_file() else {}
+    code = (facts.get("auto_map") or {}).get("AutoTokenizer", True)
+    return not any(code) if isinstance(code, list) else not code
+
+
 def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
     """The model of DRAFT_MODEL, which must suit the one it drafts for.
 
@@ -15757,7 +15835,8 @@ def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
         kinds = [leaf_kind(leaf) for leaf in leaves]
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
-        reason = f"{setting} cannot be loaded by mlx-lm: {error!r}"[:500]
+        why = _explain_error(error)
+        reason = f"{setting} cannot be loaded by mlx-lm: {why}"[:500]
         raise ModelError(reason) from None
 
     vocabulary = loaded.tokenizer.get_vocab().items()
@@ -16157,6 +16236,7 @@ def _keep_best_blocks(
 # -- 2 constraints ---------------------------------------------------------------------
 
 _FOREVER: Final = sys.maxsize
+_DEFAULT_LOOK_BACK: Final = 256  # tokens
 _MAX_LOOK_BACK: Final = 1 << 20  # tokens; MLX slices by 32-bit integers
 
 
@@ -16286,17 +16366,19 @@ def make_processors(
     if sampling.repetition_penalty != 1:
         repetition_penalty = sampling.repetition_penalty
     n_look_back = min(sampling.repetition_context_size, _MAX_LOOK_BACK)
-    penalties: JsonObject = {}
-    if n_look_back > 0:  # for 0 mlx-lm would look back on everything
-        penalties = {
-            "repetition_penalty": repetition_penalty,
-            "repetition_context_size": n_look_back,
-            "presence_penalty": sampling.presence_penalty,
-            "presence_context_size": n_look_back,
-            "frequency_penalty": sampling.frequency_penalty,
-            "frequency_context_size": n_look_back,
-        }
-    processors = make_logits_processors(dict(sampling.logit_bias), **penalties)
+    if n_look_back == 0:  # then mlx-lm would look back on everything
+        repetition_penalty = None
+    # OpenAI's penalties have no look-back: one of 0 is not meant for them.
+    n_openai_look_back = n_look_back or _DEFAULT_LOOK_BACK
+    processors = make_logits_processors(
+        dict(sampling.logit_bias),
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=n_look_back,
+        presence_penalty=sampling.presence_penalty,
+        presence_context_size=n_openai_look_back,
+        frequency_penalty=sampling.frequency_penalty,
+        frequency_context_size=n_openai_look_back,
+    )
     return [*processors, *map(_ConstraintProcessor, constraints)]
 
 
@@ -26007,7 +26089,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # sent; as the last event of a stream that has begun. A socket that fails raises
 # ClientGone, and nobody is answered.
 #
-# Public   LLMServer, Handler, advice_by_path
+# Public   LLMServer, Handler, advice_by_path, own_host_names
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
@@ -26100,20 +26182,30 @@ def _header(headers: HttpHeaders, name: str) -> str:
     return " ".join(headers.get(name, "").lower().split())
 
 
+def own_host_names(config: Config, host: str) -> list[str]:
+    """What a client may call a server at this address; none: whatever it likes.
+
+    A server that other machines reach has names that it cannot know.
+    """
+    if not is_loopback(host):
+        return []
+    names = ["localhost", "127.0.0.1", "[::1]", host.lower()]
+    return names + split_list(config.allowed_hosts.lower())
+
+
 def _check_host(headers: HttpHeaders, config: Config) -> None:
     """Raise NotServed if a server on loopback is called by another machine's name.
 
     A web page can make its own name point to 127.0.0.1; the browser then takes this
     server for the page's own, but still sends that name. Programs may send no Host.
-    A server that other machines reach has names that it cannot know.
+    The port says nothing of a name: that of a tunnel, `ssh -L 9000:localhost:8080`, is
+    another one.
     """
-    if "Host" not in headers or not is_loopback(config.mlx_host):
+    names = own_host_names(config, config.mlx_host)
+    if "Host" not in headers or not names:
         return
-    names = ["localhost", "127.0.0.1", "[::1]", config.mlx_host.lower()]
-    names += split_list(config.allowed_hosts.lower())
-    names += [f"{name}:{config.mlx_port}" for name in names]
     host = _header(headers, "Host")
-    if host not in names:
+    if host not in names and re.sub(r":[0-9]+\Z", "", host) not in names:
         raise NotServed(
             403, f"the Host {host[:200]!r} is not this server's: see ALLOWED_HOSTS"
         )
@@ -26123,10 +26215,13 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     """Raise NotServed for a web page other than ours and those of CORS_ORIGINS.
 
     Browsers send the Origin of the page that asks; programs send none. Returns the
-    headers that allow the page to read the response; for our own it needs none.
+    headers that allow the page to read the response; for our own it needs none. Before
+    a proxy that adds TLS, ours is at https.
     """
     origin = _header(headers, "Origin")
-    if "Origin" not in headers or origin == f"http://{_header(headers, 'Host')}":
+    own_host = _header(headers, "Host")
+    own_origins = (f"http://{own_host}", f"https://{own_host}")
+    if "Origin" not in headers or origin in own_origins:
         return {}
     allowed_origins = split_list(config.cors_origins.lower())
     if origin not in allowed_origins and "*" not in allowed_origins:
@@ -26276,7 +26371,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
     "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
     "server again",
-    "/docs /redoc /swagger": "{server}/openapi.json describes the API, README.md "
+    "/docs /redoc /swagger /openapi.json": "{server}/openapi.json describes the API, README.md "
     "explains it; people find a page at {server}/",
 }
 
@@ -27593,6 +27688,7 @@ def _make_order(
         "context_length": model["context_length"],
         "servers": [server._asdict() for server in servers],
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
+        "host_names": own_host_names(config, config.proxy_host),
         "advice": advice_by_path(config),
     }
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote_plus
 
 import huggingface_hub
 import mlx_lm
@@ -75,6 +76,11 @@ def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
         return complete(ROOT / "models" / DEMO)
     with in_a_sentence(f"MODEL_PATH={name} cannot be used"):
         folder = Path(name).expanduser()
+        if folder.is_file():
+            raise ValueError(
+                "it is a file, and mlx-lm reads a folder, with config.json and "
+                "*.safetensors in it (no GGUF, nor PyTorch files)"
+            )
         if folder.exists():
             return complete(folder)
     repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/")
@@ -136,7 +142,7 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
                 f"MODEL_PATH={repo} is neither a folder on this machine nor a "
                 f"repository on {hub} (a private one needs HF_TOKEN)."
             )
-            reason += name_advice(repo, memory_bytes)
+            reason += name_advice(repo)
             if isinstance(error, errors.GatedRepoError):
                 reason = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
             raise FetchError(reason) from error
@@ -154,14 +160,15 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
             ) from error
 
 
-def name_advice(name: str, memory_bytes: int) -> str:
+def name_advice(name: str) -> str:
     """Which names work, in place of one that no repository can have; "" of all others."""
     if "/" in name:
         return ""
     is_of_ollama = re.fullmatch(r"[\w.-]+:[\w.-]+", name)  # qwen3:8b
     advice = " This is how Ollama names a model." if is_of_ollama else ""
-    fitting = first_fitting(memory_bytes - WORKING_BYTES)
-    return f"{advice} Here it is OWNER/NAME: MODEL_PATH={fitting} would fit."
+    words = quote_plus(name.replace(":", " "))
+    page = f"{huggingface_hub.constants.ENDPOINT}/models?library=mlx&search={words}"
+    return f"{advice} Here it is MODEL_PATH=OWNER/NAME: {page} lists such models."
 
 
 def check_architecture(config_file: Path) -> None:

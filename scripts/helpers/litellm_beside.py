@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
+from translated_bodies import plain_name
 
 DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
 LOG_BYTES: Final = 10_000_000  # of .log; then it becomes .log.1
@@ -40,7 +42,10 @@ ENVIRONMENT: Final = {
     "LITELLM_MODE": "PRODUCTION",  # or it reads the .env of the folder it is started in
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
-    "DOCS_URL": "/docs",  # its own documentation, which was at / before the gate
+    # To write these takes seconds, in which no chat goes on.
+    "NO_DOCS": "True",
+    "NO_REDOC": "True",
+    "NO_OPENAPI": "True",
     "PYTHONPATH": str(Path(__file__).resolve().parent),  # of the gate
 }
 log = logging.getLogger("litellm_beside")
@@ -67,6 +72,7 @@ class Order:
     proxy_startup_wait_seconds: float
     log_root: str
     log_level: str
+    host_names: list[str]  # what clients may call it; none: whatever they like
     cors_origins: str  # web pages that may ask the server
     advice: dict[str, str]  # for paths that nobody serves: see litellm_gate.py
 
@@ -95,7 +101,7 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
         }
         rows += [
             {
-                "model_name": name,
+                "model_name": plain_name(name),  # as the gate sends it to LiteLLM
                 "litellm_params": route,
                 "model_info": {"max_input_tokens": order.context_length},
             }
@@ -143,6 +149,8 @@ def settings_for(order: Order) -> dict[str, Any]:
             "model_id": order.model_id,
             "models": names_of(order),
             "max_body_bytes": order.max_body_bytes,
+            "host_names": order.host_names,
+            "cors_origins": re.findall("[^ ,]+", order.cors_origins.lower()),
             "welcome": welcome_for(order),
             "advice": order.advice,
         },

@@ -9,6 +9,8 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
     model_id     of the model that all of them serve
     models       the names that it answers to; empty: any
     max_body_bytes
+    host_names   what a client may call it in the header Host; empty: whatever it likes
+    cors_origins    of web pages that may ask; `*`: all
     welcome      the sentence at `/`
     advice       for a path that is not served, and all below it, what to use instead
 
@@ -31,12 +33,20 @@ import asyncio
 import hmac
 import html
 import json
+import logging
 import math
 import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,6 +57,7 @@ from urllib.parse import parse_qs, quote, unquote
 import anyio
 import httpx
 from replica_choice import (
+    MAX_ANSWER_BYTES,
     Replica,
     Replicas,
     conversation_by_body,
@@ -59,6 +70,7 @@ from translated_bodies import (
     Fault,
     check_response,
     mend_google,
+    plain_name,
 )
 
 type Scope = dict[str, Any]
@@ -66,6 +78,8 @@ type Message = dict[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
 type Send = Callable[[Message], Awaitable[None]]
 type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger("litellm_gate")
 
 # All headers that LiteLLM takes a key from, and Google's parameter of the query.
 KEY_HEADERS: Final = (
@@ -76,11 +90,8 @@ KEY_HEADERS: Final = (
     "x-goog-api-key",
     "ocp-apim-subscription-key",
 )
-# Where LiteLLM asks for none: its documentation, pages, and whether it lives.
+# Where LiteLLM asks for none: its pages, and whether it lives.
 OPEN_PATHS: Final = (
-    "/docs",
-    "/openapi.json",
-    "/swagger",
     "/ui",
     "/health/liv",
     "/health/readiness",
@@ -99,7 +110,7 @@ SERVED_PATH: Final = re.compile(
 )
 RESPONSE_PATH: Final = re.compile("/(?:v1|openai/v1)/responses")
 GOOGLE_PATH: Final = re.compile(
-    r"(?:/v1beta)?/models/(.+):(?:generateContent|streamGenerateContent|countTokens)"
+    r"(?s:(?:/v1beta)?/models/(.+):)(?:generateContent|streamGenerateContent|countTokens)"
 )
 # Azure's, with the name of a model in it: what stands before /chat/completions and others.
 DEPLOYMENT: Final = re.compile(
@@ -140,6 +151,8 @@ BEGINNINGS: Final = (
 # A machine that drops packets refuses no connection: after so long it counts as down.
 CONNECT_SECONDS: Final = 5.0
 
+MAX_REPLY_BYTES: Final = 1 << 28  # that LiteLLM makes an answer of: a million tokens
+
 # So many of the largest bodies are held at once, or more of smaller ones.
 MAX_HELD_BODIES: Final = 4
 
@@ -168,7 +181,11 @@ class Refusal(Exception):
         if path.startswith("/api/"):
             return {"error": self.sentence}
         if path.startswith("/v1/messages"):
-            kinds = {401: "authentication_error", 404: "not_found_error"}
+            kinds = {
+                401: "authentication_error",
+                403: "permission_error",
+                404: "not_found_error",
+            }
             kind = kinds.get(self.status, "invalid_request_error")
             if is_fault_of_ours:
                 kind = "api_error"
@@ -223,9 +240,35 @@ async def note_request(request: httpx.Request) -> None:
 async def note_response(response: httpx.Response) -> None:
     """Another: LiteLLM would make an error of its own of the server's."""
     call = SERVER_CALL.get()
-    if call is not None and response.is_error:
+    if call is None:
+        return
+    response.headers.pop("content-encoding", None)  # unpacked, it would have no bound
+    max_bytes = MAX_ANSWER_BYTES if response.is_error else MAX_REPLY_BYTES
+    response.stream = BoundedStream(response.stream, max_bytes)
+    if response.is_error:
         await response.aread()
         call.error = response
+
+
+class BoundedStream(httpx.AsyncByteStream):
+    """What a server answers to LiteLLM, which keeps all of it."""
+
+    def __init__(self, stream: object, max_bytes: int) -> None:
+        assert isinstance(stream, httpx.AsyncByteStream)
+        self._stream = stream
+        self._n_bytes_left = max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Each part. Raises httpx.ReadError: there are too many."""
+        async for chunk in self._stream:
+            self._n_bytes_left -= len(chunk)
+            if self._n_bytes_left < 0:
+                raise httpx.ReadError("an answer without an end")
+            yield chunk
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._stream.aclose()
 
 
 def keepalive_options() -> list[tuple[int, int, int]]:
@@ -324,12 +367,17 @@ class Gate:
     key: str
     models: list[str]
     max_body_bytes: int
+    host_names: list[str]
+    cors_origins: list[str]
     welcome: str
     advice: Mapping[str, str]
     held_bytes: HeldBytes = field(default_factory=HeldBytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or let the server or LiteLLM do so."""
+        if scope["type"] == "websocket":  # no API of ours is one: a 403
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
@@ -338,6 +386,7 @@ class Gate:
         scope = {**scope, "path": path, "raw_path": path.encode()}
         try:
             refuse_dots(path)
+            refuse_page(scope["headers"], self.host_names, self.cors_origins)
             if path == "/":
                 await self._welcome(scope, send)
                 return
@@ -347,7 +396,7 @@ class Gate:
             elif scope["method"] == "POST" and is_translated(path):
                 await self._translate(scope, receive, send)
             else:
-                await self._pass_on(scope, receive, send)
+                await self._pass_on_safely(scope, receive, send)
         except Refusal as refusal:
             body = json.dumps(refusal.body(path)).encode()
             await respond(send, refusal.status, body, headers=refusal.headers)
@@ -391,7 +440,7 @@ class Gate:
         """Let a server answer, as long as the client stays. Raises Refusal."""
         refusal = None
         async with anyio.create_task_group() as group:
-            group.start_soon(body.call_when_left, group.cancel_scope.cancel)
+            group.start_soon(body.cancel_when_left, group.cancel_scope)
             try:
                 await self._send_on(scope, body, send, conversation)
             except Refusal as error:  # the group would wrap it
@@ -487,6 +536,10 @@ class Gate:
         try:
             payload = await held_body.read(receive)
             payload = self._check_body(scope["path"], payload)
+            google = GOOGLE_PATH.fullmatch(scope["path"])
+            if google:
+                path = scope["path"].replace(google[1], plain_name(google[1]))
+                scope = {**scope, "path": path, "raw_path": path.encode()}
             await self._translate_body(scope, payload, receive, send)
         finally:
             held_body.release()
@@ -499,15 +552,19 @@ class Gate:
         SERVER_CALL.set(call)
         answer = Answer(send, call)
         scope = with_length(scope, len(payload))
-        try:
-            await self._pass_on(scope, replaying(payload, receive), answer.send)
-        except Refusal:
-            raise
-        except Exception:
-            if answer.has_begun:
-                raise
-            answer.is_error = True
-        if answer.is_error:
+        raised: Exception | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel_when_left, receive, group.cancel_scope)
+            # Who leaves is noticed here, whatever LiteLLM is waiting for.
+            body = replaying(payload, wait_for_ever)
+            try:
+                await self._pass_on(scope, body, answer.send)
+            except Exception as error:  # noqa: BLE001  # the group would wrap it
+                raised = error
+            group.cancel_scope.cancel()
+        if isinstance(raised, Refusal) or (raised and answer.has_begun):
+            raise raised
+        if raised or answer.is_error:
             if call.error is None:
                 await self.servers.check(call.server)
             elif call.error.status_code == 503:
@@ -542,12 +599,37 @@ class Gate:
         self._check_model(google[1] if google else body.get("model"))
         if not google:
             refuse_stored(body)
+            if body.get("model"):
+                mended = {**body, "model": plain_name(body["model"])}
         return payload if mended == body else json.dumps(mended).encode()
 
     def _check_model(self, name: str | None) -> None:
         if self.models and name is not None and name not in self.models:
             sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
             raise Refusal(404, sentence, field="model", code="model_not_found")
+
+    async def _pass_on_safely(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let LiteLLM answer, also where it fails. Raises Refusal."""
+        has_begun = False
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._pass_on(scope, receive, note_and_send)
+        except Refusal:
+            raise
+        except Exception:
+            if has_begun:
+                raise
+            path = scope["path"][:200]
+            logger.exception("LiteLLM fails at %r", path)
+            fault = "a database, or what else it has not got here"
+            advice = find_advice(scope["path"], self.advice)
+            sentence = f"LiteLLM fails at {path}, which needs {fault}: {advice}"
+            raise Refusal(501, sentence) from None
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let LiteLLM answer. Raises Refusal if it, or its model, has no such route."""
@@ -609,7 +691,29 @@ def find_advice(path: str, advice: Mapping[str, str]) -> str:
     return advice[path]
 
 
-# -- keys ------------------------------------------------------------------------------
+# -- web pages and keys ----------------------------------------------------------------
+
+
+def refuse_page(
+    headers: Iterable[tuple[bytes, bytes]],
+    host_names: Collection[str],
+    cors_origins: Collection[str],
+) -> None:
+    """Raise Refusal for a web page that may not ask, a 403, as the server does itself.
+
+    A page can make its own name point to 127.0.0.1, but not send another name than that.
+    """
+    values = {name: value.decode("latin-1").lower() for name, value in headers}
+    host = values.get(b"host", "")
+    is_named = host in host_names or re.sub(r":[0-9]+\Z", "", host) in host_names
+    if host_names and b"host" in values and not is_named:
+        sentence = f"the Host {host[:200]!r} is not this server's: see ALLOWED_HOSTS"
+        raise Refusal(403, sentence)
+    origin = values.get(b"origin")
+    allowed_origins = (f"http://{host}", f"https://{host}", *cors_origins)
+    if origin is not None and not {origin, "*"}.intersection(allowed_origins):
+        sentence = f"web pages of {origin[:200]!r} may not ask: see CORS_ORIGINS"
+        raise Refusal(403, sentence)
 
 
 def check_key(scope: Scope, key: str) -> Scope:
@@ -676,30 +780,36 @@ class ClientBody:
             has_more = message.get("more_body", False)
         self._was_read.set()
 
-    async def call_when_left(self, cancel: Callable[[], None]) -> None:
+    async def cancel_when_left(self, cancel_scope: anyio.CancelScope) -> None:
         """Wait until the whole body has come, then until the client leaves."""
         await self._was_read.wait()
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        cancel()
+        await cancel_when_left(self._receive, cancel_scope)
+
+
+async def cancel_when_left(receive: Receive, cancel_scope: anyio.CancelScope) -> None:
+    """Of a request whose body was read: wait until its client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    cancel_scope.cancel()
+
+
+async def wait_for_ever() -> Message:
+    """A client that neither sends more nor leaves."""
+    await anyio.sleep_forever()
+    raise AssertionError
 
 
 def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes]]:
-    """A client's headers, but for its connection and key. Pages of ours have no origin.
+    """A client's headers, but for its connection, its key and its page, which are checked.
 
     A body goes on with a POST alone, so other methods have no length.
     """
-    address, port = scope.get("server") or ("", 0)
-    own_host = f"[{address}]" if ":" in address else address
-    hosts = ("localhost", "127.0.0.1", "[::1]", own_host)
-    own_origins = [f"http://{host}:{port}".encode() for host in hosts]
-    left_out = [*CONNECTION_HEADERS, b"expect", *(key.encode() for key in KEY_HEADERS)]
+    left_out = [*CONNECTION_HEADERS, b"expect", b"origin"]
+    left_out += [key.encode() for key in KEY_HEADERS]
     if scope["method"] != "POST":
         left_out.append(b"content-length")
     headers = [
-        (name, value)
-        for name, value in scope["headers"]
-        if name not in left_out and not (name == b"origin" and value in own_origins)
+        (name, value) for name, value in scope["headers"] if name not in left_out
     ]
     if server_key:
         headers.append((b"authorization", b"Bearer " + server_key.encode()))
@@ -877,15 +987,16 @@ def explain_failure(call: ServerCall, path: str) -> Refusal:
     )
 
 
-def read_error(response: httpx.Response) -> Mapping[str, Any] | None:
-    """The error in a response; None if it has none of start-llm's form."""
+def read_error(response: httpx.Response) -> Mapping[str, str] | None:
+    """The texts of the error in a response; None if it has none of start-llm's form."""
     try:
         body = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     error = body.get("error") if isinstance(body, dict) else None
-    is_ours = isinstance(error, dict) and isinstance(error.get("message"), str)
-    return error if is_ours else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return None
+    return {name: text for name, text in error.items() if isinstance(text, str)}
 
 
 async def respond(

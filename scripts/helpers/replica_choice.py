@@ -34,6 +34,7 @@ import httpx
 
 CHECK_EVERY_SECONDS: Final = 2.0
 CHECK_SECONDS: Final = 10.0  # for a server to say how it is
+MAX_ANSWER_BYTES: Final = 1_048_576  # in which it says that, or what is wrong
 BUSY_SECONDS: Final = 600.0  # a conversation that was used since then counts
 MAX_CONVERSATIONS: Final = 10_000  # beyond it, the least recently used is forgotten
 MAX_PROMPT_LENGTH: Final = 1_000  # of a completion, which grows with each request
@@ -279,19 +280,27 @@ class Replicas:
         headers = {"authorization": f"Bearer {server.key}"} if server.key else {}
         try:
             with anyio.fail_after(CHECK_SECONDS):
-                health = (await self.client.get(f"{server.url}/health")).json()
-                models = await self.client.get(
-                    f"{server.url}/v1/models", headers=headers
-                )
-            state = health["status"]
-            if models.status_code in (401, 403):
+                _, health = await self._get(f"{server.url}/health", {})
+                status, models = await self._get(f"{server.url}/v1/models", headers)
+            state = json.loads(health)["status"]
+            if status in (401, 403):
                 return "key_refused"
             if state == "ok":
-                names = [model["id"] for model in models.json()["data"]]
+                names = [model["id"] for model in json.loads(models)["data"]]
                 return UP if self.model_id in names else "other_model"
-        except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError):
+            return state if state in STATE_WORDS else "down"
+        except Exception:  # noqa: BLE001  # whatever it answers: who watches goes on
             return "down"
-        return state if state in STATE_WORDS else "down"
+
+    async def _get(self, url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """The status and body of an answer. Raises ValueError: it is too long."""
+        payload = b""
+        async with self.client.stream("GET", url, headers=headers) as response:
+            async for chunk in response.aiter_raw():  # not unpacked: that has no bound
+                payload += chunk
+                if len(payload) > MAX_ANSWER_BYTES:
+                    raise ValueError
+        return response.status_code, payload
 
     def note(self, server: Replica, state: str) -> None:
         """Let this be the state of a server; the log gets a line if it is another.

@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -154,6 +156,10 @@ def start_ranks(
 ) -> list[psutil.Popen]:
     """A process for each of these hosts: a shell here, or the ssh to one there."""
     addresses = [[f"{host}:{starting_port + i}"] for i, host in enumerate(hosts)]
+    environment = dict(os.environ)
+    if all(is_this_machine(host) for host in hosts):
+        # Then nobody has to set one, and no other user of the machine is a rank.
+        environment["CLUSTER_SECRET"] = secrets.token_hex(16)
     processes = []
     for rank, host in enumerate(hosts):
         place = [str(ROOT), str(rank), json.dumps(addresses)]
@@ -163,7 +169,11 @@ def start_ranks(
             command = [*SSH, host, shlex.join(command)]
         # Of its own session, so that Ctrl-C on a terminal reaches this program alone.
         process = psutil.Popen(
-            command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=environment,
         )
         processes.append(process)
     return processes

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
+from urllib.parse import quote
 
 type Shape = str | tuple[Shape, ...] | list[Shape] | dict[str, Shape]
 
@@ -303,6 +304,15 @@ def rename_fields(value: object, shape: Shape) -> object:
             raise Fault(name, "is there twice, in camel case and in snake case")
         fields[name] = rename_fields(field, shapes.get(name, OBJECT))
     return fields
+
+
+def plain_name(name: str) -> str:
+    """The name of a model as LiteLLM may write it into a header of its answer.
+
+    `模型` and `a\\nb` are percent-encoded: it would fail after the reply was computed.
+    """
+    is_plain = name.isascii() and name.isprintable() and name == name.strip()
+    return name if is_plain else quote(name, errors="replace")
 
 
 @cache

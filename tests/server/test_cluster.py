@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -795,6 +795,34 @@ def test_secrets_and_a_machines_own_settings_are_not_sent():
 
 
 @pytest.mark.parametrize(
+    ("hosts", "is_made"),
+    ((["127.0.0.1"] * 3, True), (["127.0.0.1", "10.99.99.9"], False)),
+)
+def test_ranks_on_one_machine_get_a_secret_that_is_new_each_time(
+    hosts, is_made, monkeypatch
+):
+    environments = []
+    monkeypatch.setenv("CLUSTER_SECRET", "own")
+    monkeypatch.setattr(
+        start_cluster.psutil,
+        "Popen",
+        lambda command, **options: environments.append((options["env"], command)),
+    )
+    for _ in range(2):
+        start_cluster.start_ranks(hosts, starting_port=1, rest=[])
+    secrets = [env["CLUSTER_SECRET"] for env, _ in environments]
+    starts = [set(secrets[: len(hosts)]), set(secrets[len(hosts) :])]
+    if is_made:
+        assert [len(start) for start in starts] == [1, 1]
+        assert starts[0] != starts[1]
+        assert all(len(secret) == 32 for secret in secrets)
+        for _, command in environments:  # others can read it
+            assert not any(secret in str(command) for secret in secrets)
+    else:
+        assert starts == [{"own"}, {"own"}]
+
+
+@pytest.mark.parametrize(
     ("variables", "hosts", "place"),
     (
         ({}, [["127.0.0.1:1"], ["127.0.0.1:2"]], None),
@@ -868,6 +896,25 @@ def test_who_is_no_rank_does_not_stop_the_others(port_of_rank_0):
     assert first.wait().config.memory_limit_bytes == 99
     assert second.config.memory_limit_bytes == 99
     assert second.config.speculation == "off"
+
+
+@pytest.mark.parametrize("n_silent", (2, 5))
+def test_silent_connections_keep_no_rank_waiting(n_silent, port_of_rank_0, monkeypatch):
+    """They are neither waited for nor, where they are too many, kept."""
+    monkeypatch.setattr(s, "_HELLO_SECONDS", MAX_WAIT_SECONDS)
+    monkeypatch.setattr(s, "_JOIN_SECONDS", MAX_WAIT_SECONDS - 5)
+    monkeypatch.setattr(s, "_MAX_GREETED", 3)
+    first = Joining(port_of_rank_0, 0)
+    wait_until(partial(_can_connect, port_of_rank_0, b""))
+    address = ("127.0.0.1", port_of_rank_0)
+    with ExitStack() as silent:
+        for _ in range(n_silent):
+            connection = socket.create_connection(address)
+            silent.enter_context(connection).settimeout(MAX_WAIT_SECONDS)
+        second = Joining(port_of_rank_0, 1).wait()
+        assert (first.wait().error, second.error) == ("", "")
+        while connection.recv(1000):  # it is let go
+            pass
 
 
 @pytest.mark.parametrize("fact", ("VERSION", "LIBRARY"))

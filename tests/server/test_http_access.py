@@ -310,15 +310,17 @@ def test_only_its_own_names_reach_a_server_on_loopback():
             "[::1]",
             "host.docker.internal",
         ]
-        passes = [*own_names, *(f"{name}:{port}" for name in own_names), "mac.local:9"]
+        passes = [*own_names, "mac.local:9"]
+        passes += [f"{name}:{n}" for name in own_names for n in (port, 9000)]
         other_names = [
             "evil.example",
             "localhost.evil.example",
             "127.0.0.1.evil.example",
             "x@localhost",
             "mac.local",
-            "host.docker.internal:1",
-            "localhost:1",
+            "mac.local:8",
+            "localhost:1:2",
+            "localhost:x",
             "",
             "::1",
             "0.0.0.0",
@@ -372,7 +374,7 @@ def test_no_web_page_but_its_own_can_spend_the_machine():
         own_origin = f"http://localhost:{port}"
         assert status(port, Origin=own_origin) == status(port) == 200
         assert "access-control-allow-origin" not in answer(port, Origin=own_origin)[1]
-        origins = [*FOREIGN, f"https://localhost:{port}", f"http://127.0.0.1:{port}"]
+        origins = [*FOREIGN, f"ws://localhost:{port}", f"http://127.0.0.1:{port}"]
         lines = [
             "GET /v1/status",
             f"POST {CHAT}",
@@ -389,6 +391,16 @@ def test_no_web_page_but_its_own_can_spend_the_machine():
 
         asks = {"Access_Control_Request_Method": "POST"}
         assert status(port, line=f"OPTIONS {CHAT}", Origin=PAGE, **asks) == 403
+
+
+def test_its_own_page_may_ask_through_a_tunnel_and_behind_a_proxy_that_adds_tls():
+    with listening(allowed_hosts="llm.example") as port:
+        for host, scheme in (("localhost:9000", "http"), ("llm.example", "https")):
+            page = {"Host": host, "Origin": f"{scheme}://{host}"}
+            # 400: the body is read.
+            assert status(port, line=f"POST {CHAT}", body=b"{", **page) == 400
+            page["Host"] = "localhost"
+            assert status(port, line=f"POST {CHAT}", body=b"{", **page) == 403
 
 
 @pytest.mark.parametrize("origins", [f"https://x, {PAGE.upper()}", "*"])

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
+from urllib.parse import quote
 
 import anthropic
 import litellm_beside as beside
@@ -1076,6 +1077,19 @@ def test_tokens_are_counted_alike_on_both_ports_whatever_the_name(lab):
         assert lab.post(path, {**body, "model": model}) == count
 
 
+@pytest.mark.parametrize("name", ["模型", "a\nb"])
+def test_a_model_may_have_any_name(lab, name):
+    answers = [
+        lab.post("/v1/responses", {"model": name, "input": "Hello."}, **JSON),
+        lab.post(
+            f"/v1beta/models/{quote(name)}:generateContent",
+            {"contents": [{"parts": [{"text": "Hello."}]}]},
+            **JSON,
+        ),
+    ]
+    assert [status for status, _ in answers] == [200, 200], answers
+
+
 # -- the gate before it, see test_litellm_gate.py -------------------------------------------
 
 
@@ -1094,6 +1108,21 @@ def test_what_is_not_there_is_answered_with_what_to_use(lab):
         status, answer = lab.post(path, {}, **JSON)
         assert status == 405
         assert "takes GET, not POST" in json.loads(answer)["error"]["message"]
+
+
+def test_what_it_lacks_is_json_and_no_description_of_it_is_written(lab):
+    for path in ("/key/generate", "/v1/batches"):
+        status, answer = lab.post(path, {}, **JSON)
+        assert status >= 400
+        assert json.loads(answer)["error"]["message"]
+    for path in ("/openapi.json", "/docs", "/redoc"):
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", lab.port, timeout=MAX_WAIT_SECONDS)
+        ) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            assert answer.status == 404
+            assert b"/openapi.json describes the API" in answer.read()
 
 
 @pytest.mark.parametrize("field", ["previous_response_id", "conversation"])

@@ -82,9 +82,6 @@ def test_a_path_that_does_not_exist_is_named(path: str) -> None:
 
 
 def test_what_lacks_in_a_folder_is_said(folder: Path) -> None:
-    assert "it has no config.json, model*.safetensors" in refusal(
-        str(folder / "config.json")
-    )
     weights = sorted(folder.glob("model*.safetensors"))
     weights[1].unlink()
     assert "it has no model-00002-of-00002.safetensors (" in refusal(str(folder))
@@ -367,11 +364,22 @@ def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
     assert "it has no model*.safetensors" in refusal("org/tiny")
 
 
+def test_a_file_is_not_called_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    sentence = refusal(str(file))
+    assert "it is a file" in sentence
+    assert "GGUF" in sentence
+    assert "model folder" not in sentence
+
+
 def test_a_name_as_in_ollama_is_told_which_names_work_here(hub: Hub) -> None:
     sentence = refusal("qwen3:8b")
-    assert "This is how Ollama names a model. Here it is OWNER/NAME: MODEL_PATH=" in (
+    assert "This is how Ollama names a model. Here it is MODEL_PATH=OWNER/NAME" in (
         sentence
     )
+    assert f"{hub.url}/models?library=mlx&search=qwen3+8b lists" in sentence
+    assert "would fit" not in sentence  # a model of another kind or size
     sentence = refusal("Qwen3-8B")
     assert "OWNER/NAME" in sentence and "Ollama" not in sentence
     assert "OWNER/NAME" not in refusal("a/b/c")

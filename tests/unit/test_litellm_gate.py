@@ -1,16 +1,18 @@
 """The gate before LiteLLM, with an application and a server of the test's behind it."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import litellm_gate
 import pytest
 import start_llm as s
 from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
-from replica_choice import Replica, Replicas
+from replica_choice import MAX_ANSWER_BYTES, Replica, Replicas
 from starlette.exceptions import HTTPException
 from start_llm import Config
 
@@ -20,7 +22,7 @@ ROUTES = {
     ("POST", "/v1/responses"),
     ("POST", "/v1beta/models/m:generateContent"),
     ("GET", "/v1/models"),
-    ("GET", "/docs"),
+    ("GET", "/health/liveliness"),
 }
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -88,6 +90,8 @@ class Door:
         fields = {
             "models": [],
             "max_body_bytes": 10_000,
+            "host_names": [],
+            "cors_origins": [],
             **fields,
         }
         self.gate = Gate(
@@ -213,10 +217,11 @@ def test_a_right_key_passes_wherever_it_stands(headers):
     assert door.ask("GET", "/v1/models?key=right")[0] == 200
 
 
-def test_without_a_key_of_its_own_any_will_do_and_documentation_needs_none():
+def test_without_a_key_of_its_own_any_will_do_and_health_needs_none():
     assert Door().ask("GET", "/v1/models")[0] == 200
     assert Door().ask("GET", "/v1/models", x_api_key="any")[0] == 200
-    assert Door(KEY).ask("GET", "/docs")[0] == 200
+    assert Door(KEY).ask("GET", "/health/liveliness")[0] == 200
+    assert Door(KEY).ask("GET", "/docs")[0] == 401
 
 
 # -- paths -----------------------------------------------------------------------------
@@ -364,7 +369,6 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     headers = {
         "x_session_id": "s",
         "user_agent": "agent",
-        "origin": "https://page.example",
     }
     door.ask("POST", CHAT, {}, x_api_key=KEY, host="127.0.0.1:4000", **headers)
     sent = door.requests[0].headers
@@ -410,20 +414,82 @@ def test_a_query_that_is_too_long_is_a_400():
     assert door.is_untouched
 
 
+ALL_WAYS = [
+    ("GET", "/"),
+    ("GET", "/v1/models"),
+    ("POST", CHAT),
+    ("POST", "/v1/messages"),
+    ("POST", RESPONSES),
+    ("POST", GOOGLE),
+]
+BODY = {"input": "Hello.", "contents": [{"parts": [{"text": "Hello."}]}]}
+
+
+@pytest.mark.parametrize(("method", "path"), ALL_WAYS)
+def test_a_page_that_may_not_ask_reaches_nothing(method, path):
+    names = ["localhost", "127.0.0.1"]
+    for headers, setting in [
+        ({"host": "evil.example"}, "ALLOWED_HOSTS"),
+        ({"host": "evil.example:4000"}, "ALLOWED_HOSTS"),
+        ({"host": "localhost.evil.example"}, "ALLOWED_HOSTS"),
+        ({"host": ""}, "ALLOWED_HOSTS"),
+        (
+            {"host": "evil.example", "origin": "http://evil.example"},
+            "ALLOWED_HOSTS",
+        ),
+        ({"host": "localhost:4000", "origin": "http://evil.example"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": "http://localhost:9"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": "null"}, "CORS_ORIGINS"),
+        ({"host": "localhost:4000", "origin": ""}, "CORS_ORIGINS"),
+    ]:
+        door = Door(host_names=names, cors_origins=["https://page.example"])
+        status, body = door.ask(method, path, BODY, **headers)
+        assert (status, door.is_untouched) == (403, True), headers
+        assert setting in sentence_of(body)
+
+
+@pytest.mark.parametrize(("method", "path"), ALL_WAYS)
 @pytest.mark.parametrize(
-    ("origin", "goes_on"),
+    "headers",
     [
-        ("http://localhost:4000", False),
-        ("http://10.0.0.7:4000", False),
-        ("http://10.0.0.7:4001", True),
-        ("http://10.0.0.8:4000", True),
-        ("https://page.example", True),
+        {},
+        {"host": "localhost:9000"},  # of a tunnel
+        {"host": "LocalHost:9000", "origin": "http://localhost:9000"},
+        {"host": "mac.local", "origin": "https://mac.local"},  # it adds TLS
+        {"host": "localhost:4000", "origin": "https://page.example"},
     ],
+    ids=repr,
 )
-def test_a_page_at_the_proxys_own_address_is_none_of_another_origin(origin, goes_on):
+def test_a_page_that_may_ask_is_answered_and_its_origin_is_not_sent_on(
+    method, path, headers
+):
+    names = ["localhost", "mac.local"]
+    door = Door(host_names=names, cors_origins=["https://page.example"])
+    status, _ = door.ask(method, path, BODY, **headers)
+    assert status == 200
+    assert not any("origin" in request.headers for request in door.requests)
+
+
+def test_a_proxy_that_others_reach_has_any_name_and_a_star_means_every_page():
+    door = Door(cors_origins=["*"])
+    headers = {"host": "mac.lan", "origin": "https://page.example"}
+    assert door.ask("POST", RESPONSES, BODY, **headers)[0] == 200
+
+
+def test_a_websocket_reaches_nothing():
     door = Door()
-    door.ask("POST", CHAT, {}, origin=origin)
-    assert ("origin" in door.requests[0].headers) == goes_on
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": RESPONSES, "headers": []}
+    asyncio.run(door.gate(scope, receive, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+    assert door.is_untouched
 
 
 def test_a_server_that_does_not_answer_is_a_502_in_the_form_of_the_api():
@@ -835,7 +901,16 @@ def test_where_litellm_fails_no_words_of_python_reach_the_client(asks, status, f
 
 
 @pytest.mark.parametrize(
-    "content", [b"<html>Bad gateway</html>", b"[]", b'{"error": "x"}', b'{"error": {}}']
+    "content",
+    [
+        b"<html>Bad gateway</html>",
+        b"[]",
+        b'{"error": "x"}',
+        b'{"error": {}}',
+        b"[" * 200_000,
+        b'{"error": {"message": "x"}, "' + b" " * MAX_ANSWER_BYTES + b'": 0}',
+    ],
+    ids=lambda content: repr(content[:20]),
 )
 def test_an_error_of_what_is_no_start_llm_is_a_502(content):
     door = Door()
@@ -843,6 +918,95 @@ def test_an_error_of_what_is_no_start_llm_is_a_502(content):
     status, answer = door.ask("POST", RESPONSES, {"input": "x"})
     assert status == 502
     assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, 5])
+def test_an_error_whose_fields_are_no_texts_keeps_its_sentence(path, value):
+    door = Door()
+    error = {"message": "too long", "param": value, "code": value}
+    door.answer = httpx.Response(400, json={"error": error})
+    status, answer = door.ask("POST", path, BODY)
+    assert (status, sentence_of(answer)) == (400, "too long")
+
+
+def test_an_endless_reply_is_not_kept_whole(monkeypatch):
+    monkeypatch.setattr(litellm_gate, "MAX_REPLY_BYTES", 1_000)
+    door = Door()
+    door.answer = httpx.Response(200, content=b" " * 2_000)
+    status, answer = door.ask("POST", RESPONSES, BODY)
+    assert status == 502
+    assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
+def test_who_leaves_ends_what_litellm_does_for_them(path):
+    """Also where LiteLLM looks for nobody: it would read an endless reply on."""
+    has_ended = False
+
+    async def read_without_end(_scope: Any, receive: Any, _send: Any) -> None:
+        nonlocal has_ended
+        await receive()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended = True
+
+    door = Door()
+    gate = dataclasses.replace(door.gate, app=read_without_end)
+    payload = json.dumps(BODY).encode()
+    messages = [
+        {"type": "http.request", "body": payload},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(_message: dict[str, Any]) -> None:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope["headers"] = []
+    asyncio.run(asyncio.wait_for(gate(scope, receive, send), timeout=60))
+    assert has_ended
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("m", "m"),
+        ("maker/Model 4bit", "maker/Model 4bit"),
+        ("模型", "%E6%A8%A1%E5%9E%8B"),
+        ("modèle", "mod%C3%A8le"),
+        ("a\nb", "a%0Ab"),
+        (" m", "%20m"),
+        ("a\ud800", "a%3F"),
+    ],
+)
+def test_a_name_that_no_header_takes_reaches_litellm_percent_encoded(name, plain):
+    door = Door(models=[name])
+    assert door.ask("POST", RESPONSES, {"input": "x", "model": name})[0] == 200
+    assert json.loads(door.behind.bodies[0])["model"] == plain
+    if "\ud800" not in name:
+        door.ask("POST", f"/v1beta/models/{name}:generateContent", BODY)
+        assert door.behind.paths[1] == f"/v1beta/models/{plain}:generateContent"
+
+
+def test_where_litellm_alone_fails_the_error_is_json_without_its_words(caplog):
+    door = Door()
+
+    async def fail(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise ValueError("no files_settings")
+
+    gate = dataclasses.replace(door.gate, app=fail)
+    door.gate = gate
+    for line in ("GET /v1/batches", "POST /key/generate"):
+        status, answer = door.ask(*line.split(), {})
+        assert status == 501
+        assert answer["error"]["param"] is None
+        assert "files_settings" not in sentence_of(answer)
+        assert "files_settings" in caplog.text
 
 
 def test_with_strict_names_another_model_is_a_404():

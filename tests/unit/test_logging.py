@@ -342,3 +342,17 @@ def test_values_json_does_not_know_are_written_as_text(tmp_path):
     session_log(tmp_path).write("s", {"path": tmp_path, "kind": {1}})
     (path,) = session_files(tmp_path)
     assert json.loads(path.read_text())["path"] == str(tmp_path)
+
+
+def test_counters_count_since_their_start_and_not_since_a_scrape(monkeypatch):
+    monkeypatch.setattr(start_llm.time, "time", lambda: 5.0)
+    metrics = start_llm.CacheMetrics()
+    time_by_scrape = []
+    for seconds in (10, 20):
+        monkeypatch.setattr(start_llm.time, "time", lambda seconds=seconds: seconds)
+        lines = metrics.exposition({}).decode().splitlines()
+        time_by_scrape.append([line for line in lines if "_created" in line])
+    assert time_by_scrape[0] == time_by_scrape[1]
+    times = [line.split()[1] for line in time_by_scrape[0] if line[0] != "#"]
+    assert len(times) > 20
+    assert set(times) == {"5.0"}

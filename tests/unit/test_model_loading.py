@@ -390,9 +390,20 @@ def test_a_class_of_caches_that_is_not_known_must_go_on_from_a_copy(
 def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:
     edit_config(copy, model_file="custom.py")
     (copy / "custom.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs")
-    assert "'custom.py'" in load_refusal(copy)
+    refused = load_refusal(copy)
+    assert "TRUST_REMOTE_CODE=true" in refused
+    assert "trust_remote_code" not in refused
     config = Config(model_path=str(copy), trust_remote_code=True)
     assert load_model(copy, config).model_id == "copy"
+
+
+def test_the_demo_is_read_as_it_is_also_where_code_is_trusted() -> None:
+    """Its tokenizer names null as its code (L-59), which transformers would look up."""
+    demo = Path(start_llm.__file__).parent / "models" / "demo"
+    for trusts in (False, True):
+        config = Config(model_path="demo", trust_remote_code=trusts)
+        tokenizer = load_model(demo, config).tokenizer
+        assert type(tokenizer._tokenizer).__name__ == "TokenizersBackend"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ EVENTS = b'data: {"choices":[]}\n\n'
 
 
 class Wire(httpx.AsyncBaseTransport):
-    """As httpx.MockTransport, but who refuses a connection has read nothing."""
+    """As httpx.MockTransport, but who refuses a connection has read nothing.
+
+    And no answer is read before somebody reads it.
+    """
 
     def __init__(
         self, serve: Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -32,7 +35,10 @@ class Wire(httpx.AsyncBaseTransport):
         self._serve = serve
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return await self._serve(request)
+        answer = await self._serve(request)
+        return httpx.Response(
+            answer.status_code, headers=answer.headers, stream=answer.stream
+        )
 
 
 def refuse_connection(request: httpx.Request, state: str) -> None:
@@ -73,6 +79,8 @@ class Farm:
             key="",
             models=[],
             max_body_bytes=10_000,
+            host_names=[],
+            cors_origins=[],
             welcome="",
             advice={"/": ""},
         )
@@ -496,15 +504,69 @@ def test_a_server_of_another_model_or_key_gets_nothing(state, words):
     assert rows[0] == {"url": "http://one:1", "state": state, "sessions": 0}
 
 
-@pytest.mark.parametrize("answer", ["[]", "{}", "<html>", '{"status": "fine"}'])
-def test_what_is_no_start_llm_is_down(answer):
-    def serve(_request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=answer.encode())
+ODD_ANSWERS = [
+    "[]",
+    "{}",
+    "<html>",
+    '{"status": "fine"}',
+    '{"status": []}',
+    '{"status": {"status": "ok"}}',
+    "[" * 200_000,
+    '{"status": ' + "1" * 5_000 + "}",
+    '{"status": "ok", "data": 5}',
+    '{"status": "ok", "data": [{"id": []}]}',
+    "\udcff",
+]
 
-    client = client_of_server(httpx.MockTransport(serve))
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS, ids=lambda answer: repr(answer[:40]))
+def test_what_is_no_start_llm_is_not_up_and_the_others_are_watched_on(
+    answer, monkeypatch
+):
+    async def serve(request: httpx.Request) -> httpx.Response:
+        assert request.url.path in ("/health", "/v1/models")
+        if request.url.host == "one":
+            payload = answer.encode("utf-8", "surrogateescape")
+            return httpx.Response(200, content=payload)
+        return httpx.Response(200, json={"status": "ok", "data": [{"id": "m"}]})
+
+    monkeypatch.setattr(r, "CHECK_EVERY_SECONDS", 0.001)
+    client = client_of_server(Wire(serve))
+    rows = [Replica("http://one:1", ""), Replica("http://two:2", "", state="down")]
+    servers = Replicas(rows, client, model_id="m")
+
+    async def watch() -> None:
+        watching = asyncio.create_task(servers.watch())
+        while rows[0].state == r.UP or rows[1].state != r.UP:
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    run(watch())
+    assert rows[0].state in ("down", "other_model")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_an_endless_answer_about_a_server_is_down_and_not_kept(path):
+    n_sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal n_sent
+        while True:
+            n_sent += 65_536
+            assert n_sent < 4 * r.MAX_ANSWER_BYTES
+            yield b" " * 65_536
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == path:
+            return httpx.Response(200, content=chunks())
+        return httpx.Response(200, json={"status": "ok"})
+
+    client = client_of_server(Wire(serve))
     servers = Replicas([Replica(url, "") for url in URLS], client)
     run(servers.check(servers.servers[0]))
     assert servers.servers[0].state == "down"
+    assert n_sent > r.MAX_ANSWER_BYTES
 
 
 def test_no_key_is_in_what_the_server_is_told():

@@ -22,6 +22,7 @@ from start_llm import (
     SessionContext,
     ToolChoice,
     Usage,
+    extract_images,
     parse_chat_request,
     parse_completion_request,
     parse_json_body,
@@ -1262,6 +1263,25 @@ def test_a_note_between_results_follows_them(role):
     read = [m["content"] for m in chat(messages=[note, *messages]).messages]
 
     assert read == ["be quick", "", "of a", "of b", "be quick", "and?"]
+
+
+@pytest.mark.parametrize("ids", [(None,), (None, "b"), ("a", None)])
+def test_a_note_follows_results_also_where_a_call_has_no_id(ids):
+    note = {"role": "system", "content": "be quick"}
+    results = [result(call_id or "x") for call_id in ids]
+    read = chat(messages=[calls(*ids), *results, note]).messages
+
+    assert [m["role"] for m in read[1:]] == ["tool"] * len(ids) + ["system"]
+
+
+def test_an_image_that_is_refused_is_named_by_its_place_in_the_body():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    bad = {**result("b"), "content": [{"type": "text", "text": "see"}, image]}
+    request = chat(messages=[calls("a", "b"), bad, result("a")])
+
+    with pytest.raises(BadRequest) as refusal:
+        extract_images(request, Config(), has_vision=False, salt=b"")
+    assert str(refusal.value).startswith("messages[1].content[1]: ")
 
 
 def test_results_of_calls_that_share_a_name_stay_as_they_came():

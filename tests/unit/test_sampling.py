@@ -107,6 +107,20 @@ def test_a_penalty_looks_back_on_as_many_tokens_as_it_says(size):
     assert penalized.tolist() == tokens[3 - n_penalized :]
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("size", [0, 1, 256])
+def test_a_look_back_of_none_is_that_of_the_repetition_penalty_alone(name, size):
+    fields = {name: 1.0, "repetition_penalty": 2.0}
+    sampling = s.SamplingParams(**fields, repetition_context_size=size)
+    logits = mx.full((1, 10), 8.0)
+
+    for process in s.make_processors(sampling, ()):
+        logits = process(mx.array([5, 6, 7]), logits)
+
+    expected = {0: [7, 7, 7], 1: [8, 8, 3], 256: [3, 3, 3]}
+    assert np.array(logits[0])[5:8].tolist() == expected[size]
+
+
 def test_what_is_drawn_is_as_frequent_as_it_is_probable():
     n_draws = 4_000
     probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05])
