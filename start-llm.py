@@ -198,6 +198,7 @@ from ipaddress import ip_address
 from itertools import (
     batched,
     chain,
+    combinations,
     count,
     groupby,
     islice,
@@ -1484,7 +1485,7 @@ _SUMS: Final = {
     "prompt_tokens": "Tokens of the prompts of all requests",
     "cached_tokens": "Those of them whose KV was there already",
     "generated_tokens": "Tokens of the replies",
-    "saved_seconds": "Seconds that cached tokens would have taken to read",
+    "saved_seconds": "Seconds that cached tokens would have taken to read, at least",
 }
 _SECONDS_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHARE_BUCKETS: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
@@ -1532,6 +1533,7 @@ class CacheMetrics:
             "saved_seconds": 0.0,
         }
         self._parent = parent
+        self._began_at: float = parent._began_at if parent else time.monotonic()
         # Those of all tenants, by name: one dict, whoever has it.
         self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
 
@@ -1601,13 +1603,17 @@ class CacheMetrics:
         for level in self._levels():
             level._waiting_seconds.labels(reason).observe(seconds)
 
-    def observe(self, facts: RequestFacts, *, saved_seconds: float) -> None:
+    def observe(
+        self, facts: RequestFacts, *, saved_seconds: float, n_at_work: int = 1
+    ) -> None:
         """Count a request that has ended; if it was answered, its times as well.
 
-        `saved_seconds`: that its cached tokens would have taken to read.
+        `saved_seconds`: that its cached tokens would have taken to read. In all they
+        are no more than the time since the start, for each of `n_at_work` requests.
         """
+        most_saved = n_at_work * (time.monotonic() - self._began_at)
         for level in self._levels():
-            level._add_to_totals(facts, saved_seconds)
+            level._add_to_totals(facts, saved_seconds, most_saved=most_saved)
             level._observe_times(facts)
 
     def add_refused(self) -> None:
@@ -1616,7 +1622,9 @@ class CacheMetrics:
             with level._CACHE_METRICS_LOCK:
                 level._totals["refused"] += 1
 
-    def _add_to_totals(self, facts: RequestFacts, saved_seconds: float) -> None:
+    def _add_to_totals(
+        self, facts: RequestFacts, saved_seconds: float, *, most_saved: float
+    ) -> None:
         with self._CACHE_METRICS_LOCK:
             totals = self._totals
             totals["requests"] += 1
@@ -1625,7 +1633,8 @@ class CacheMetrics:
             totals["cached_tokens"] += facts["cached"]
             totals["generated_tokens"] += facts["out"]
             totals["prefill_seconds"] += facts["prefill"]
-            totals["saved_seconds"] += saved_seconds
+            saved = min(totals["saved_seconds"] + saved_seconds, most_saved)
+            totals["saved_seconds"] = max(totals["saved_seconds"], saved)
 
     def _observe_times(self, facts: RequestFacts) -> None:
         self._requests.labels(facts["match"], facts["finish"]).inc()
@@ -11523,6 +11532,7 @@ class EntryReport(TypedDict):
     idle_seconds: float
     session: str
     running: bool
+    cold_seconds: NotRequired[float]  # to read its tokens again; once that is known
     checkpoints: NotRequired[list[int]]  # their positions, if they were asked for
 
 
@@ -16965,7 +16975,8 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
 #          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
+#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
+#          PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -17186,6 +17197,7 @@ class RequestHandle:
 SLICE_SECONDS: Final = 0.2  # if others wait or run
 LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
+SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
 MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
@@ -17336,6 +17348,98 @@ def affordable_tokens(
     predicted = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
     # Twice the prediction has to fit: a slice may need more than the line says.
     return float(working_bytes / max(2 * predicted, 1.0))
+
+
+class TimedSlice(NamedTuple):
+    """How long a prefill slice took."""
+
+    n_tokens: int
+    depth: float  # position of its middle
+    seconds: float
+
+
+class PrefillCurve(NamedTuple):
+    """What reading a prompt costs; attention costs more with each token's depth."""
+
+    slice_seconds: float  # each slice costs, however short
+    token_seconds: float
+    depth_seconds: float  # each token costs, times its depth
+
+    def seconds(self, start: int, end: int, *, slice_tokens: int) -> float:
+        """What the tokens from `start` to `end` cost, in slices of so many."""
+        n_slices = math.ceil((end - start) / slice_tokens)
+        depths = (end**2 - start**2) / 2  # the sum of all
+        seconds = n_slices * self.slice_seconds + (end - start) * self.token_seconds
+        return seconds + depths * self.depth_seconds
+
+
+class PrefillTimes:
+    """How long prompts take to read, by the slices that were timed.
+
+    In a warm session slices are short and deep, and a token of them costs up to ten
+    times what it costs in a cold prompt. So three costs are told apart: of a slice, of
+    a token, and of its depth. Kept is the fastest slice of each size and depth, in
+    powers of two: a slow one waited for something else.
+    """
+
+    def __init__(self, slice_tokens: int) -> None:
+        self._slice_tokens = slice_tokens
+        self._fastest: dict[tuple[int, int], TimedSlice] = {}
+        # The curves that explain all slices, the best one first; immutable, since other
+        # threads read it.
+        self._curves: tuple[PrefillCurve, ...] = ()
+
+    def add(self, timed: TimedSlice) -> None:
+        """Learn from a slice."""
+        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
+        fastest = self._fastest.get(kind, timed)
+        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
+            self._fastest[kind] = timed
+            self._curves = fit_prefill_curves([*self._fastest.values()])
+
+    def expected_seconds(self, start: int, end: int) -> float | None:
+        """What reading from `start` to `end` takes; None: no slice was timed."""
+        if not self._curves:
+            return None
+        return self._curves[0].seconds(start, end, slice_tokens=self._slice_tokens)
+
+    def cold_seconds(self, n_tokens: int) -> float | None:
+        """What reading a prompt takes of which nothing is cached, at the least.
+
+        Where few slices were timed, several curves explain them: the lowest counts.
+        """
+        return min(
+            (
+                curve.seconds(0, n_tokens, slice_tokens=self._slice_tokens)
+                for curve in self._curves
+            ),
+            default=None,
+        )
+
+
+def fit_prefill_curves(slices: Sequence[TimedSlice]) -> tuple[PrefillCurve, ...]:
+    """The curves that explain these slices about equally well, the best one first.
+
+    No cost is negative: so each choice of costs that are zero is tried (least squares
+    of the relative errors).
+    """
+    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
+    table /= np.array([[s.seconds] for s in slices])
+    curves: list[tuple[float, PrefillCurve]] = []
+    for n_costs in range(1, min(len(slices), 3) + 1):
+        for used in combinations(range(3), n_costs):
+            scale = table[:, used].max(axis=0)
+            ones = np.ones(len(slices))
+            solution = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if solution.min() < 0:
+                continue
+            costs = np.zeros(3)
+            costs[list(used)] = solution
+            error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+            curves.append((error, PrefillCurve(*costs.tolist())))
+    curves.sort(key=lambda pair: pair[0])
+    best_error = curves[0][0]
+    return tuple(c for error, c in curves if error <= best_error + SAME_FIT_ERROR)
 
 
 def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
@@ -18045,6 +18149,7 @@ class PromptReader:
         self._budget = budget
         self._metrics = metrics
         self._slice_costs: deque[SliceCost] = deque(maxlen=N_MEASURED_SLICES)
+        self.times = PrefillTimes(config.prefill_step_size)
         self.measured_speed: float | None = None  # tokens a second of the last slice
         self.peak_bytes = 0  # the most that MLX had in use; see `note_peak`
 
@@ -18156,6 +18261,9 @@ class PromptReader:
             for running in requests:
                 running.prefill_speed = speed
             self.measured_speed = speed
+            if len(requests) == 1:  # others in the same call make each cheaper
+                depth = (starts[0] + ends[0]) / 2
+                self.times.add(TimedSlice(n_tokens, depth, max(seconds, 1e-6)))
             peak_bytes = lockstep.from_rank_0("memory", mx.get_peak_memory)
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
@@ -18835,6 +18943,17 @@ class Scheduler:
                 writer.failure = repr(error)
             return False
 
+    def describe_cache(
+        self, *, shows_checkpoints: bool = False
+    ) -> list[tuple[str, EntryReport]]:
+        """PrefixCache.describe(), with how long each entry would take to read."""
+        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
+        for _, report in reports:
+            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
+            if cold_seconds is not None:
+                report["cold_seconds"] = round(cold_seconds, 3)
+        return reports
+
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
@@ -19204,6 +19323,7 @@ class Engine:
         self.cache_entries: list[tuple[str, EntryReport]] = []  # (tenant, entry)
         self.loads: list[RequestLoad] = []
         self.disk: DiskReport | None = None  # None: KV is not kept on the disk
+        self.prefill_times = PrefillTimes(config.prefill_step_size)  # of no slice yet
 
     def start(self) -> None:
         """Start the model thread, which loads the model."""
@@ -19329,6 +19449,7 @@ class Engine:
             self._is_loading = False
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
             self._scheduler = scheduler
+            self.prefill_times = scheduler.reader.times
             _check_room(scheduler)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
@@ -19494,7 +19615,7 @@ class Engine:
             report["prefill_tokens_per_second"] = round(speed, 1)
         self.report = report
         self.memory = self._describe_memory(scheduler)
-        self.cache_entries = cache.describe()
+        self.cache_entries = scheduler.describe_cache()
         self.loads = _list_loads(scheduler)
         if scheduler.disk is not None:
             self.disk = scheduler.disk.files.report()
@@ -24442,9 +24563,11 @@ class ReplyRecorder:
 
     def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
         metrics = self._state.metrics
-        speed = self._state.engine.report.get("prefill_tokens_per_second")
-        saved_seconds = facts["cached"] / speed if speed else 0.0
-        metrics.observe(facts, saved_seconds=saved_seconds)
+        cold_seconds = self._state.engine.prefill_times.cold_seconds(facts["cached"])
+        n_at_work = sum(len(view.stores.live) for view in self._state.views())
+        metrics.observe(
+            facts, saved_seconds=cold_seconds or 0.0, n_at_work=max(1, n_at_work)
+        )
         for cause, seconds in waits.items():
             metrics.observe_wait(cause.reason, seconds)
 
@@ -24615,18 +24738,20 @@ class ReplyGeneration:
         }
 
     def _prefill_left_seconds(self, now: float) -> float | None:
-        """At the pace of this prompt so far; before that, at that of the last slice.
+        """By what slices cost at their depth, and how this prompt has fared so far.
 
-        The pace counts what others prefill and decode meanwhile.
+        It waits while others prefill and decode: as much in the rest as until now.
         """
-        n_read = self._n_read or 0
-        n_left = self._prepared.engine_request.n_prompt - n_read
-        n_new = n_read - self._handle.reuse.cached_tokens
-        if n_new > 0:
-            pace = n_new / max(now - self._handle.times.since, 1e-3)
-            return round(n_left / pace, 1)
-        speed = self._state.engine.report.get("prefill_tokens_per_second")
-        return round(n_left / speed, 1) if speed else None
+        times = self._state.engine.prefill_times
+        n_cached = self._handle.reuse.cached_tokens
+        n_read = max(self._n_read or 0, n_cached)
+        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
+        if seconds is None:
+            return None
+        expected_so_far = times.expected_seconds(n_cached, n_read)
+        if expected_so_far:
+            seconds *= (now - self._handle.times.since) / expected_so_far
+        return round(seconds, 1)
 
     def _read_deltas(self) -> Iterator[list[JsonObject]]:
         """The deltas of each event, often none, until the reply is recorded.
@@ -25011,7 +25136,7 @@ def detailed_status_body(state: ServerState) -> StatusBody:
         layer_kinds, reports = state.engine.call(
             lambda scheduler: (
                 scheduler.spec.layer_kinds,
-                scheduler.cache.describe(shows_checkpoints=True),
+                scheduler.describe_cache(shows_checkpoints=True),
             )
         )
         body["layers"] = list(layer_kinds)

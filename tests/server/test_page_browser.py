@@ -428,7 +428,7 @@ def test_each_cache_entry_says_whose_it_is_and_what_it_saves(visit):
         ended("cold", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
         ended("warm", prompt=8_000, cached=7_990, prefill=0.05, **whose("a")),
     ]
-    body["cache"] = [cache_entry(1, session="5f2e8d10", tokens=5_600)]
+    body["cache"] = [cache_entry(1, session="5f2e8d10", cold_seconds=14.0)]
     with serving_page(status=body) as stub:
         page = visit(stub)
 
