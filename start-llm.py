@@ -13429,7 +13429,7 @@ class SentRequest(NamedTuple):
     """A request, as far as it takes to say how another one differs from it."""
 
     session_id: str
-    tokens: TokenIds  # of the prompt, and of the reply if there is one
+    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
     messages: Sequence[CanonicalMessage]
     context_key: bytes
     answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
@@ -13536,7 +13536,8 @@ def count_reread_tokens(
     first messages are left out of it, as far as both requests have the same: as a rule
     their tokens are those that are the same. If all messages of the earlier request
     are among them, what is left of its prompt was rendered otherwise: so many of the
-    tokens that follow are read again in any case.
+    tokens that follow are read again in any case. Never more than this prompt had to
+    read, nor than the earlier request has read or written.
     """
     n_common = common_prefix_length(earlier.tokens, request.tokens)
     n_stable = 0
@@ -13558,9 +13559,11 @@ def count_reread_tokens(
             n_repeated_characters += size
 
     repeated_share = n_repeated_characters / max(1, n_characters)
-    n_following = max(0, len(request.tokens) - n_known - n_rerendered)
+    n_following = max(0, request.n_prompt_tokens - n_known - n_rerendered)
     n_reread = max(0, n_common - cached_tokens) + n_rerendered
-    return n_reread + int(repeated_share * n_following)
+    n_reread += int(repeated_share * n_following)
+    most_tokens = min(request.n_prompt_tokens, len(earlier.tokens)) - cached_tokens
+    return max(0, min(n_reread, most_tokens))
 
 
 class ChangedText(NamedTuple):
@@ -23747,9 +23750,14 @@ class PreparedRequest(NamedTuple):
         """The client's, or a digest of how the conversation begins."""
         return self.engine_request.owner.session
 
-    def as_sent(self, reply_ids: Sequence[int] = ()) -> SentRequest:
-        """What RequestHistory keeps of it once it is answered."""
-        prompt_ids = self.engine_request.key.tokens
+    def as_sent(
+        self, reply_ids: Sequence[int] = (), *, n_read: int | None = None
+    ) -> SentRequest:
+        """What RequestHistory keeps of it once it is answered.
+
+        `n_read`: so many tokens of its prompt were read; None: all.
+        """
+        prompt_ids = self.engine_request.key.tokens[:n_read]
         conversation = self.plan.conversation
         return SentRequest(
             self.session_id,
@@ -24256,6 +24264,7 @@ class ReplyEnding(NamedTuple):
     is_thinking: bool  # it ends inside its thinking
     ends_with_call: bool  # it was stopped, and the client has all of its tokens
     first_token_seconds: float | None  # from the request on; None: there was none
+    n_read: int  # prompt tokens that have KV; fewer than all if a limit cut it early
     waits: Mapping[WaitCause, float]  # seconds that the request waited
 
 
@@ -24452,7 +24461,7 @@ class ReplyRecorder:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
         end = ending.event
-        request = self._prepared.as_sent(ending.token_ids)
+        request = self._prepared.as_sent(ending.token_ids, n_read=ending.n_read)
         earlier = stores.history.find_nearest(request, session_only=True)
         stores.history.add(request)
         if earlier is None:
@@ -24840,6 +24849,7 @@ class ReplyGeneration:
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=decoder.was_over and decoder.ends_with_call,
             first_token_seconds=self._first_token_seconds,
+            n_read=max(self._n_read or 0, self._handle.reuse.cached_tokens),
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending

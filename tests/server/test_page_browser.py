@@ -174,19 +174,6 @@ def test_the_big_number_is_the_time_that_the_cache_saved(visit):
         assert "in 143 requests" in words
 
 
-def test_without_totals_the_big_number_comes_from_the_last_requests(visit):
-    body = idle_body()
-    body["recent"] = [
-        ended("r1", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
-        ended("r2", prompt=9_000, cached=8_000, prefill=2.5),
-    ]
-    with serving_page(status=body) as stub:
-        page = visit(stub)
-
-        expect(page.locator("#saved-number")).to_have_text("20 s saved")
-        assert "in the last 2 requests" in text_of(page, "#saved-words")
-
-
 def test_what_is_wrong_stands_in_the_first_sentence(visit):
     with serving_page() as stub:
         page = visit(stub)

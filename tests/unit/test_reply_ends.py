@@ -363,6 +363,7 @@ def ending(reason="stop", *, is_over=False, content="Hi", has_calls=False, **fie
         "is_thinking": False,
         "ends_with_call": False,
         "first_token_seconds": 0.1,
+        "n_read": 10,
         "waits": {},
     }
     return s.ReplyEnding(**{**ordinary, **fields})
