@@ -344,7 +344,7 @@ def test_no_more_is_read_again_than_the_prompt_has() -> None:
     share=st.floats(0, 1),
     roles=st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=4),
 )
-def test_what_is_read_again_was_read_before_and_is_read_now(
+def test_what_is_read_again_was_read_before_and_is_read_now(  # noqa: PLR0913 - drawn
     n_earlier: int,
     n_same: int,
     n_prompt: int,
