@@ -26166,12 +26166,15 @@ class Handler(BaseHTTPRequestHandler):
         length was wrong: nothing of it is kept. The standard library quotes such a line
         in its sentence, after " (".
         """
+        path = self.path.partition("?")[0]
+        if error.status == 401 and path == "/v1/status":
+            if not any(_sent_keys(self.headers)):
+                return  # so the page asks whether a key is needed
         is_request = hasattr(self, f"do_{self.command}")
         quotes = self.server.state.config.enable_request_logging
         sentence = str(error) if quotes else error.without_quote()
         if not is_request:
             sentence = sentence.partition(" (")[0]
-        path = self.path.partition("?")[0]
         refusal: Refusal = {
             "at": time.time(),
             "method": self.command if is_request else "",
