@@ -26167,9 +26167,9 @@ class Handler(BaseHTTPRequestHandler):
         in its sentence, after " (".
         """
         path = self.path.partition("?")[0]
-        if error.status == 401 and path == "/v1/status":
-            if not any(_sent_keys(self.headers)):
-                return  # so the page asks whether a key is needed
+        is_page_question = path == "/v1/status" and error.status == 401
+        if is_page_question and not any(_sent_keys(self.headers)):
+            return  # whether a key is needed
         is_request = hasattr(self, f"do_{self.command}")
         quotes = self.server.state.config.enable_request_logging
         sentence = str(error) if quotes else error.without_quote()
