@@ -1016,13 +1016,13 @@ def _short_digest(text: str) -> str:
 #     environment  LOG_PATH=x   no sentence
 #                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
 #     both         QUANTIZED_KV_START=9
-#                               "... nothing acts on it yet"
+#                               "... nothing acts on it"
 #                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
 _FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
-# Settings of the system that this one replaces, for what it does not do yet.
+# Settings of the system that this one replaces, for what is done otherwise here.
 _IDLE_NAMES: Final = {"CACHE_SESSION_PARTITIONING", "QUANTIZED_KV_START"}
 _SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
@@ -1039,7 +1039,7 @@ class _UnknownName(NamedTuple):
     def describe(self) -> str:
         sentence = f"{self.name} in {self.place}: nothing acts on it"
         if self.name in _IDLE_NAMES:
-            return f"{sentence} yet"
+            return sentence
         return f"{sentence}; did you mean {self.setting}?" if self.setting else sentence
 
 
@@ -9334,9 +9334,11 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # An element of `groups` holds two numbers of 16 bits: the size of a step, and where the
 # steps of this group start (MLX: scale and bias). With "turboquant", each group is
 # first multiplied by a Hadamard matrix with random signs, which spreads a number that
-# stands out over its whole group (arXiv 2504.19874). The codebook of that paper is not
-# used: to look numbers up takes longer than attention does. What stays as it is
-# computed: windows, states, and heads whose size is no multiple of the group.
+# stands out over its whole group (arXiv 2504.19874). That is all it has of the method
+# that bears this name elsewhere (in mlx-vlm): there, whole heads are rotated, and a
+# codebook gives the steps, which takes longer to look up than attention does. With 3.5
+# bits keys have 4 here and values 3; there it is the other way round. What stays as it
+# is computed: windows, states, and heads whose size is no multiple of the group.
 #
 # A layer reads KV in one of two ways:
 #
