@@ -17034,6 +17034,7 @@ class Reuse(NamedTuple):
     hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
     cached_tokens: int = 0
     matched_tokens: int = 0  # leading tokens with KV, be it without usable state
+    disk_tokens: int = 0  # that were loaded from the disk for it
 
 
 class StateSeconds(NamedTuple):
@@ -18636,6 +18637,7 @@ class Scheduler:
             handle.begin(_QUEUE, self._now())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
+        n_in_memory = match.cached_tokens
         if self._load_more(handle, match):
             match = self._find_prefix(handle)
         try:
@@ -18661,7 +18663,12 @@ class Scheduler:
                 running.lease.drop_with_source()
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(match.hit_kind, match.cached_tokens, match.matched_tokens)
+        handle.reuse = Reuse(
+            match.hit_kind,
+            match.cached_tokens,
+            match.matched_tokens,
+            disk_tokens=max(0, match.cached_tokens - n_in_memory),
+        )
         self.running.append(running)
         handle.put(offset)
 
@@ -23345,6 +23352,8 @@ class RecentRequest(RequestFacts):
     waited_seconds: float  # as `waited`
     waited_for_request: str | None  # the id of the request whose prefix it waited for
     tokens_per_second: float | None  # of the reply; None if there was none
+    disk_tokens: int  # of those cached: found on the disk
+    cold_seconds: float | None  # that its cached tokens would have taken to read
     client: str  # by its User-Agent
     title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
 
@@ -24524,6 +24533,10 @@ class ReplyRecorder:
                 "waited_seconds": facts["waited"],
                 "waited_for_request": longest.request_id if longest else None,
                 "tokens_per_second": round(decode_speed, 1) or None,
+                "disk_tokens": ending.event.reuse.disk_tokens,
+                "cold_seconds": self._state.engine.prefill_times.cold_seconds(
+                    facts["cached"]
+                ),
                 "client": self._origin.client,
                 "title": self._origin.title,
             }
@@ -24906,23 +24919,29 @@ class ReplyGeneration:
         )
 
 
+_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+
+
 def _find_title(request: ChatRequest) -> str:
     """How the first message of the user begins, or the prompt of a completion.
 
     A part that begins with a tag is no text of the user: agents put reminders there.
+    Nor is one with the instructions of a project, which Codex sends as the first.
     """
+    texts: list[str] = []
     for message in request.messages:
         if message["role"] != "user":
             continue
         content = message["content"]
         if isinstance(content, str):
-            return printable(content, max_length=MAX_TITLE_LENGTH)
-        texts = [part["text"] for part in content if part["type"] == "text"]
-        own_texts = [text for text in texts if not text.lstrip().startswith("<")]
-        first_text = next(iter([*own_texts, *texts]), "")
-        return printable(first_text, max_length=MAX_TITLE_LENGTH)
-    text = request.prompt if isinstance(request.prompt, str) else ""
-    return printable(text, max_length=MAX_TITLE_LENGTH)
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    own_texts = (t for t in texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    if isinstance(request.prompt, str):
+        texts.append(request.prompt)
+    first_text = next(own_texts, texts[0] if texts else "")
+    return printable(first_text, max_length=MAX_TITLE_LENGTH)
 
 
 def _submit(

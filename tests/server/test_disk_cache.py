@@ -185,10 +185,12 @@ def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
     bench = restart(path)
     bench.ask(prompt, n=1)
     bench = restart(path)
-    bench.ask(prompt[:400], n=1)
-    bench.ask(prompt, n=1)
+    _, first_end, _ = bench.ask(prompt[:400], n=1)
+    _, second_end, _ = bench.ask(prompt, n=1)
 
     assert bench.metrics.snapshot()["disk_tokens"] == 399
+    assert first_end.reuse.disk_tokens == 399
+    assert second_end.reuse.disk_tokens == 0
 
 
 def test_slow_disk_is_not_read(restart, tmp_path):
