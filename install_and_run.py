@@ -508,6 +508,8 @@ def choose_backend(wanted: str, gpu: "dict[str, Any] | None") -> Choice:
         reason = f"{found}; MLX_BACKEND=cuda installs MLX's CUDA build all the same"
         return Choice(is_cuda=True, reason=reason, is_surprising=True)
     reason = f"{found}; the processor is used instead"
+    if not name:  # no fault: most machines have none
+        reason = f"the processor is used: {problem}"
     return Choice(is_cuda=False, reason=reason, is_surprising=bool(name))
 
 

@@ -25272,7 +25272,11 @@ def _own_entries(
     state: ServerState, reports: list[tuple[str, EntryReport]]
 ) -> list[EntryReport]:
     """Those of the tenants whose figures may be seen; each comes after its tenant."""
-    return [entry for tenant, entry in reports if is_seen_by(state.tenant, tenant)]
+    own = [entry.copy() for owner, entry in reports if is_seen_by(state.tenant, owner)]
+    if state.tenant:
+        for entry in own:
+            entry.pop("cold_seconds", None)  # by slices that may be another's
+    return own
 
 
 def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
