@@ -92,6 +92,11 @@ class Setting:
     default: str
     explanation: str
 
+    @property
+    def shown_default(self) -> str:
+        """As a cell of the table."""
+        return f"`{self.default}`" if self.default else "(empty)"
+
 
 @dataclass(slots=True)
 class Group:
@@ -164,19 +169,15 @@ def make_markdown(groups: list[Group], schemas: dict[str, dict[str, Any]]) -> st
         for setting in group.settings:
             schema = schemas.get(setting.name)
             values = describe_values(schema) if schema else "without effect"
-            default = f"`{setting.default}`" if setting.default else "(empty)"
             lines.append(
-                f"| `{setting.name}` | {default} | {values} | {setting.explanation} |"
+                f"| `{setting.name}` | {setting.shown_default} | {values}"
+                f" | {setting.explanation} |"
             )
         lines.append("")
-    defaults = {
-        setting.name: setting.default for group in groups for setting in group.settings
-    }
+    settings = {setting.name: setting for group in groups for setting in group.settings}
     lines.append(OTHER_DEFAULTS_HEADING)
     for name, (default_there, reason) in OTHER_DEFAULTS.items():
-        default = f"`{defaults[name]}`" if defaults[name] else "(empty)"
-        if name not in schemas:
-            default = "without effect"
+        default = settings[name].shown_default if name in schemas else "without effect"
         lines.append(f"| `{name}` | `{default_there}` | {default} | {reason} |")
     return "\n".join(lines) + "\n"
 
