@@ -415,7 +415,11 @@ def prepare(venv: Path, packages: Packages) -> None:
         say("installing again " + name + ", which was left half installed")
     drop_other_build(venv, packages)
     say(f"installing {' and '.join(packages.files)} into {venv}")
-    size = "2.4 GB to download and 4 GB" if packages.is_cuda else "2 GB"
+    size = (
+        "2.4 GB to download and 4 GB"
+        if packages.is_cuda
+        else "0.4 GB to download and 1.3 GB"
+    )
     say(f"this takes minutes and {size} of disk the first time")
     pip_install(venv, packages)
     for done in {packages._replace(has_dev=False), packages}:
@@ -504,6 +508,8 @@ def choose_backend(wanted: str, gpu: "dict[str, Any] | None") -> Choice:
         reason = f"{found}; MLX_BACKEND=cuda installs MLX's CUDA build all the same"
         return Choice(is_cuda=True, reason=reason, is_surprising=True)
     reason = f"{found}; the processor is used instead"
+    if not name:  # no fault: most machines have none
+        reason = f"the processor is used: {problem}"
     return Choice(is_cuda=False, reason=reason, is_surprising=bool(name))
 
 

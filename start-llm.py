@@ -198,6 +198,7 @@ from ipaddress import ip_address
 from itertools import (
     batched,
     chain,
+    combinations,
     count,
     groupby,
     islice,
@@ -1017,13 +1018,13 @@ def _short_digest(text: str) -> str:
 #     environment  LOG_PATH=x   no sentence
 #                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
 #     both         QUANTIZED_KV_START=9
-#                               "... nothing acts on it yet"
+#                               "... nothing acts on it"
 #                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
 _FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
-# Settings of the system that this one replaces, for what it does not do yet.
+# Settings of the system that this one replaces, for what is done otherwise here.
 _IDLE_NAMES: Final = {"CACHE_SESSION_PARTITIONING", "QUANTIZED_KV_START"}
 _SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
@@ -1040,7 +1041,7 @@ class _UnknownName(NamedTuple):
     def describe(self) -> str:
         sentence = f"{self.name} in {self.place}: nothing acts on it"
         if self.name in _IDLE_NAMES:
-            return f"{sentence} yet"
+            return sentence
         return f"{sentence}; did you mean {self.setting}?" if self.setting else sentence
 
 
@@ -1486,7 +1487,7 @@ _SUMS: Final = {
     "prompt_tokens": "Tokens of the prompts of all requests",
     "cached_tokens": "Those of them whose KV was there already",
     "generated_tokens": "Tokens of the replies",
-    "saved_seconds": "Seconds that cached tokens would have taken to read",
+    "saved_seconds": "Seconds that cached tokens would have taken to read, at least",
 }
 _SECONDS_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHARE_BUCKETS: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
@@ -1534,6 +1535,7 @@ class CacheMetrics:
             "saved_seconds": 0.0,
         }
         self._parent = parent
+        self._began_at: float = parent._began_at if parent else time.monotonic()
         # Those of all tenants, by name: one dict, whoever has it.
         self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
 
@@ -1604,13 +1606,17 @@ class CacheMetrics:
         for level in self._levels():
             level._waiting_seconds.labels(reason).observe(seconds)
 
-    def observe(self, facts: RequestFacts, *, saved_seconds: float) -> None:
+    def observe(
+        self, facts: RequestFacts, *, saved_seconds: float, n_at_work: int = 1
+    ) -> None:
         """Count a request that has ended; if it was answered, its times as well.
 
-        `saved_seconds`: that its cached tokens would have taken to read.
+        `saved_seconds`: that its cached tokens would have taken to read. In all they
+        are no more than the time since the start, for each of `n_at_work` requests.
         """
+        most_saved = n_at_work * (time.monotonic() - self._began_at)
         for level in self._levels():
-            level._add_to_totals(facts, saved_seconds)
+            level._add_to_totals(facts, saved_seconds, most_saved=most_saved)
             level._observe_times(facts)
 
     def add_refused(self) -> None:
@@ -1619,7 +1625,9 @@ class CacheMetrics:
             with level._CACHE_METRICS_LOCK:
                 level._totals["refused"] += 1
 
-    def _add_to_totals(self, facts: RequestFacts, saved_seconds: float) -> None:
+    def _add_to_totals(
+        self, facts: RequestFacts, saved_seconds: float, *, most_saved: float
+    ) -> None:
         with self._CACHE_METRICS_LOCK:
             totals = self._totals
             totals["requests"] += 1
@@ -1628,7 +1636,8 @@ class CacheMetrics:
             totals["cached_tokens"] += facts["cached"]
             totals["generated_tokens"] += facts["out"]
             totals["prefill_seconds"] += facts["prefill"]
-            totals["saved_seconds"] += saved_seconds
+            saved = min(totals["saved_seconds"] + saved_seconds, most_saved)
+            totals["saved_seconds"] = max(totals["saved_seconds"], saved)
 
     def _observe_times(self, facts: RequestFacts) -> None:
         self._requests.labels(facts["match"], facts["finish"]).inc()
@@ -9482,9 +9491,11 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # An element of `groups` holds two numbers of 16 bits: the size of a step, and where the
 # steps of this group start (MLX: scale and bias). With "turboquant", each group is
 # first multiplied by a Hadamard matrix with random signs, which spreads a number that
-# stands out over its whole group (arXiv 2504.19874). The codebook of that paper is not
-# used: to look numbers up takes longer than attention does. What stays as it is
-# computed: windows, states, and heads whose size is no multiple of the group.
+# stands out over its whole group (arXiv 2504.19874). That is all it has of the method
+# that bears this name elsewhere (in mlx-vlm): there, whole heads are rotated, and a
+# codebook gives the steps, which takes longer to look up than attention does. With 3.5
+# bits keys have 4 here and values 3; there it is the other way round. What stays as it
+# is computed: windows, states, and heads whose size is no multiple of the group.
 #
 # A layer reads KV in one of two ways:
 #
@@ -11920,6 +11931,7 @@ class EntryReport(TypedDict):
     idle_seconds: float
     session: str
     running: bool
+    cold_seconds: NotRequired[float]  # to read its tokens again; once that is known
     checkpoints: NotRequired[list[int]]  # their positions, if they were asked for
 
 
@@ -13999,7 +14011,7 @@ class SentRequest(NamedTuple):
     """A request, as far as it takes to say how another one differs from it."""
 
     session_id: str
-    tokens: TokenIds  # of the prompt, and of the reply if there is one
+    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
     messages: Sequence[CanonicalMessage]
     context_key: bytes
     answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
@@ -14106,7 +14118,8 @@ def count_reread_tokens(
     first messages are left out of it, as far as both requests have the same: as a rule
     their tokens are those that are the same. If all messages of the earlier request
     are among them, what is left of its prompt was rendered otherwise: so many of the
-    tokens that follow are read again in any case.
+    tokens that follow are read again in any case. Never more than this prompt had to
+    read, nor than the earlier request has read or written.
     """
     n_common = common_prefix_length(earlier.tokens, request.tokens)
     n_stable = 0
@@ -14128,9 +14141,11 @@ def count_reread_tokens(
             n_repeated_characters += size
 
     repeated_share = n_repeated_characters / max(1, n_characters)
-    n_following = max(0, len(request.tokens) - n_known - n_rerendered)
+    n_following = max(0, request.n_prompt_tokens - n_known - n_rerendered)
     n_reread = max(0, n_common - cached_tokens) + n_rerendered
-    return n_reread + int(repeated_share * n_following)
+    n_reread += int(repeated_share * n_following)
+    most_tokens = min(request.n_prompt_tokens, len(earlier.tokens)) - cached_tokens
+    return max(0, min(n_reread, most_tokens))
 
 
 class ChangedText(NamedTuple):
@@ -17653,7 +17668,8 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
 #          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
+#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
+#          PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -17714,6 +17730,7 @@ class Reuse(NamedTuple):
     hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
     cached_tokens: int = 0
     matched_tokens: int = 0  # leading tokens with KV, be it without usable state
+    disk_tokens: int = 0  # that were loaded from the disk for it
 
 
 class StateSeconds(NamedTuple):
@@ -17882,6 +17899,7 @@ class RequestHandle:
 SLICE_SECONDS: Final = 0.2  # if others wait or run
 LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
+SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
 MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
@@ -18032,6 +18050,98 @@ def affordable_tokens(
     predicted = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
     # Twice the prediction has to fit: a slice may need more than the line says.
     return float(working_bytes / max(2 * predicted, 1.0))
+
+
+class TimedSlice(NamedTuple):
+    """How long a prefill slice took."""
+
+    n_tokens: int
+    depth: float  # position of its middle
+    seconds: float
+
+
+class PrefillCurve(NamedTuple):
+    """What reading a prompt costs; attention costs more with each token's depth."""
+
+    slice_seconds: float  # each slice costs, however short
+    token_seconds: float
+    depth_seconds: float  # each token costs, times its depth
+
+    def seconds(self, start: int, end: int, *, slice_tokens: int) -> float:
+        """What the tokens from `start` to `end` cost, in slices of so many."""
+        n_slices = math.ceil((end - start) / slice_tokens)
+        depths = (end**2 - start**2) / 2  # the sum of all
+        seconds = n_slices * self.slice_seconds + (end - start) * self.token_seconds
+        return seconds + depths * self.depth_seconds
+
+
+class PrefillTimes:
+    """How long prompts take to read, by the slices that were timed.
+
+    In a warm session slices are short and deep, and a token of them costs up to ten
+    times what it costs in a cold prompt. So three costs are told apart: of a slice, of
+    a token, and of its depth. Kept is the fastest slice of each size and depth, in
+    powers of two: a slow one waited for something else.
+    """
+
+    def __init__(self, slice_tokens: int) -> None:
+        self._slice_tokens = slice_tokens
+        self._fastest: dict[tuple[int, int], TimedSlice] = {}
+        # The curves that explain all slices, the best one first; immutable, since other
+        # threads read it.
+        self._curves: tuple[PrefillCurve, ...] = ()
+
+    def add(self, timed: TimedSlice) -> None:
+        """Learn from a slice."""
+        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
+        fastest = self._fastest.get(kind, timed)
+        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
+            self._fastest[kind] = timed
+            self._curves = fit_prefill_curves([*self._fastest.values()])
+
+    def expected_seconds(self, start: int, end: int) -> float | None:
+        """What reading from `start` to `end` takes; None: no slice was timed."""
+        if not self._curves:
+            return None
+        return self._curves[0].seconds(start, end, slice_tokens=self._slice_tokens)
+
+    def cold_seconds(self, n_tokens: int) -> float | None:
+        """What reading a prompt takes of which nothing is cached, at the least.
+
+        Where few slices were timed, several curves explain them: the lowest counts.
+        """
+        return min(
+            (
+                curve.seconds(0, n_tokens, slice_tokens=self._slice_tokens)
+                for curve in self._curves
+            ),
+            default=None,
+        )
+
+
+def fit_prefill_curves(slices: Sequence[TimedSlice]) -> tuple[PrefillCurve, ...]:
+    """The curves that explain these slices about equally well, the best one first.
+
+    No cost is negative: so each choice of costs that are zero is tried (least squares
+    of the relative errors).
+    """
+    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
+    table /= np.array([[s.seconds] for s in slices])
+    curves: list[tuple[float, PrefillCurve]] = []
+    for n_costs in range(1, min(len(slices), 3) + 1):
+        for used in combinations(range(3), n_costs):
+            scale = table[:, used].max(axis=0)
+            ones = np.ones(len(slices))
+            solution = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if solution.min() < 0:
+                continue
+            costs = np.zeros(3)
+            costs[list(used)] = solution
+            error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+            curves.append((error, PrefillCurve(*costs.tolist())))
+    curves.sort(key=lambda pair: pair[0])
+    best_error = curves[0][0]
+    return tuple(c for error, c in curves if error <= best_error + SAME_FIT_ERROR)
 
 
 def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
@@ -18762,6 +18872,7 @@ class PromptReader:
         self._budget = budget
         self._metrics = metrics
         self._slice_costs: deque[SliceCost] = deque(maxlen=N_MEASURED_SLICES)
+        self.times = PrefillTimes(config.prefill_step_size)
         self.measured_speed: float | None = None  # tokens a second of the last slice
         self.peak_bytes = 0  # the most that MLX had in use; see `note_peak`
 
@@ -18873,6 +18984,9 @@ class PromptReader:
             for running in requests:
                 running.prefill_speed = speed
             self.measured_speed = speed
+            if len(requests) == 1:  # others in the same call make each cheaper
+                depth = (starts[0] + ends[0]) / 2
+                self.times.add(TimedSlice(n_tokens, depth, max(seconds, 1e-6)))
             peak_bytes = lockstep.from_rank_0("memory", mx.get_peak_memory)
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
@@ -19240,6 +19354,7 @@ class Scheduler:
             handle.begin(_QUEUE, self._now())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
+        n_in_memory = match.cached_tokens
         if self._load_more(handle, match):
             match = self._find_prefix(handle)
         try:
@@ -19265,7 +19380,12 @@ class Scheduler:
                 running.lease.drop_with_source()
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(match.hit_kind, match.cached_tokens, match.matched_tokens)
+        handle.reuse = Reuse(
+            match.hit_kind,
+            match.cached_tokens,
+            match.matched_tokens,
+            disk_tokens=max(0, match.cached_tokens - n_in_memory),
+        )
         self.running.append(running)
         handle.put(offset)
 
@@ -19574,6 +19694,17 @@ class Scheduler:
                 logger.exception("disk cache: a fault while KV was copied")
             writer.note_failure(error)
             return False
+
+    def describe_cache(
+        self, *, shows_checkpoints: bool = False
+    ) -> list[tuple[str, EntryReport]]:
+        """PrefixCache.describe(), with how long each entry would take to read."""
+        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
+        for _, report in reports:
+            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
+            if cold_seconds is not None:
+                report["cold_seconds"] = round(cold_seconds, 3)
+        return reports
 
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
@@ -19942,6 +20073,7 @@ class Engine:
         self.cache_entries: list[tuple[str, EntryReport]] = []  # (tenant, entry)
         self.loads: list[RequestLoad] = []
         self.disk: DiskReport | None = None  # None: KV is not kept on the disk
+        self.prefill_times = PrefillTimes(config.prefill_step_size)  # of no slice yet
 
     def start(self) -> None:
         """Start the model thread, which loads the model."""
@@ -20067,6 +20199,7 @@ class Engine:
             self._is_loading = False
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
             self._scheduler = scheduler
+            self.prefill_times = scheduler.reader.times
             _check_room(scheduler)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
@@ -20240,7 +20373,7 @@ class Engine:
             report["prefill_tokens_per_second"] = round(speed, 1)
         self.report = report
         self.memory = self._describe_memory(scheduler)
-        self.cache_entries = cache.describe()
+        self.cache_entries = scheduler.describe_cache()
         self.loads = _list_loads(scheduler)
         if scheduler.disk is not None:
             self.disk = scheduler.disk.files.report()
@@ -23986,6 +24119,8 @@ class RecentRequest(RequestFacts):
     waited_seconds: float  # as `waited`
     waited_for_request: str | None  # the id of the request whose prefix it waited for
     tokens_per_second: float | None  # of the reply; None if there was none
+    disk_tokens: int  # of those cached: found on the disk
+    cold_seconds: float | None  # that its cached tokens would have taken to read
     client: str  # by its User-Agent
     title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
 
@@ -24393,9 +24528,14 @@ class PreparedRequest(NamedTuple):
         """The client's, or a digest of how the conversation begins."""
         return self.engine_request.owner.session
 
-    def as_sent(self, reply_ids: Sequence[int] = ()) -> SentRequest:
-        """What RequestHistory keeps of it once it is answered."""
-        prompt_ids = self.engine_request.key.tokens
+    def as_sent(
+        self, reply_ids: Sequence[int] = (), *, n_read: int | None = None
+    ) -> SentRequest:
+        """What RequestHistory keeps of it once it is answered.
+
+        `n_read`: so many tokens of its prompt were read; None: all.
+        """
+        prompt_ids = self.engine_request.key.tokens[:n_read]
         conversation = self.plan.conversation
         return SentRequest(
             self.session_id,
@@ -24902,6 +25042,7 @@ class ReplyEnding(NamedTuple):
     is_thinking: bool  # it ends inside its thinking
     ends_with_call: bool  # it was stopped, and the client has all of its tokens
     first_token_seconds: float | None  # from the request on; None: there was none
+    n_read: int  # prompt tokens that have KV; fewer than all if a limit cut it early
     waits: Mapping[WaitCause, float]  # seconds that the request waited
 
 
@@ -25098,7 +25239,7 @@ class ReplyRecorder:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
         end = ending.event
-        request = self._prepared.as_sent(ending.token_ids)
+        request = self._prepared.as_sent(ending.token_ids, n_read=ending.n_read)
         earlier = stores.history.find_nearest(request, session_only=True)
         stores.history.add(request)
         if earlier is None:
@@ -25159,6 +25300,10 @@ class ReplyRecorder:
                 "waited_seconds": facts["waited"],
                 "waited_for_request": longest.request_id if longest else None,
                 "tokens_per_second": round(decode_speed, 1) or None,
+                "disk_tokens": ending.event.reuse.disk_tokens,
+                "cold_seconds": self._state.engine.prefill_times.cold_seconds(
+                    facts["cached"]
+                ),
                 "client": self._origin.client,
                 "title": self._origin.title,
             }
@@ -25209,9 +25354,11 @@ class ReplyRecorder:
 
     def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
         metrics = self._state.metrics
-        speed = self._state.engine.report.get("prefill_tokens_per_second")
-        saved_seconds = facts["cached"] / speed if speed else 0.0
-        metrics.observe(facts, saved_seconds=saved_seconds)
+        cold_seconds = self._state.engine.prefill_times.cold_seconds(facts["cached"])
+        n_at_work = sum(len(view.stores.live) for view in self._state.views())
+        metrics.observe(
+            facts, saved_seconds=cold_seconds or 0.0, n_at_work=max(1, n_at_work)
+        )
         for cause, seconds in waits.items():
             metrics.observe_wait(cause.reason, seconds)
 
@@ -25382,18 +25529,20 @@ class ReplyGeneration:
         }
 
     def _prefill_left_seconds(self, now: float) -> float | None:
-        """At the pace of this prompt so far; before that, at that of the last slice.
+        """By what slices cost at their depth, and how this prompt has fared so far.
 
-        The pace counts what others prefill and decode meanwhile.
+        It waits while others prefill and decode: as much in the rest as until now.
         """
-        n_read = self._n_read or 0
-        n_left = self._prepared.engine_request.n_prompt - n_read
-        n_new = n_read - self._handle.reuse.cached_tokens
-        if n_new > 0:
-            pace = n_new / max(now - self._handle.times.since, 1e-3)
-            return round(n_left / pace, 1)
-        speed = self._state.engine.report.get("prefill_tokens_per_second")
-        return round(n_left / speed, 1) if speed else None
+        times = self._state.engine.prefill_times
+        n_cached = self._handle.reuse.cached_tokens
+        n_read = max(self._n_read or 0, n_cached)
+        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
+        if seconds is None:
+            return None
+        expected_so_far = times.expected_seconds(n_cached, n_read)
+        if expected_so_far:
+            seconds *= (now - self._handle.times.since) / expected_so_far
+        return round(seconds, 1)
 
     def _read_deltas(self) -> Iterator[list[JsonObject]]:
         """The deltas of each event, often none, until the reply is recorded.
@@ -25482,6 +25631,7 @@ class ReplyGeneration:
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=decoder.was_over and decoder.ends_with_call,
             first_token_seconds=self._first_token_seconds,
+            n_read=max(self._n_read or 0, self._handle.reuse.cached_tokens),
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
@@ -25536,23 +25686,29 @@ class ReplyGeneration:
         )
 
 
+_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+
+
 def _find_title(request: ChatRequest) -> str:
     """How the first message of the user begins, or the prompt of a completion.
 
     A part that begins with a tag is no text of the user: agents put reminders there.
+    Nor is one with the instructions of a project, which Codex sends as the first.
     """
+    texts: list[str] = []
     for message in request.messages:
         if message["role"] != "user":
             continue
         content = message["content"]
         if isinstance(content, str):
-            return printable(content, max_length=MAX_TITLE_LENGTH)
-        texts = [part["text"] for part in content if part["type"] == "text"]
-        own_texts = [text for text in texts if not text.lstrip().startswith("<")]
-        first_text = next(iter([*own_texts, *texts]), "")
-        return printable(first_text, max_length=MAX_TITLE_LENGTH)
-    text = request.prompt if isinstance(request.prompt, str) else ""
-    return printable(text, max_length=MAX_TITLE_LENGTH)
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    own_texts = (t for t in texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    if isinstance(request.prompt, str):
+        texts.append(request.prompt)
+    first_text = next(own_texts, texts[0] if texts else "")
+    return printable(first_text, max_length=MAX_TITLE_LENGTH)
 
 
 def _submit(
@@ -25778,7 +25934,7 @@ def detailed_status_body(state: ServerState) -> StatusBody:
         layer_kinds, reports = state.engine.call(
             lambda scheduler: (
                 scheduler.spec.layer_kinds,
-                scheduler.cache.describe(shows_checkpoints=True),
+                scheduler.describe_cache(shows_checkpoints=True),
             )
         )
         body["layers"] = list(layer_kinds)
@@ -25890,7 +26046,11 @@ def _own_entries(
     state: ServerState, reports: list[tuple[str, EntryReport]]
 ) -> list[EntryReport]:
     """Those of the tenants whose figures may be seen; each comes after its tenant."""
-    return [entry for tenant, entry in reports if is_seen_by(state.tenant, tenant)]
+    own = [entry.copy() for owner, entry in reports if is_seen_by(state.tenant, owner)]
+    if state.tenant:
+        for entry in own:
+            entry.pop("cold_seconds", None)  # by slices that may be another's
+    return own
 
 
 def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
@@ -26836,12 +26996,15 @@ class Handler(BaseHTTPRequestHandler):
         length was wrong: nothing of it is kept. The standard library quotes such a line
         in its sentence, after " (".
         """
+        path = self.path.partition("?")[0]
+        is_page_question = path == "/v1/status" and error.status == 401
+        if is_page_question and not any(_sent_keys(self.headers)):
+            return  # whether a key is needed
         is_request = hasattr(self, f"do_{self.command}")
         quotes = self.server.state.config.enable_request_logging
         sentence = str(error) if quotes else error.without_quote()
         if not is_request:
             sentence = sentence.partition(" (")[0]
-        path = self.path.partition("?")[0]
         refusal: Refusal = {
             "at": time.time(),
             "method": self.command if is_request else "",

@@ -40,7 +40,10 @@ COLUMNS = (
     "ttft_ms",
     "out",
     "finish",
+    "stable_prefix_msg_count",
+    "rules",
 )
+WIDE = 10_000  # columns, where no terminal limits them
 
 
 def status_of(url: str, key: str) -> Body:
@@ -120,6 +123,8 @@ def show_log(path: Path, console: Console) -> None:
     table = Table(*COLUMNS)
     for line in path.read_text("utf-8").splitlines():
         record = json.loads(line)
+        rules = [f"{rule} {n}" for rule, n in record.get("rules", {}).items()]
+        record["rules"] = ", ".join(rules) or "-"
         table.add_row(*(escape(str(record.get(name, "-"))) for name in COLUMNS))
     console.print(table)
 
@@ -139,7 +144,8 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    console = Console(soft_wrap=True)
+    width = None if sys.stdout.isatty() else WIDE
+    console = Console(soft_wrap=True, width=width)
     try:
         if args.log:
             show_log(args.log, console)

@@ -2,6 +2,7 @@
 
     python scripts/pi_like_probe.py                                    start-llm on this machine
     python scripts/pi_like_probe.py --base-url http://127.0.0.1:4000   any OpenAI-compatible server
+                                                                       (counters: from MLX_PORT)
     python scripts/pi_like_probe.py --turns 20 --json
     python scripts/pi_like_probe.py --image [FILE.png]                 a vision model
 
@@ -51,6 +52,7 @@ import struct
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +62,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-from chat import usual_server
+from chat import read_settings, usual_server
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -161,9 +163,17 @@ class Server:
     """A running server. Every method raises ProbeError when it does not answer as it should."""
 
     def __init__(
-        self, base_url: str, *, model: str, api_key: str, timeout: float
+        self,
+        base_url: str,
+        *,
+        model: str,
+        api_key: str,
+        timeout: float,
+        status_url: str = "",
     ) -> None:
+        """`status_url`: where start-llm's status is; empty: at `base_url`."""
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._status_url = status_url or self.base_url
         self._key = api_key
         self._timeout = timeout
         # No proxies: a server on this machine is asked directly, whatever the environment says.
@@ -195,7 +205,7 @@ class Server:
     def _status(self) -> Body:
         """The status page of start-llm; empty where the server has none."""
         try:
-            body = self._get("/v1/status")
+            body = self._get("/v1/status", base_url=self._status_url)
         except ProbeError:
             return {}
         return body if isinstance(body, dict) else {}
@@ -222,16 +232,16 @@ class Server:
             )
         return reply
 
-    def _get(self, path: str) -> Any:
-        with self._open(path) as response:
+    def _get(self, path: str, *, base_url: str = "") -> Any:
+        with self._open(path, base_url=base_url) as response:
             return json.load(response)
 
     @contextmanager
     def _open(
-        self, path: str, body: Body | None = None
+        self, path: str, body: Body | None = None, *, base_url: str = ""
     ) -> Iterator[http.client.HTTPResponse]:
         """The response of a GET, or with a body of a POST; also what goes wrong while reading."""
-        url = self.base_url + path
+        url = (base_url or self.base_url) + path
         headers = {
             "Authorization": f"Bearer {self._key}",
             "Content-Type": "application/json",
@@ -721,6 +731,15 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def find_status_url(base_url: str) -> str:
+    """Where start-llm's status is, if LiteLLM beside it is asked; else empty."""
+    proxy_port = (read_settings().get("PROXY_PORT") or "").strip() or "4000"
+    parts = urllib.parse.urlsplit(base_url)
+    is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
+    is_proxy = is_local and str(parts.port) == proxy_port
+    return usual_server().url if is_proxy else ""
+
+
 def server_from(options: argparse.Namespace) -> Server:
     """Raises ProbeError when nothing answers there."""
     return Server(
@@ -728,6 +747,7 @@ def server_from(options: argparse.Namespace) -> Server:
         model=options.model,
         api_key=options.api_key,
         timeout=options.timeout,
+        status_url=find_status_url(options.base_url),
     )
 
 

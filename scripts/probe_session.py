@@ -52,7 +52,7 @@ from rich.table import Table
 SLACK: Final = 32
 N_GROWTH: Final = 4  # requests of a conversation that only grows
 N_PAST: Final = 3  # requests before the past is changed
-MAX_TOKENS: Final = 48  # of one reply
+MAX_TOKENS: Final = 400  # of one reply: room for a model that thinks all the same
 
 # (messages, number of the request) -> as sent
 Stamp = Callable[[list[Body], int], list[Body]]
@@ -154,6 +154,9 @@ class Talk:
     stamp: Stamp
     advance: Callable[[], None]
     replies: list[Reply] = field(default_factory=list)
+    # Of the newest request whose reply came back: tokens of its prompt. One that was cut
+    # in its thinking has no words to send back, and what replaces it is not the past.
+    n_continued: int = 0
     question_indexes: list[int] = field(default_factory=list)  # in messages
     # The fields of a Row that each request gave.
     row_fields: list[Body] = field(default_factory=list)
@@ -161,11 +164,14 @@ class Talk:
     def ask(self, kind: str, *, at_least: int = 0, at_most: int | None = None) -> None:
         """Put the next question; the reply becomes part of the conversation."""
         self.question_indexes.append(len(self.messages))
-        question = {"role": "user", "content": f"Keep {self.prose.text(300)}"}
+        text = f"Keep this and answer with OK alone. {self.prose.text(300)}"
+        question = {"role": "user", "content": text}
         self.messages.append(question)
 
         reply = self.server.ask(self._body())
         echo = pi_echo(reply)
+        if echo is not None:
+            self.n_continued = reply.n_prompt
         self.messages.append(echo or {"role": "assistant", "content": "Done."})
         for call in reply.calls:  # forbidden, but not every server obeys
             result = {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}
@@ -194,7 +200,7 @@ class Talk:
 
     def grow(self, kind: str) -> None:
         """Ask once more; all that the request before sent should be cached."""
-        self.ask(kind, at_least=self.replies[-1].n_prompt - SLACK)
+        self.ask(kind, at_least=self.n_continued - SLACK)
 
 
 def start_talk(

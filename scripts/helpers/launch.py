@@ -20,6 +20,7 @@ sentence where it could not be started. Standard library only, for any Python fr
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import http.client
 import json
@@ -1143,6 +1144,16 @@ class Options:
     arguments: tuple[str, ...]  # for the client
 
 
+def _client_name(text: str) -> str:
+    """The name of a client. Raises ArgumentTypeError, with the one that is meant."""
+    if text in CLIENTS:
+        return text
+    meant = difflib.get_close_matches(text, CLIENTS, n=1)
+    question = f": did you mean {meant[0]}?" if meant else "."
+    names = ", ".join(CLIENTS)
+    raise argparse.ArgumentTypeError(f"no client {text!r}{question} There are {names}")
+
+
 def read_arguments(arguments: Sequence[str]) -> Options:
     """Everything after the first -- is for the client. Exits with 2 and a usage line."""
     launch_arguments = list(arguments)
@@ -1158,7 +1169,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
         epilog="What follows -- goes to the client: launch claude -- -p 'Hello'",
         allow_abbrev=False,
     )
-    parser.add_argument("client", choices=list(CLIENTS))
+    parser.add_argument("client", type=_client_name)
     parser.add_argument(
         "--print", action="store_true", help="only show the command and environment"
     )

@@ -31,7 +31,8 @@ Settings are environment variables, or lines of a file `.env` beside `start-llm.
 A value that is not accepted stops the start with a sentence that names the setting and where it
 stands; so does a line of `.env` that sets nothing. A name that is no setting logs a line, with the
 setting that was probably meant; one that can only mean `MODEL_PATH` (such as `MODEL`) stops the
-start, unless `MODEL_PATH` is set. "Not yet acting" settings are reserved: one of them logs a line.
+start, unless `MODEL_PATH` is set. Settings "without effect" are names of the
+system before; one of them logs a line.
 """
 
 OTHER_DEFAULTS_HEADING: Final = """\
@@ -54,6 +55,11 @@ OTHER_DEFAULTS: Final = {
     "PROXY_STARTUP_WAIT_SECONDS": (
         "2.0",
         "nobody waits for LiteLLM: these are the seconds between two lines that say it starts",
+    ),
+    "QUANTIZED_KV_START": (
+        "5000",
+        "a token is packed when it is written: else its KV would depend on how long the"
+        " conversation was when it was read (L-21)",
     ),
     "PROMPT_CACHE_MAX_ENTRIES_GLOBAL": (
         "24",
@@ -85,6 +91,11 @@ class Setting:
     name: str
     default: str
     explanation: str
+
+    @property
+    def shown_default(self) -> str:
+        """As a cell of the table."""
+        return f"`{self.default}`" if self.default else "(empty)"
 
 
 @dataclass(slots=True)
@@ -157,18 +168,16 @@ def make_markdown(groups: list[Group], schemas: dict[str, dict[str, Any]]) -> st
         ]
         for setting in group.settings:
             schema = schemas.get(setting.name)
-            values = describe_values(schema) if schema else "not yet acting"
-            default = f"`{setting.default}`" if setting.default else "(empty)"
+            values = describe_values(schema) if schema else "without effect"
             lines.append(
-                f"| `{setting.name}` | {default} | {values} | {setting.explanation} |"
+                f"| `{setting.name}` | {setting.shown_default} | {values}"
+                f" | {setting.explanation} |"
             )
         lines.append("")
-    defaults = {
-        setting.name: setting.default for group in groups for setting in group.settings
-    }
+    settings = {setting.name: setting for group in groups for setting in group.settings}
     lines.append(OTHER_DEFAULTS_HEADING)
     for name, (default_there, reason) in OTHER_DEFAULTS.items():
-        default = f"`{defaults[name]}`" if defaults[name] else "(empty)"
+        default = settings[name].shown_default if name in schemas else "without effect"
         lines.append(f"| `{name}` | `{default_there}` | {default} | {reason} |")
     return "\n".join(lines) + "\n"
 

@@ -534,7 +534,7 @@ NO_DRIVER = {"name": "", "problem": "there is no NVIDIA driver"}
             "auto",
             NO_DRIVER,
             False,
-            "there is no NVIDIA driver; the processor is used instead",
+            "the processor is used: there is no NVIDIA driver",
             False,
         ),
         ("auto", None, False, "", False),

@@ -936,7 +936,8 @@ def test_a_url_that_is_none_is_one_sentence(desk, url):
     ("arguments", "words"),
     [
         ([], "client"),
-        (["nobody"], "invalid choice: 'nobody'"),
+        (["nobody"], "no client 'nobody'. There are claude, "),
+        (["claud"], "no client 'claud': did you mean claude?"),
         (["pi", "--small"], "--small is for claude"),
         (["claude", "-p", "Hello"], "after --"),
     ],

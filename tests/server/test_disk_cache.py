@@ -185,10 +185,12 @@ def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
     bench = restart(path)
     bench.ask(prompt, n=1)
     bench = restart(path)
-    bench.ask(prompt[:400], n=1)
-    bench.ask(prompt, n=1)
+    _, first_end, _ = bench.ask(prompt[:400], n=1)
+    _, second_end, _ = bench.ask(prompt, n=1)
 
     assert bench.metrics.snapshot()["disk_tokens"] == 399
+    assert first_end.reuse.disk_tokens == 399
+    assert second_end.reuse.disk_tokens == 0
 
 
 def test_slow_disk_is_not_read(restart, tmp_path):
@@ -1016,7 +1018,7 @@ def test_file_that_cannot_be_deleted_is_said_and_deleted_later(
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
 
-    def refuse(path, missing_ok=False):
+    def refuse(path, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:

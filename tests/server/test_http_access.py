@@ -100,6 +100,21 @@ def test_each_key_opens_the_server_either_way(locked, headers):
     assert status(locked, **headers) == 200
 
 
+def test_the_question_of_the_page_whether_a_key_is_needed_is_no_refusal(locked):
+    def n_refused():
+        _, _, body = answer(locked, line="GET /v1/status", x_api_key=KEY)
+        return json.loads(body)["totals"]["refused"]
+
+    n_before = n_refused()
+    assert status(locked, line="GET /v1/status") == 401
+    assert n_refused() == n_before
+
+    for headers in ({"x_api_key": "wrong"}, {"Authorization": "Bearer wrong"}):
+        assert status(locked, line="GET /v1/status", **headers) == 401
+    assert status(locked, line="GET /v1/models") == 401
+    assert n_refused() == n_before + 3
+
+
 @pytest.mark.parametrize("headers", WRONG, ids=repr)
 def test_nothing_else_opens_it(locked, headers):
     code, response_headers, body = answer(locked, **headers)

@@ -46,6 +46,7 @@ NEW_FIELDS = {  # that an older server does not send
     "waited_for_request",
     "started_at",
     "saved_steps",
+    "cold_seconds",
 }
 EVIL = "<img src=x onerror=document.title='pwned'>\u202e\n<b>x</b>"
 
@@ -190,19 +191,6 @@ def test_the_big_number_is_the_time_that_the_cache_saved(visit):
         assert "in 143 requests" in words
 
 
-def test_without_totals_the_big_number_comes_from_the_last_requests(visit):
-    body = idle_body()
-    body["recent"] = [
-        ended("r1", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
-        ended("r2", prompt=9_000, cached=8_000, prefill=2.5),
-    ]
-    with serving_page(status=body) as stub:
-        page = visit(stub)
-
-        expect(page.locator("#saved-number")).to_have_text("20 s saved")
-        assert "in the last 2 requests" in text_of(page, "#saved-words")
-
-
 def test_what_is_wrong_stands_in_the_first_sentence(visit):
     with serving_page() as stub:
         page = visit(stub)
@@ -222,6 +210,28 @@ def test_what_is_wrong_stands_in_the_first_sentence(visit):
             " Answers are right all the same; they came later."
         )
         show({}, "ok", "Healthy and ready")
+
+
+def test_a_dead_replica_and_a_full_disk_are_not_healthy(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        disk = dict.fromkeys(("bytes", "max_bytes", "written_today_bytes"), 1)
+        changes = [
+            {"replicas": [replica("a", "up", 1), replica("b", "down", 0)]},
+            {"disk": {**disk, "off": "No space left on device"}},
+        ]
+        healthy = stub.status
+        words = ["1 of 2 servers cannot be used", "No space left on device"]
+        for change, word in zip(changes, words, strict=True):
+            stub.status = {**healthy, **change}
+            refresh(page)
+
+            expect(page.locator("#top")).to_have_attribute("data-is", "warn")
+            expect(page.locator("#sentence")).to_contain_text(word)
+
+        stub.status = {**healthy, "replicas": [replica("b", "draining", 0)]}
+        refresh(page)
+        expect(page.locator("#top")).to_have_attribute("data-is", "ok")
 
 
 def test_the_state_of_the_proxy_is_in_words(visit):
@@ -344,6 +354,9 @@ def test_a_request_that_waited_says_for_what(visit):
             "Mostly waiting. Has waited 9.4 s for a prefix that PI "
             "“Rename Ledger to Transcript everywhere” is reading."
         )
+        others = [r for r in stub.status["requests"] if r["client"] != "opencode"]
+        stub.status["requests"] = others
+        refresh(page)
         slow = page.locator(".request:not([data-live])", has_text="opencode").first
         expect(slow.locator(".reason")).to_contain_text(
             "Mostly waiting. Waited 13 s for a prefix that PI"
@@ -416,8 +429,72 @@ def test_what_was_read_again_is_explained_at_its_request(visit):
     with serving_page(status=body) as stub:
         page = visit(stub)
 
-        newest = page.locator(".request:not([data-live])").first
-        expect(newest).to_contain_text("2,012 tokens were read again: Message 14")
+        row = page.locator(".request", has_text=body["recent"][-1]["title"])
+        again = "2,012 tokens were read again: Message 14"
+        expect(row).to_contain_text(f"In the step before {again}")
+        stub.status["requests"] = []
+        refresh(page)
+        expect(row).to_contain_text(again)
+
+
+def test_a_conversation_is_one_row_with_its_newest_step(visit):
+    body = idle_body()
+    steps = [
+        ended(f"s{n}", waited_seconds=0.0, prefill=1.0, decode=1.0, **whose("a"))
+        for n in range(12)
+    ]
+    body["recent"] = [*steps, ended("other", **whose("b"))]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        expect(page.locator(".request")).to_have_count(2)
+        row = page.locator(".request", has_text="Fix the failing login test")
+        expect(row.locator(".total")).to_contain_text("12 steps, 24 s")
+
+        stub.status["requests"] = [live("s12", **whose("a"))]
+        refresh(page)
+        expect(page.locator(".request")).to_have_count(2)
+        first = page.locator(".request").first
+        expect(first).to_contain_text("Fix the failing login test")
+        expect(first.locator(".total")).to_contain_text("13 steps")
+
+
+def test_what_was_found_on_the_disk_after_a_restart_is_shown(visit):
+    body = idle_body()
+    body["recent"] = [
+        ended("r1", disk_tokens=8_000, cold_seconds=12.9, ttft_ms=190, **whose("a"))
+    ]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        expect(page.locator(".request .reason")).to_contain_text(
+            "8,000 tokens were found on the disk: first token after 0.19 s"
+            " instead of 13 s"
+        )
+
+
+def test_an_example_can_be_tried_with_one_click(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        question = page.locator("#example button").inner_text()
+
+        page.click("#example button")
+
+        expect(page.locator("#turns .user")).to_have_text(question)
+        expect(page.locator("#example")).to_be_hidden()
+
+
+def test_how_to_connect_an_agent_is_open_until_one_came(visit):
+    body = idle_body()
+    mine = ended("r1", time=NOW, session="page-1")
+    body["recent"] = [mine]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+        expect(page.locator("#connect")).to_have_attribute("open", "")
+
+        stub.status["recent"] = [mine, ended("r2", time=NOW, **whose("a"))]
+        refresh(page)
+        expect(page.locator("#connect")).not_to_have_attribute("open", "")
 
 
 def test_refused_and_failed_requests_are_listed_newest_first(visit):
@@ -444,7 +521,7 @@ def test_each_cache_entry_says_whose_it_is_and_what_it_saves(visit):
         ended("cold", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
         ended("warm", prompt=8_000, cached=7_990, prefill=0.05, **whose("a")),
     ]
-    body["cache"] = [cache_entry(1, session="5f2e8d10", tokens=5_600)]
+    body["cache"] = [cache_entry(1, session="5f2e8d10", cold_seconds=14.0)]
     with serving_page(status=body) as stub:
         page = visit(stub)
 
@@ -524,7 +601,7 @@ def test_one_percent_of_the_memory_can_be_seen(visit):
         cache = page.locator("#kinds li", has_text="Cache at rest")
         track = cache.locator(".track").bounding_box()["width"]
         own_width = cache.locator(".own").bounding_box()["width"]
-        assert own_width / track == pytest.approx(0.1, abs=0.01)
+        assert own_width / track == pytest.approx(0.01, abs=0.005)
         expect(page.locator("#room")).to_contain_text("At most it was 60.0 kB")
         expect(page.locator("#kinds .peak").first).to_be_visible()
 
@@ -707,7 +784,7 @@ def test_it_does_with_what_an_older_server_sends(visit):
         page = visit(stub)
 
         expect(page.locator("#sentence")).to_contain_text("1 request is being answered")
-        expect(page.locator(".request")).to_have_count(8)
+        expect(page.locator(".request")).to_have_count(4)
         expect(page.locator(".entry")).to_have_count(4)
         shown = page.locator("body").inner_text()
         assert not [word for word in ("undefined", "NaN", "null") if word in shown]

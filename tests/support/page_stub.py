@@ -110,6 +110,7 @@ def cache_entry(entry_id: int, **facts: Any) -> Body:
         "idle_seconds": 12.0,
         "session": "",
         "running": False,
+        "cold_seconds": 24.0,
         **facts,
     }
 

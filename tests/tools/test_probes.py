@@ -88,6 +88,7 @@ class FakeServer(ThreadingHTTPServer):
     bumping     like exact, but a counter moves that must not
     trimming    like exact, but each turn lacks a checkpoint, not only the first
     dropping    from the third turn on nothing is cached: it says that it drops thinking
+    thoughtful  every second reply is cut in its thinking, and such a request forgotten
     """
 
     daemon_threads = True
@@ -133,7 +134,8 @@ class FakeServer(ThreadingHTTPServer):
             "prompt_tokens_details": {"cached_tokens": self._count_cached(prompt)},
         }
 
-        self._conversations.append(prompt + reply_words)
+        if self.mode != "thoughtful" or reply["content"]:
+            self._conversations.append(prompt + reply_words)
         self.bodies.append(body)
         return reply, usage
 
@@ -141,6 +143,8 @@ class FakeServer(ThreadingHTTPServer):
         n = len(self.bodies)
         reply = {"role": "assistant", "content": None, "reasoning_content": f"Hm {n}. "}
         last_role = body["messages"][-1]["role"]
+        if self.mode == "thoughtful" and n % 2:
+            return reply
         if body.get("tool_choice") == "none" or last_role == "tool":
             return {**reply, "content": f"Answer {n} to all of it."}
         function = {"name": "read", "arguments": ARGUMENTS}
@@ -580,6 +584,34 @@ def test_a_server_that_does_not_answer_is_another_status(module, monkeypatch, ca
         url = server.url
     assert call_main(module, monkeypatch, "--base-url", url) == 2
     assert url in capsys.readouterr().err
+
+
+def test_counters_are_those_of_the_server_behind_litellm(monkeypatch):
+    """LiteLLM has no status: start-llm beside it is asked."""
+    monkeypatch.setenv("MLX_PORT", "81")
+    monkeypatch.setenv("MLX_HOST", "")
+    monkeypatch.setenv("PROXY_PORT", "4321")
+
+    assert pi.find_status_url("http://localhost:4321/v1") == "http://127.0.0.1:81"
+    for url in ("http://127.0.0.1:81", "http://other:4321", "http://127.0.0.1:8000"):
+        assert pi.find_status_url(url) == ""
+
+    with fake("bumping") as behind, fake("exact") as proxy:
+        server = pi.Server(
+            proxy.url, model="fake", api_key="", timeout=9, status_url=behind.url
+        )
+        server.ask({"messages": [{"role": "user", "content": "Hi"}]})
+        behind.bodies.append({})
+        assert server.counters()["vlm_retreat"] == 1
+
+
+def test_replies_that_are_cut_in_their_thinking_are_not_held_against_a_server(
+    monkeypatch, capsys
+):
+    with fake("thoughtful") as server:
+        arguments = ("--base-url", server.url, "--only", "normal", "drift")
+        assert call_main(session, monkeypatch, *arguments) == 0
+    assert "lost" not in capsys.readouterr().out
 
 
 def test_probe_session_finds_a_healthy_server_healthy():

@@ -81,7 +81,7 @@ def test_the_example_marks_and_comments_out_what_does_not_act():
         r"^# (.+)\n#?([A-Z0-9_]+)=", EXAMPLE.read_text(), re.MULTILINE
     )
     assert {name for _, name in described} == ALL
-    assert {name for text, name in described if "not yet acting" in text} == commented
+    assert {name for text, name in described if "without effect" in text} == commented
 
 
 def warnings_of_main(monkeypatch, written, environ):
@@ -369,12 +369,12 @@ def test_what_else_a_shell_sets_is_no_near_miss():
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_a_setting_that_does_not_act_yet_is_named_wherever_it_stands(name):
+def test_a_setting_without_effect_is_named_wherever_it_stands(name):
     for place, written, environ in [
         (".env", {name: "8"}, {}),
         ("the environment", {}, {name: "8"}),
     ]:
-        sentence = f"{name} in {place}: nothing acts on it yet"
+        sentence = f"{name} in {place}: nothing acts on it"
         assert check_names(written, environ) == [sentence]
     assert check_names({}, {name: ""}) == []
 

@@ -356,3 +356,37 @@ def test_counters_count_since_their_start_and_not_since_a_scrape(monkeypatch):
     times = [line.split()[1] for line in time_by_scrape[0] if line[0] != "#"]
     assert len(times) > 20
     assert set(times) == {"5.0"}
+
+
+def ended_facts(**facts):
+    return {
+        "prompt": 20_000,
+        "cached": 19_800,
+        "out": 1,
+        "prefill": 0.3,
+        "match": "append",
+        "finish": "stop",
+        "decode": 0.1,
+        "ttft_ms": 400,
+        **facts,
+    }
+
+
+def test_no_more_seconds_are_saved_than_have_passed_for_each_request_at_work(
+    monkeypatch,
+):
+    clock = 1000.0
+    monkeypatch.setattr(start_llm.time, "monotonic", lambda: clock)
+    metrics = CacheMetrics()
+
+    clock += 10.0
+    metrics.observe(ended_facts(), saved_seconds=23.0, n_at_work=2)
+    of_two = metrics.totals()["saved_seconds"]
+    metrics.observe(ended_facts(), saved_seconds=23.0, n_at_work=1)
+    of_one = metrics.totals()["saved_seconds"]
+    clock += 30.0
+    metrics.observe(ended_facts(), saved_seconds=5.0, n_at_work=1)
+
+    assert of_two == 20.0
+    assert of_one == 20.0, "a counter never falls"
+    assert metrics.totals()["saved_seconds"] == 25.0

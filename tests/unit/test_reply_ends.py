@@ -363,6 +363,7 @@ def ending(reason="stop", *, is_over=False, content="Hi", has_calls=False, **fie
         "is_thinking": False,
         "ends_with_call": False,
         "first_token_seconds": 0.1,
+        "n_read": 10,
         "waits": {},
     }
     return s.ReplyEnding(**{**ordinary, **fields})
@@ -415,3 +416,33 @@ def test_a_reply_ended_by_a_stop_string_is_not_replayed():
     recording = recording_of(is_over=True, has_end_token=False)
     assert not recording.in_ledger
     assert recording.in_healing_store and recording.in_history
+
+
+# -- how a conversation is named -------------------------------------------------------
+
+
+def title_of(*texts):
+    """The title of a conversation whose user messages have these texts."""
+    messages = [{"role": "system", "content": "You help."}]
+    messages += [{"role": "user", "content": text} for text in texts]
+    return s._find_title(SimpleNamespace(messages=messages, prompt=None))
+
+
+def part(text):
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    "agents_md", ["# AGENTS.md instructions for /home/me/p", "<x>"]
+)
+@pytest.mark.parametrize("wrap", [part, str])
+def test_a_conversation_is_named_by_the_first_words_of_its_user(agents_md, wrap):
+    own = "Why is the build slow?"
+
+    assert title_of(wrap(agents_md), wrap("<environment_context>"), wrap(own)) == own
+    assert title_of(wrap(agents_md)) == agents_md
+
+
+def test_a_completion_is_named_by_its_prompt():
+    assert s._find_title(SimpleNamespace(messages=[], prompt="Once")) == "Once"
+    assert s._find_title(SimpleNamespace(messages=[], prompt=[1, 2])) == ""

@@ -284,6 +284,76 @@ def test_affordable_tokens_do_not_grow_with_depth():
     assert s.affordable_tokens(costs, 0, working_bytes=6000) == 1.0
 
 
+# -- what a prompt would cost ----------------------------------------------------------
+
+
+def model_seconds(start, end):
+    """A model: 0.05 s a call, 1,000 tokens a second, and twice that at 10,000 deep."""
+    return 0.05 + (end - start) / 1000 + (end**2 - start**2) / 2 / 10_000_000
+
+
+def read_prompt(times, start, end, *, slice_tokens=2048, delay=1.0):
+    """Time the slices of a prompt; returns their seconds. `delay`: a factor."""
+    total = 0.0
+    for begin in range(start, end, slice_tokens):
+        stop = min(begin + slice_tokens, end)
+        seconds = delay * model_seconds(begin, stop)
+        times.add(s.TimedSlice(stop - begin, (begin + stop) / 2, seconds))
+        total += seconds
+    return total
+
+
+def test_a_cold_prompt_costs_what_its_slices_cost_however_short_later_ones_are():
+    times = s.PrefillTimes(2048)
+    cold = read_prompt(times, 0, 20_000)
+
+    for depth in range(20_000, 30_000, 200):  # steps of an agent
+        read_prompt(times, depth, depth + 200)
+
+    assert times.cold_seconds(20_000) == pytest.approx(cold, rel=0.01)
+    assert times.expected_seconds(0, 20_000) == pytest.approx(cold, rel=0.01)
+
+
+def test_time_left_counts_that_deep_tokens_cost_more():
+    times = s.PrefillTimes(2048)
+    for end in (3_000, 8_192):
+        read_prompt(times, 0, end)
+
+    left = sum(
+        model_seconds(start, min(start + 2048, 40_000))
+        for start in range(8_192, 40_000, 2048)
+    )
+
+    assert times.expected_seconds(8_192, 40_000) == pytest.approx(left, rel=0.02)
+
+
+def test_slices_that_had_to_wait_do_not_make_the_cache_look_better():
+    times = s.PrefillTimes(2048)
+    cold = read_prompt(times, 0, 20_000, delay=40.0)  # kernels are compiled
+    cold = read_prompt(times, 0, 20_000)
+    read_prompt(times, 0, 20_000, delay=3.0)  # the machine is busy
+
+    assert times.cold_seconds(20_000) == pytest.approx(cold, rel=0.01)
+
+
+@pytest.mark.parametrize("n_tokens", [64, 200, 600])
+def test_what_short_deep_slices_leave_open_is_not_counted_as_saved(n_tokens):
+    """As after a restart, with KV from the disk: no cold prompt was read."""
+    times = s.PrefillTimes(2048)
+    cold = read_prompt(s.PrefillTimes(2048), 0, 30_000)
+
+    read_prompt(times, 30_000, 30_000 + n_tokens)
+
+    assert 0 < times.cold_seconds(30_000) <= 1.01 * cold
+
+
+def test_nothing_is_claimed_before_a_slice_was_timed():
+    times = s.PrefillTimes(2048)
+
+    assert times.cold_seconds(20_000) is None
+    assert times.expected_seconds(0, 20_000) is None
+
+
 def test_affordable_tokens_are_unlimited_until_something_was_measured():
     assert s.affordable_tokens([], 500, working_bytes=1) == math.inf
     costs = [s.SliceCost(64, 0.0)]

@@ -315,3 +315,50 @@ def test_of_two_causes_both_are_given() -> None:
     ):
         sentence = why(request, cached_tokens=cached, matched_tokens=matched)
         assert ("checkpoint" in sentence, "evicted" in sentence) == (is_state, is_kv)
+
+
+def test_tokens_that_were_never_read_are_not_read_again() -> None:
+    """A deadline ended the earlier request after 300 tokens of its prompt."""
+    cut = sent("system", "user", tokens=np.arange(300))
+    request = sent("system", "user", tokens=np.arange(3_224))
+
+    assert count_reread_tokens(cut, request, cached_tokens=300) == 0
+    assert count_reread_tokens(cut, request, cached_tokens=0) == 300
+    assert explain_miss(cut, request, cached_tokens=300, matched_tokens=300) is None
+
+
+def test_no_more_is_read_again_than_the_prompt_has() -> None:
+    """Its reply is not: it was written, for the first time."""
+    earlier = sent("system", "user", tokens=np.arange(2_000))
+    rest = sent("user", tokens=np.full(1_056, 9_999), n_reply_tokens=100)
+    request = rest._replace(messages=earlier.messages[1:], context_key=b"other")
+
+    assert count_reread_tokens(earlier, request, cached_tokens=0) == 956
+
+
+@given(
+    n_earlier=st.integers(1, 400),
+    n_same=st.integers(0, 400),
+    n_prompt=st.integers(1, 400),
+    n_reply=st.integers(0, 50),
+    share=st.floats(0, 1),
+    roles=st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=4),
+)
+def test_what_is_read_again_was_read_before_and_is_read_now(  # noqa: PLR0913 - drawn
+    n_earlier: int,
+    n_same: int,
+    n_prompt: int,
+    n_reply: int,
+    share: float,
+    roles: list[str],
+) -> None:
+    earlier = sent("system", "user", "assistant", tokens=np.arange(n_earlier))
+    tokens = np.arange(n_prompt + n_reply)
+    tokens[n_same:] += 10_000
+    request = sent("system", *roles, tokens=tokens, n_reply_tokens=n_reply)
+    n_cached = int(share * min(n_same, n_prompt - 1, n_earlier))
+
+    n_reread = count_reread_tokens(earlier, request, cached_tokens=n_cached)
+
+    assert 0 <= n_reread <= n_prompt - n_cached
+    assert n_reread <= n_earlier
