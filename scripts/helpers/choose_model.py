@@ -84,7 +84,7 @@ QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
 QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
 QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
 QUICK_WORDS: Final = (
-    "the quick one: does most tasks well, four to six times as fast as Qwen3.8-27B"
+    "the quick one: does most tasks well, four to six times as fast as a smart one"
 )
 SMART_WORDS: Final = (
     "the smart one: best at hard tasks; slow, an agent's first answer takes minutes"
@@ -154,7 +154,7 @@ SECOND_CHOICES: Final = (
         15_373_568_786,
         KVBytes(20_480, 209_715_200),
         sees_images=True,
-        good_for="the quick one: five times as fast as Qwen3.8-27B; leave its thinking on",
+        good_for="the quick one: five times as fast as a smart one; leave its thinking on",
     ),
     Model(
         "mlx-community/gpt-oss-20b-MXFP4-Q8",
@@ -488,21 +488,23 @@ def list_offers_of_hub(machine: Machine, local_models: Sequence[Model]) -> list[
         answers = ask_hub([model for model in offers if not model.is_local])
         new_gone_names = [name for name, model in answers.items() if model is None]
         if not new_gone_names:
-            return keep_answered(offers, answers)
+            return keep_answered(machine, offers, answers)
         for name in new_gone_names:
             say(f"{name} is no longer on the Hugging Face hub; it is left out")
         gone_names.update(new_gone_names)
 
 
 def keep_answered(
-    offers: Sequence[Model], answers: Mapping[str, Model | None]
+    machine: Machine, offers: Sequence[Model], answers: Mapping[str, Model | None]
 ) -> list[Model]:
-    """What is here, and the downloads for which the hub has answered."""
+    """What is here, and the downloads for which the hub has answered, if they fit."""
     kept_offers = []
     for model in offers:
         answer = model if model.is_local else answers.get(model.name)
-        if answer:
+        if answer and machine.can_serve(answer):
             kept_offers.append(answer)
+        elif answer:
+            say(f"{model.name} is larger on the hub than was known: it does not fit")
         else:
             say(f"the Hugging Face hub does not answer: {model.name} cannot be had now")
     return kept_offers

@@ -1046,13 +1046,14 @@ alone are the Responses API and Google's; the page, status and metrics are on `:
 MARKDOWN_TAIL: Final = """\
 ## What templates refuse
 
-Each model brings a chat template, and many refuse, or leave out in silence, what agents send. Each is
-probed when the model is loaded; where it cannot print something, that is said in other words. Tried:
-677 requests of seven agents (51 of them recorded), each effort, on the templates of 17 models.
+There is nothing to do here; this is for who wonders what a model was sent. Each model brings a chat
+template, and many refuse, or leave out in silence, what agents send. Each template is probed when
+the model is loaded; where it cannot print something, that is said in other words. Tried: 677
+requests of seven agents (51 of them recorded), each effort, on the templates of 17 models.
 
-| what the client sends | whose template cannot print it | what the model reads |
+| what the client sends | which templates | what the model reads |
 |---|---|---|
-| an effort that the template does not take | Qwen3.8 (takes low, medium, xhigh), Kimi K3 (low, high, max); gpt-oss prints any word | the nearest that it takes, of two equally near the higher; `none` is thinking off |
+| an effort that the template does not take | Qwen3.8 (takes low, medium, xhigh), Kimi K3 (low, high, max), gpt-oss (low, medium, high) | the nearest that it takes, of two as near the higher; `none` is thinking off |
 | another effort, or thinking on or off, in mid-session | Qwen3.8, gpt-oss, Gemma 4 print it at the head of the prompt | the past as it was; in the newest message `[reasoning_effort is now low]` |
 | `developer` | Qwen3.5 to 3.8, Ministral, Devstral refuse it; GLM, Qwen3, MiniMax lose it | a system message |
 | a system message in the middle | Qwen3.5 to 3.8, Ministral; gpt-oss, MiniMax lose it | a reminder at the end of the message before it |
@@ -1060,7 +1061,7 @@ probed when the model is loaded; where it cannot print something, that is said i
 | two messages of one role | Gemma 3, Mistral | one message |
 | a question after a result | Ministral | a part of the result |
 | a result after no call | gpt-oss, MiniMax, Kimi K3 refuse it; Gemma 4 loses it | a user message |
-| text after a call, then its result | the same | text in the message with the call |
+| a call, a text, then the result of the call | gpt-oss, MiniMax, Kimi K3, Gemma 4 | the text in the message with the call |
 | a reply of no words | Ministral | nothing |
 | calls and results at all | Gemma 3 | the calls as JSON in the reply, results in user messages; its tools are lost, and the log says so |
 | several calls in one message | Llama 3 refuses them, gpt-oss loses all but the first | one after the other, each with its result |
@@ -1242,10 +1243,7 @@ def launch(options: Options) -> int:
         f"{client.title} with {target.model} at {target.url}, "
         f"{target.context:,} tokens of context"
     )
-    setting_names = [*setup.environment, *setup.files]
-    say(
-        f"for this run alone it is given {', '.join(setting_names)} (--print shows them)"
-    )
+    say("its settings for this run alone: --print shows them")
     host = urlsplit(target.url).hostname or ""
     return run_client(program, setup, arguments, host)
 

@@ -753,7 +753,7 @@ def test_what_is_set_is_said_in_lines_apart_from_the_output_of_the_client(desk):
     result = desk.launch("claude")
 
     assert result.stdout == "only this\n"
-    assert MODEL in result.stderr and "ANTHROPIC_BASE_URL" in result.stderr
+    assert MODEL in result.stderr and "--print" in result.stderr
     assert KEY not in result.stderr and len(result.stderr.splitlines()) <= 3
 
 
