@@ -2948,7 +2948,7 @@ def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
         thinking = _join_thinking(content)
         message["content"] = [
             # As sent: results are put into another order.
-            {**part, "request_field": f"{field}.content[{index}]"}
+            {"request_field": f"{field}.content[{index}]", **part}
             if "image_url" in part
             else part
             for index, part in enumerate(content)
