@@ -7217,16 +7217,17 @@ def _make_printable(
         case "system":
             return message, not traits.has_late_system
 
-        case "tool" if not traits.has_calls:
-            return {"role": "user", "content": content}, False
-        case "tool" if not traits.has_lone_results and not has_call:
+        case "tool" if not traits.has_calls or not (
+            has_call or traits.has_lone_results
+        ):
             return {"role": "user", "content": content}, False
         case "user" if last_role == "tool" and not traits.has_questions_after_results:
             words = f"<user_message>\n{content}\n</user_message>"
             return {"role": "tool", "content": words}, True
 
         case "assistant" if "tool_calls" in message and not traits.has_calls:
-            calls = [json.dumps(call["function"]) for call in message["tool_calls"]]
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [json.dumps(f, ensure_ascii=False) for f in functions]
             text = "\n\n".join(filter(None, [content, *calls]))
             return {"role": "assistant", "content": text}, False
         case "assistant" if has_call and "tool_calls" not in message:
@@ -16060,8 +16061,8 @@ def _default_sampling(
 ) -> DefaultSampling:
     """The settings, then what the makers say in the model's folder or on its card.
 
-    As transformers reads their file: without `do_sample` it is greedy, and what it
-    leaves out is off.
+    As transformers reads their file: `do_sample` false is greedy, and what it leaves
+    out is off.
     """
     values, source = _OWN_SAMPLING, "start-llm"
     with suppress(OSError, ValueError, AttributeError):

@@ -590,14 +590,14 @@ def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
 
     assert kinds == ["tools"]
 
-    step = said("assistant", "", tool_calls=[call('{"q": "here"}')])
+    step = said("assistant", "", tool_calls=[call('{"q": "hière"}')])
     messages = [
         said("user", "a"),
         step,
         said("tool", "found", tool_call_id="call00000"),
     ]
     text = template.render_prompt(chat(messages)).text
-    assert '{"name": "look", "arguments": {"q": "here"}}' in text
+    assert '{"name": "look", "arguments": {"q": "hière"}}' in text
     assert "user\nfound" in text
 
 
