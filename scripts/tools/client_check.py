@@ -40,9 +40,15 @@ from capture_proxy import (
     read_capture,
     stream_events,
 )
+from captured_prompts import (
+    Body,
+    Step,
+    follow,
+    prompts_of,
+    tokens_of,
+    usage_of,
+)
 from clients import drive
-from inspect_capture import Body, Step, follow, prompts_of, reply_of
-from replay_capture import tokens_of, usage_of
 from rich.console import Console
 from rich.table import Table
 
@@ -99,7 +105,7 @@ def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
             usage = total_usage(prompt.exchange)
             n_prompt, n_cached = tokens_of(usage)
             n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0
-            n_calls = count_calls(reply_of(prompt.exchange) or {})
+            n_calls = count_calls(prompt.exchange)
             rows.append(Row(number, n_prompt, n_cached, n_reply, n_known, n_calls))
             n_known = n_prompt + n_reply
     return rows
@@ -123,13 +129,22 @@ def total_usage(exchange: Exchange) -> Body:
     return usage
 
 
-def count_calls(reply: Body) -> int:
-    calls = reply.get("tool_calls")
-    if calls:
-        return len(calls)
-    content = reply.get("content")
-    blocks = content if isinstance(content, list) else []
-    return sum(block.get("type") == "tool_use" for block in blocks)
+def count_calls(exchange: Exchange) -> int:
+    """Tool calls in a reply, streamed or whole, of either API."""
+    if exchange.reply.startswith("{"):
+        reply = json.loads(exchange.reply)
+        choices = reply.get("choices") or [{"message": {}}]
+        calls = choices[0]["message"].get("tool_calls") or ()
+        blocks = reply.get("content") or ()
+        return len(calls) + [block["type"] for block in blocks].count("tool_use")
+
+    events = list(stream_events(exchange.reply.split("\n")))
+    blocks = [event.get("content_block") or {} for event in events]
+    choices = [choice for event in events for choice in event.get("choices") or ()]
+    deltas = [choice.get("delta") or {} for choice in choices]
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or ()]
+    call_indexes = {piece.get("index", 0) for piece in pieces}
+    return len(call_indexes) + [block.get("type") for block in blocks].count("tool_use")
 
 
 @contextmanager

@@ -1,13 +1,9 @@
-"""SCRIPTS for captures: the proxy changes nothing, each volatile field is found, replays add up.
-
-Real clients' volatile fields are imitated here, one conversation for each.
-"""
+"""Captures: the proxy changes nothing; requests of one conversation are found as one."""
 
 import contextlib
 import http.client
 import importlib.util
 import json
-import re
 import socket
 import stat
 import sys
@@ -39,8 +35,7 @@ def load_script(name: str) -> ModuleType:
 
 
 capture_proxy = load_script("capture_proxy")
-inspect_capture = load_script("inspect_capture")
-replay_capture = load_script("replay_capture")
+captured_prompts = load_script("captured_prompts")
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -95,12 +90,6 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def send_chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def send_events(self, *events: Any) -> None:
-        self.start_stream()
-        for event in events:
-            self.send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
-        self.send_chunk(b"")
 
 
 @contextlib.contextmanager
@@ -301,9 +290,6 @@ RULES = "\n".join(
     f"Keep {thing} tidy, and lose no {thing}." for thing in ("boats", "doors", "hats")
 )
 QUESTION = "Read the notes and tell me what they say."
-CARRIER = "<<<BEGIN_{0}>>>\nActive sessions: {{}}\n<<<END_{0}>>>".format(
-    "OPENCLAW_INTERNAL_CONTEXT"
-)
 REMINDER = "<system-reminder>\nPlan mode is on.\n</system-reminder>"
 N_STEPS = 5
 
@@ -399,11 +385,6 @@ def as_parts(content: Any) -> list[Message]:
     return list(content)
 
 
-def with_marker(content: Any) -> list[Message]:
-    *first_parts, last_part = as_parts(content)
-    return [*first_parts, {**last_part, "cache_control": {"type": "ephemeral"}}]
-
-
 def with_reminder(content: Any) -> list[Message]:
     return [*as_parts(content), {"type": "text", "text": REMINDER}]
 
@@ -420,140 +401,13 @@ def inbound(k: int) -> str:
     return f"{RULES}\n\n## Inbound context\n{context_text}\n\n{RULES}"
 
 
-def clock(k: int) -> str:
-    return f"{RULES}\nCurrent time: Friday, November 20th, 2026 - {k + 7}:03 AM (UTC)\nBe brief."
+def lengths_of(exchanges: list[Any]) -> list[int]:
+    """How many requests each conversation has, in the order of their first ones."""
+    prompts = list(captured_prompts.prompts_of(exchanges))
+    return [len(talk) for talk in captured_prompts.follow(prompts)]
 
 
-def git_status(k: int) -> str:
-    status = "(clean)" if k < 2 else "?? out.txt"
-    return f"{RULES}\nStatus:\n{status}\n\nBe brief."
-
-
-def found_in(exchanges: list[Any]) -> dict[str, Any]:
-    return inspect_capture.inspect(exchanges).body
-
-
-# -- finding volatile fields -----------------------------------------------------------------------
-
-VOLATILE = {
-    "billing header": (anthropic(billing), "cch", "telemetry", "system[0].text"),
-    "id in the system prompt": (
-        chat(inbound),
-        "message_id",
-        "pinned",
-        "messages[0].content",
-    ),
-    "time in the system prompt": (
-        chat(clock),
-        "current_time",
-        "pinned",
-        "messages[0].content",
-    ),
-    "time before a user's text": (
-        chat(user=lambda k: f"[Fri 2026-11-20 08:5{k} UTC] {QUESTION}"),
-        "timestamp",
-        "pinned",
-        "messages[*].content",
-    ),
-    "trailing carrier": (
-        chat(tail=lambda k: [{"role": "user", "content": CARRIER.format(k)}]),
-        "openclaw_internal_context",
-        "transient",
-        "messages[-1]",
-    ),
-    "trailing carrier that stays the same": (
-        chat(tail=lambda k: [{"role": "user", "content": CARRIER.format(0)}]),
-        "openclaw_internal_context",
-        "transient",
-        "messages[-1]",
-    ),
-    "trailing message without tags": (
-        chat(
-            tail=lambda k: [
-                {"role": "user", "content": f"Current time is {k}:03. Go on."}
-            ]
-        ),
-        "current_time_is",
-        "transient",
-        "messages[-1]",
-    ),
-    "trailing system message": (
-        chat(tail=lambda k: [{"role": "system", "content": REMINDER}]),
-        "system_reminder",
-        "transient",
-        "messages[-1]",
-    ),
-    "reminder that moves": (
-        anthropic(last=with_reminder),
-        "system_reminder",
-        "transient",
-        "messages[*].content[*].text",
-    ),
-    "reminder that comes and goes": (
-        chat(user=lambda k: f"{QUESTION}\n\n{REMINDER}" if k % 2 else QUESTION),
-        "system_reminder",
-        "transient",
-        "messages[*].content",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", VOLATILE)
-def test_a_volatile_field_is_found_and_its_rule_stills_it(case):
-    exchanges, name, rule_class, path = VOLATILE[case]
-
-    report = found_in(exchanges)
-
-    (finding,) = report["volatile"]
-    assert finding["name"] == name
-    assert finding["class"] == rule_class
-    assert finding["path"] == path
-    assert (finding["n_requests"], finding["n_compared"]) == (N_STEPS - 1, N_STEPS - 1)
-    assert finding["rule"]["regex"].startswith("(?m)")
-    assert "value" in re.compile(finding["rule"]["regex"]).groupindex
-    assert report["kept"]["as_sent"] < 0.99
-    assert report["kept"]["with_rules"] == 1.0
-    assert not report["edits"]
-
-
-def test_place_values_and_share_of_a_field_are_exact():
-    exchanges = anthropic(billing)
-    line = billing(1)[0]["text"]
-
-    (finding,) = found_in(exchanges)["volatile"]
-
-    example = finding["example"]
-    assert (example["seq"], example["line"]) == (2, 1)
-    assert example["column"] == line.index("10a18e") + 1
-    assert (example["before"], example["after"]) == ("9a08e", "10a18e")
-    assert re.search(finding["rule"]["regex"], line)["value"] == "10a18e"
-
-    prompt = line + RULES + QUESTION + 'read {"n":0}' + "says 0"
-    n_following = len(prompt) - line.index("10a18e")
-    share = round(n_following / len(prompt), 4)
-    assert finding["most"] >= share >= finding["share"] - 0.05
-
-    (finding,) = found_in(exchanges[:2])["volatile"]
-    assert finding["share"] == share
-    assert finding["n_following"] == n_following
-
-
-def test_ids_are_not_cut_where_they_happen_to_agree():
-    (finding,) = found_in(chat(inbound))["volatile"]
-    assert UUID(finding["example"]["before"]) != UUID(finding["example"]["after"])
-    assert finding["example"]["line"] == inbound(1).split("\n").index("{") + 2
-
-
-def test_a_section_of_the_system_prompt_gets_a_rule_from_its_heading():
-    report = found_in(chat(git_status))
-    (finding,) = report["volatile"]
-    assert finding["name"] == "status"
-    assert finding["class"] == "pinned"
-    assert finding["n_requests"] == 1
-    assert report["kept"]["with_rules"] == 1.0
-
-
-# -- what is not volatile --------------------------------------------------------------------------
+# -- which requests are one conversation -----------------------------------------------------------
 
 
 def questions(n: int) -> list[Any]:
@@ -585,21 +439,25 @@ def title() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "exchanges",
+    ("exchanges", "lengths"),
     [
-        chat(),
-        anthropic(),
-        [*title(), *chat(), *questions(4)],
-        sub_agents(),
-        [*chat(), *anthropic()],
+        (chat(), [N_STEPS]),
+        (anthropic(), [N_STEPS]),
+        (chat(inbound), [N_STEPS]),
+        (anthropic(billing), [N_STEPS]),
+        (anthropic(last=with_reminder), [N_STEPS]),
+        (chat(tail=lambda k: [{"role": "system", "content": REMINDER}]), [N_STEPS]),
+        ([*title(), *chat(), *questions(4)], [1, N_STEPS + 1, 1, 1, 1]),
+        (sub_agents(), [N_STEPS, N_STEPS]),
+        ([*chat(), *anthropic()], [N_STEPS, N_STEPS]),
     ],
-    ids=["chat", "anthropic", "title and branches", "sub-agents", "both APIs"],
+    ids=[
+        *("chat", "anthropic", "id", "billing header", "reminder", "trailing message"),
+        *("title and branches", "sub-agents", "both APIs"),
+    ],
 )
-def test_conversations_that_only_grow_show_nothing(exchanges):
-    report = found_in(exchanges)
-    assert report["n_compared"] >= N_STEPS - 1
-    assert [report[name] for name in ("volatile", "shape", "edits")] == [[], [], []]
-    assert report["kept"] == {"as_sent": 1.0, "with_rules": 1.0}
+def test_a_conversation_is_followed(exchanges, lengths):
+    assert lengths_of(exchanges) == lengths
 
 
 def test_another_answer_to_the_same_question_is_another_conversation():
@@ -611,75 +469,7 @@ def test_another_answer_to_the_same_question_is_another_conversation():
         messages = [question, answer, next_question]
         exchanges.append(exchange(len(exchanges), {"messages": messages}))
 
-    report = found_in(exchanges)
-
-    assert report["n_conversations"] == 2
-
-
-def test_markers_and_the_form_of_content_are_shape():
-    report = found_in(anthropic(last=with_marker))
-    assert not report["volatile"]
-    assert {(f["name"], f["n_requests"]) for f in report["shape"]} == {
-        ("cache_control", N_STEPS - 1),
-        ("content as string, part list or nothing", 1),
-    }
-
-
-def test_arguments_written_otherwise_are_shape():
-    question = {"role": "user", "content": QUESTION}
-    result = tool_message(0, "it says")
-    first_call = called(0, '{"path": "caf\\u00e9", "n": 2.0}')
-    same_call = called(0, '{"n":2,"path":"café"}')
-    first = {"messages": [question, first_call, result]}
-    second = {"messages": [question, same_call, result, called(1), result]}
-
-    report = found_in([exchange(0, first), exchange(1, second)])
-
-    assert [f["name"] for f in report["shape"]] == ["tool arguments re-serialised"]
-    assert not report["volatile"]
-    assert report["kept"]["as_sent"] == 1.0
-
-
-def streamed(*deltas: Message) -> str:
-    """The body of a stream with these deltas."""
-    events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
-    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-
-
-def test_a_reply_is_compared_with_its_echo():
-    call_start = {
-        "index": 0,
-        "id": "call_1",
-        "function": {"name": "read", "arguments": ""},
-    }
-    reply = streamed(
-        {"reasoning": "I thi"},
-        {"reasoning": "nk"},
-        {"tool_calls": [call_start]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": '{"n": '}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": "2.0}"}}]},
-    )
-    question = {"role": "user", "content": QUESTION}
-    first = exchange(1, {"messages": [question]}, reply=reply)
-
-    echo = called(1, '{"n":2}')
-    echo["content"] = ""
-    echo["tool_calls"][0]["id"] = "call1"
-    result = {"role": "tool", "tool_call_id": "call1", "content": "it says"}
-    second = exchange(2, {"messages": [question, echo, result]})
-
-    report = found_in([first, second])
-    assert {f["name"] for f in report["shape"]} == {
-        "echo: call ids",
-        "echo: content as string, part list or nothing",
-        "echo: reasoning dropped",
-        "echo: tool arguments re-serialised",
-    }
-    assert not report["edits"]
-
-    echo["reasoning_content"] = "I think"
-    report = found_in([first, second])
-    assert "echo: reasoning moved" in {f["name"] for f in report["shape"]}
+    assert lengths_of(exchanges) == [1, 1]
 
 
 def test_a_prompt_that_is_rewritten_for_a_retry_is_found():
@@ -690,14 +480,10 @@ def test_a_prompt_that_is_rewritten_for_a_retry_is_found():
     body = {"messages": [question, answer, {"role": "user", "content": text}]}
     retry = {"messages": [question, answer, {"role": "user", "content": queued_text}]}
 
-    report = found_in([exchange(1, body, status=503), exchange(2, retry)])
-    assert [(f["class"], f["path"]) for f in report["volatile"]] == [
-        ("transient", "messages[*].content")
-    ]
-    assert report["kept"]["with_rules"] == 1.0
-
-    report = found_in([exchange(1, body), exchange(2, retry)])
-    assert report["n_conversations"] == 2  # without a failure it is another question
+    failed = exchange(1, body, status=503)
+    assert lengths_of([failed, exchange(2, retry)]) == [2]
+    # without a failure it is another question
+    assert lengths_of([exchange(1, body), exchange(2, retry)]) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -706,187 +492,24 @@ def test_a_prompt_that_is_rewritten_for_a_retry_is_found():
 )
 def test_malformed_requests_are_no_trouble(messages):
     body = {"messages": messages, "tools": [None]}
-    report = found_in([exchange(0, body), exchange(1, {"messages": messages}), *chat()])
-    assert not report["volatile"]
-    assert report["n_requests"] == N_STEPS + 2
+    malformed = [exchange(0, body), exchange(1, {"messages": messages})]
+    assert max(lengths_of([*malformed, *chat()])) == N_STEPS
 
 
-def test_what_no_rule_can_still_is_an_edit():
-    exchanges = chat()
-    last = exchanges[-1].body
-    last["tools"] = [tool("cron"), *last["tools"]]
-    last["messages"][3] = {
-        **last["messages"][3],
-        "content": "[Old tool result content cleared]",
-    }
-
-    report = found_in(exchanges)
-
-    assert not report["volatile"]
-    assert {(f["name"], f["path"]) for f in report["edits"]} == {
-        ("tool_added", "tools"),
-        ("old_tool_result", "messages[*].content"),
-    }
-
-
-def test_system_prompts_of_conversations_are_compared_too():
-    def chat_on_day(day: int) -> list[Any]:
-        return chat(
-            lambda k: f"{RULES}\nCurrent date: 2026-11-{day}\n{RULES}",
-            user=lambda k: f"{QUESTION} {day}",
-        )
-
-    report = found_in([*chat_on_day(20), *chat_on_day(21)])
-
-    assert report["n_conversations"] == 2
-    assert not report["volatile"]
-    assert [(f["name"], f["class"]) for f in report["between"]] == [
-        ("current_date", "pinned")
-    ]
-
-
-# -- files and programs ----------------------------------------------------------------------------
-
-
-def write_folder(folder: Path, exchanges: list[Any]) -> None:
-    """As the recorder of real clients writes them: one numbered file per request."""
-    for request in exchanges:
-        record = {
-            "seq": request.seq,
-            "t": 0.1,
-            "kind": "chat",
-            "method": "POST",
-            "path": request.path,
-            "headers": [["Host", "x"]],
-            "body": request.body,
-            "body_raw": "",
-            "wire_len": 0,
-            "response": {"status": 200, "plan": "A", "text": "hello", "dur_s": 0.1},
-        }
-        file = folder / f"{request.seq:03d}.json"
-        file.write_text(json.dumps(record, indent=1))
-
-
-def run(script: ModuleType, *arguments: object, monkeypatch: Any) -> int:
-    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
-    return script.main()
-
-
-def test_both_capture_formats_say_the_same(proxied, tmp_path, monkeypatch, capsys):
-    exchanges = chat(inbound)
-    (tmp_path / "numbered").mkdir()
-    write_folder(tmp_path / "numbered", exchanges)
-    proxy = proxied(lambda handler: handler.send(b"{}"))
-    with proxy.connect() as connection:
-        for request in exchanges:
-            connection.request("POST", request.path, json.dumps(request.body))
-            connection.getresponse().read()
-    proxy.records(N_STEPS)
-
-    reports = []
-    for capture in (tmp_path / "numbered", proxy.capture_file, tmp_path):
-        capsys.readouterr()
-        assert run(inspect_capture, capture, "--json", monkeypatch=monkeypatch) == 0
-        reports.append(json.loads(capsys.readouterr().out))
-    assert reports[0] == reports[1] == reports[2]
-    (finding,) = reports[0]["volatile"]
-    assert finding["name"] == "message_id"
-
-    assert run(inspect_capture, proxy.capture_file, monkeypatch=monkeypatch) == 0
-    assert finding["rule"]["regex"] in capsys.readouterr().out
-
-
-def test_what_is_no_capture_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "bad.jsonl").write_text('{"seq": 1}\n')
-    for path in (tmp_path / "bad.jsonl", tmp_path / "absent.jsonl"):
-        assert run(inspect_capture, path, monkeypatch=monkeypatch) == 2
-        assert path.name in capsys.readouterr().err
-
-
-# -- replaying -------------------------------------------------------------------------------------
-
-
-class Cache:
-    """A fake server's replies: usage counts characters, cached is the longest prefix it has had."""
-
-    def __init__(self, *, remembers: bool = True) -> None:
-        self.remembers = remembers
-        self.texts: list[str] = []
-        self.bodies: list[Message] = []
-
-    def __call__(self, handler: FakeHandler) -> None:
-        body = json.loads(handler.body)
-        self.bodies.append(body)
-        text = json.dumps(body["messages"])[:-1]  # the next text goes on here
-        n_cached = self._count_cached(text)
-        if self.remembers:
-            self.texts.append(text)
-        if handler.path.startswith("/v1/messages"):
-            send_anthropic_stream(handler, len(text), n_cached)
-        else:
-            send_openai_stream(handler, len(text), n_cached)
-
-    def _count_cached(self, text: str) -> int:
-        return max((len(old) for old in self.texts if text.startswith(old)), default=0)
-
-
-def send_anthropic_stream(handler: FakeHandler, n_prompt: int, n_cached: int) -> None:
-    usage = {"input_tokens": n_prompt - n_cached, "cache_read_input_tokens": n_cached}
-    text_delta = {"type": "text_delta", "text": "hm"}
-    handler.send_events(
-        {"message": {"usage": usage}},
-        {"type": "ping"},
-        {"type": "content_block_delta", "delta": text_delta},
-        {"type": "message_delta", "usage": {"output_tokens": 1}},
-    )
-
-
-def send_openai_stream(handler: FakeHandler, n_prompt: int, n_cached: int) -> None:
-    details = {"cached_tokens": n_cached}
-    usage = {"prompt_tokens": n_prompt, "prompt_tokens_details": details}
-    handler.send_events(
-        {"choices": []},
-        {"choices": [{"delta": {"content": "hm"}}]},
-        {"choices": [], "usage": usage},
-    )
-
-
-@pytest.mark.parametrize("exchanges", [chat(), anthropic()], ids=["chat", "anthropic"])
-def test_a_replay_counts_what_each_server_had_cached(
-    exchanges, tmp_path, monkeypatch, capsys
-):
-    write_folder(tmp_path, exchanges)
-    cache = Cache()
-    no_cache = Cache(remembers=False)
-    with (
-        running(FakeServer(cache)) as port,
-        running(FakeServer(no_cache)) as other_port,
-    ):
-        urls = [f"http://127.0.0.1:{port}/v1", f"http://127.0.0.1:{other_port}"]
-        arguments = [tmp_path, "--base-url", urls[0], "--against", urls[1]]
-        arguments += ["--limit", 4, "--model", "x", "--json"]
-        assert run(replay_capture, *arguments, monkeypatch=monkeypatch) == 0
-
-    printed = json.loads(capsys.readouterr().out)
-    lengths = [len(json.dumps(e.body["messages"])) - 1 for e in exchanges[:4]]
-    for url, n_cached in zip(urls, ([0, *lengths[:3]], [0] * 4), strict=True):
-        results = printed[url]["requests"]
-        assert [result["n_prompt"] for result in results] == lengths
-        assert [result["n_cached"] for result in results] == n_cached
-        assert all(result["ttft_seconds"] > 0 for result in results)
-        assert printed[url]["total"]["hit_share"] == sum(n_cached) / sum(lengths)
-    for body in cache.bodies:
-        assert (body["max_tokens"], body["model"], body["stream"]) == (1, "x", True)
-
-
-def test_a_replay_says_what_failed(tmp_path, monkeypatch, capsys):
-    write_folder(tmp_path, chat())
-    with running(
-        FakeServer(lambda handler: handler.send(b"too long", status=400))
-    ) as port:
-        arguments = (tmp_path, "--base-url", f"http://127.0.0.1:{port}", "--limit", 2)
-        assert run(replay_capture, *arguments, monkeypatch=monkeypatch) == 1
-
-    printed = capsys.readouterr()
-    assert "failed" in printed.out
-    assert "#1: 400: too long" in printed.err
+@pytest.mark.parametrize(
+    ("usage", "n_prompt"),
+    [
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, 9),
+        ({"input_tokens": 3, "cache_read_input_tokens": 4}, 7),
+        (
+            {
+                "input_tokens": 3,
+                "cache_read_input_tokens": 4,
+                "cache_creation_input_tokens": 2,
+            },
+            9,
+        ),
+    ],
+)
+def test_tokens_are_counted_as_each_api_says_them(usage, n_prompt):
+    assert captured_prompts.tokens_of(usage) == (n_prompt, 4)

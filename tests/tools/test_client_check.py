@@ -240,3 +240,18 @@ def test_a_client_that_has_ended_may_be_out_of_reach_as_on_a_mac(tmp_path, monke
     with drive.started(["true"], tmp_path, env={}, log=log) as process:
         pass
     assert process.returncode == 0
+
+
+def test_calls_of_a_reply_are_counted_streamed_or_whole():
+    deltas = [{"index": 0, "id": "a"}, {"index": 0}, {"index": 1, "id": "b"}]
+    streamed = [{"choices": [{"delta": {"tool_calls": [delta]}}]} for delta in deltas]
+    whole = {"choices": [{"message": {"tool_calls": [{"id": "a"}, {"id": "b"}]}}]}
+    blocks = [{"type": "text"}, {"type": "tool_use"}, {"type": "tool_use"}]
+    replies = [
+        "".join(f"data: {json.dumps(event)}\n\n" for event in streamed),
+        json.dumps(whole),
+        json.dumps({"content": blocks}),
+    ]
+    for reply in replies:
+        exchange = replace(chat(1, [QUESTION], prompt=1, cached=0), reply=reply)
+        assert client_check.count_calls(exchange) == 2
