@@ -756,10 +756,8 @@ GATES = (
     Gate("ruff check", ("-m", "ruff", "check", ".")),
     Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
     Gate("mypy", ("-m", "mypy")),
-    Gate("mypy for macOS", ("-m", "mypy", "--platform", "darwin")),
     Gate("layout", ("scripts/tools/check_layout.py",)),
     Gate("complexity", ("-m", "complexipy.cli")),
-    Gate("vulture", ("-m", "vulture")),
     Gate("pytest", ("-m", "pytest", "-n", "3", "--dist", "worksteal")),
 )
 
@@ -849,7 +847,7 @@ def read_arguments(arguments: "list[str]") -> Options:
     modes.add_argument(
         "--test",
         action="store_true",
-        help="set up, run every gate and test; other words are for pytest",
+        help="set up, run every gate and test; other words are for pytest (--all: slow ones, too)",
     )
     modes.add_argument(
         "--setup-only", action="store_true", help="set up, start nothing"

@@ -6,7 +6,8 @@ import os
 import resource
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -55,6 +56,43 @@ with contextlib.suppress(ValueError):
 
 from engine_fixture import Bench  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also what only runs at night")
+
+
+def pytest_collection_modifyitems(config, items):
+    """By day, without `--all`: no slow tests, and of products a covering array."""
+    if config.getoption("--all"):
+        return
+
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            cases[item.nodeid.split("[")[0]].append(item)
+
+    left_out = {item for item in items if item.get_closest_marker("slow")}
+    for product in cases.values():
+        left_out.update(set(product) - cover_pairs(product))
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
+
+
+def cover_pairs(items):
+    """Few of these cases of one test in which any two values of its parameters still meet."""
+
+    def pairs_of(item):
+        values = [(name, repr(value)) for name, value in item.callspec.indices.items()]
+        return set(combinations(values, 2)) or {*values}
+
+    missing = set().union(*map(pairs_of, items))
+    chosen = set()
+    while missing:
+        best = max(items, key=lambda item: len(pairs_of(item) & missing))
+        missing -= pairs_of(best)
+        chosen.add(best)
+    return chosen
 
 
 @pytest.fixture(autouse=True)

@@ -35,13 +35,6 @@ def workflow_commands():
     return [step["run"] for step in steps if "run" in step]
 
 
-def test_workflow_has_the_four_jobs():
-    jobs = read_yaml(".github/workflows/checks.yml")["jobs"]
-    systems = {name: job["runs-on"] for name, job in jobs.items()}
-    assert set(systems) == {"lint-and-types", "unit", "whole-program", "macos"}
-    assert systems["macos"].startswith("macos-")
-
-
 def test_workflow_commands_are_understood_by_the_programs():
     install_and_run = load_install_and_run()
     read = 0
@@ -51,7 +44,7 @@ def test_workflow_commands_are_understood_by_the_programs():
             words = words[words.index("install_and_run.py") + 1 :]
             assert install_and_run.read_arguments(words).mode in {"test", "setup"}
             read += 1
-    assert read >= 3
+    assert read >= 2
 
 
 def test_workflow_and_hooks_name_files_that_exist():
