@@ -67,30 +67,33 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         return
 
-    cases = defaultdict(list)
+    products = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering"):
-            cases[item.nodeid.split("[")[0]].append(item)
+        if covering := item.get_closest_marker("covering"):
+            products[item.nodeid.split("[")[0], covering.args[0]].append(item)
 
     left_out = {item for item in items if item.get_closest_marker("slow")}
-    for product in cases.values():
-        left_out.update(set(product) - cover_pairs(product))
+    for (_, n_meeting), cases in products.items():
+        left_out.update(set(cases) - choose_covering(cases, n_meeting))
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
 
 
-def cover_pairs(items):
-    """Few of these cases of one test in which any two values of its parameters still meet."""
+def choose_covering(cases, n_meeting):
+    """Few of these cases of one test in which any n values of its parameters still meet.
 
-    def pairs_of(item):
-        values = [(name, repr(value)) for name, value in item.callspec.indices.items()]
-        return set(combinations(values, 2)) or {*values}
+    Of cases that add as much the first is taken, so what matters most stands first.
+    """
+    meetings = {}
+    for case in cases:
+        values = [(name, repr(value)) for name, value in case.callspec.params.items()]
+        meetings[case] = set(combinations(values, n_meeting))
 
-    missing = set().union(*map(pairs_of, items))
+    missing = set().union(*meetings.values())
     chosen = set()
     while missing:
-        best = max(items, key=lambda item: len(pairs_of(item) & missing))
-        missing -= pairs_of(best)
+        best = max(cases, key=lambda case: len(meetings[case] & missing))
+        missing -= meetings[best]
         chosen.add(best)
     return chosen
 

@@ -79,6 +79,7 @@ def end_thinking():
     return s.limit_thinking(7, start=[], ends=[11])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -133,6 +134,7 @@ def test_an_end_token_ends_a_reply_wherever_it_comes(bench, several, monkeypatch
         assert end.reuse.cached_tokens == len(prompt + ids)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_reply", range(20, 26))
 def test_what_goes_on_with_a_part_of_a_reply_is_exact(bench, several, kind, n_reply):

@@ -38,7 +38,7 @@ SLICE_TOKENS = 256
 # -- servers ---------------------------------------------------------------------------------------
 
 
-KINDS = (DENSE, HYBRID, SLIDING)
+KINDS = (HYBRID, DENSE, SLIDING)
 WITH_STATE = (HYBRID, SLIDING, "qwen3_5_moe")
 
 
@@ -291,6 +291,7 @@ def check_replies(served, oracle, cold):
     return check
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind, scenario",
     CASES,

@@ -48,7 +48,7 @@ from server_fixture import (
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
 from transformers import PreTrainedTokenizerFast
 
-KINDS = (DENSE, HYBRID, SLIDING)
+KINDS = (HYBRID, DENSE, SLIDING)
 TOLERANCE = {SLIDING: 1e-4}
 # Prefilled tokens for each of the fewest.
 EXACT = 1.02
@@ -1163,6 +1163,7 @@ def oracle(kind, tmp_path_factory):
 # -- what holds in all of them ---------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
     scenario = SCENARIOS[name]
@@ -1182,6 +1183,7 @@ def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
     check_like_reference(case, is_plain=scenario.is_plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keeps_thinking", [True, False])
 @pytest.mark.parametrize("n_unseen", [1, 20])
 def test_a_reply_that_its_client_left_is_not_read_again(

@@ -369,6 +369,7 @@ def test_a_forced_copy_takes_fewer_steps_and_leaves_the_same_kv(bench, kind):
     assert counted["draft_tokens"] > counted["draft_tokens_accepted"] > 60
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "fields",

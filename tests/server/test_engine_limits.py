@@ -842,6 +842,7 @@ class Poisoned:
         return getattr(self._plain, name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "value", [np.nan, np.inf, -np.inf, [0.0, np.inf], [0.0, np.nan]]
 )
@@ -943,6 +944,7 @@ STEPS = {
 NOT_TAKEN = {("qwen3", "restore_state"), ("qwen3", "_keep_reply_states")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "owner, name",
     [(owner, name) for owner, names in STEPS.items() for name in names],

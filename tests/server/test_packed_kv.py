@@ -77,6 +77,7 @@ def name_of(settings):
     return "-".join(settings.values())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("settings", PACKINGS, ids=name_of)
 @pytest.mark.parametrize(
     "scenario", [edits_everywhere, at_once], ids=lambda x: x.__name__
@@ -258,6 +259,7 @@ DRAFT_PACKINGS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("settings", DRAFT_PACKINGS, ids=name_of)
 @pytest.mark.parametrize(
@@ -283,6 +285,7 @@ def test_with_drafts_packed_kv_is_what_a_cold_run_has(
     assert counters(b)["draft_steps"] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("settings", [*DRAFT_PACKINGS, {"kv_bits": "4"}], ids=name_of)
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])
@@ -385,6 +388,7 @@ def packed_reads(monkeypatch):
     return reads
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [*PACKINGS, {"kv_bits": "3.5"}], ids=name_of)
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])
 def test_a_step_of_one_token_reads_kv_packed(
@@ -625,6 +629,7 @@ def test_a_planted_fault_of_drafts_is_noticed_in_packed_kv(
 # -- bytes -------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bits, share", [("8", 0.54), ("4", 0.29), ("2.5", 0.21)])
 @pytest.mark.parametrize("kind", [DENSE, HYBRID, MLA])
 def test_packed_kv_takes_its_share_of_bfloat16(kind, bits, share, tmp_path):
