@@ -70,7 +70,9 @@ def pytest_collection_modifyitems(config, items):
     products = defaultdict(list)
     for item in items:
         if covering := item.get_closest_marker("covering"):
-            products[item.nodeid.split("[")[0], covering.args[0]].append(item)
+            over_module = covering.kwargs.get("over") == "module"
+            test = item.nodeid.split("::" if over_module else "[")[0]
+            products[test, covering.args[0]].append(item)
 
     left_out = {item for item in items if item.get_closest_marker("slow")}
     for (_, n_meeting), cases in products.items():
@@ -80,13 +82,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def choose_covering(cases, n_meeting):
-    """Few of these cases of one test in which any n values of its parameters still meet.
+    """Few of these cases in which any n values of parameters, or tests, still meet.
 
     Of cases that add as much the first is taken, so what matters most stands first.
     """
     meetings = {}
     for case in cases:
-        values = [(name, repr(value)) for name, value in case.callspec.params.items()]
+        parameters = case.callspec.params if hasattr(case, "callspec") else {}
+        values = [(name, repr(value)) for name, value in parameters.items()]
+        values.append(("the test", case.originalname))
         meetings[case] = set(combinations(values, n_meeting))
 
     missing = set().union(*meetings.values())

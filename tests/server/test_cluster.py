@@ -23,6 +23,7 @@ import start_cluster
 import start_llm as s
 from cold_reference import Oracle
 from exact_blas import preloading
+from nights import at_night
 from program import CHAT, Program
 from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 from tiny_models import DENSE, HYBRID, WORDS, tiny_model
@@ -69,7 +70,7 @@ def play(folder, model, seed, **settings):
     return [json.loads(report.read_text()) for report in reports]
 
 
-@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+@pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID))
 def test_ranks_keep_and_compute_the_same_at_each_step(kind, tmp_path, table):
     """And what comes from the cache is what the sharded model computes without it.
 
@@ -109,7 +110,9 @@ def test_ranks_keep_and_compute_the_same_at_each_step(kind, tmp_path, table):
     )
 
 
-@pytest.mark.parametrize("fault", ("clock", "exception", "eviction"))
+@pytest.mark.parametrize(
+    "fault", (at_night("clock"), at_night("exception"), "eviction")
+)
 def test_ranks_that_differ_end(fault, tmp_path):
     """A fault that one rank alone has: every request gets an error, and both ranks end."""
     model = tiny_model(DENSE, tmp_path)
@@ -297,7 +300,7 @@ class Agent(threading.Thread):
         self.answered_at = time.monotonic()
 
 
-@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+@pytest.mark.parametrize("number", (signal.SIGKILL, at_night(signal.SIGSTOP)))
 def test_all_are_answered_when_a_rank_is_gone(number, start, table):
     """At a random moment, as often as RANK_KILLS says; then a start that answers rightly."""
     rng = random.Random(f"{number} {os.environ.get('RANK_SEED', '0')}")

@@ -15,7 +15,7 @@ from engine_fixture import GREEDY, TOLERANCE, words
 from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import MLA, RECOMMENDED
 
-KINDS = ("qwen3", "qwen3_5", "gemma3_text")
+KINDS = ("qwen3_5", "qwen3", "gemma3_text")
 
 
 # -- scenarios: each returns its replies, [(ticket, ids, end)]
@@ -183,6 +183,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind, scenario", CASES, ids=lambda x: getattr(x, "__name__", x)
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import GREEDY, Loaded, words
+from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS, wait_until, wait_until_idle
 
 TOLERANCE = {"qwen3": 0.0, "qwen3_5": 0.0, "gemma3_text": 1e-4}
@@ -158,7 +159,9 @@ def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", [at_night("qwen3"), "qwen3_5", at_night("gemma3_text")]
+)
 def test_memory_stays_below_its_limit_whatever_is_asked_at_once(
     bench, monkeypatch, kind
 ):

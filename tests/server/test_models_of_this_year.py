@@ -22,6 +22,7 @@ from artifacts import artifact
 from client_bodies import CLAUDE, outcome, text
 from cold_reference import Oracle
 from mlx.utils import tree_flatten
+from nights import at_night
 from scripted_replies import force_tokens, with_processor
 from server_fixture import RunningServer, free_port
 from templates import MARKUP, tiny_vocabulary
@@ -309,7 +310,10 @@ def work(session: Session, *, efforts: list[str]) -> None:
     session.ask(messages, system=SYSTEM, output_config={"effort": efforts[-1]})
 
 
-@pytest.fixture(params=KINDS)
+AT_NIGHT = ("Qwen3.6-35B-A3B", "gemma-4-E4B")
+
+
+@pytest.fixture(params=[at_night(name) if name in AT_NIGHT else name for name in KINDS])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -57,6 +57,9 @@ def tokens_one_by_one():
         yield
 
 
+pytestmark = pytest.mark.covering(1, over="module")
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def bench(request, tmp_path_factory):
     folder = opaque_model(request.param, tmp_path_factory.getbasetemp())

@@ -17,6 +17,7 @@ import pytest
 import start_llm
 import start_llm as s
 from minimum_prefill import common_prefix, fewest, prefilled
+from nights import at_night
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
 from status_client import ask as ask_status
@@ -79,7 +80,7 @@ def long_system(talk):
     return {"role": "system", "content": talk.words(400)}
 
 
-@pytest.mark.parametrize("kind", (DENSE, HYBRID, SLIDING))
+@pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID, SLIDING))
 def test_restart_between_any_two_requests_costs_no_prefill(kind, start, table):
     server = start(kind)
     talk = Talk(server.served, 1)
@@ -311,7 +312,7 @@ PREWARM_CANNOT = {
 
 # -- kill -9 ---------------------------------------------------------------------------------------
 
-N_KILLS = int(os.environ.get("KILLS", "4"))
+N_KILLS = int(os.environ.get("KILLS", "2"))
 
 
 class Agent(threading.Thread):
@@ -376,7 +377,7 @@ def test_closed_terminal_loses_nothing(tmp_path):
     assert list(disk.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+@pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID))
 def test_killed_server_starts_and_answers_rightly(kind, tmp_path, monkeypatch):
     """Killed while four agents work and entries are written, as often as KILLS says."""
     impatient = write_impatient_program(tmp_path)

@@ -35,6 +35,9 @@ def patches():
 # On Metal linear attention goes token by token. On the CPU upstream computes it in blocks of the
 # slice it is given, so its last bits depend on where slices end, warm or cold; "stepwise" does
 # here what Metal does.
+pytestmark = pytest.mark.covering(1, over="module")
+
+
 @pytest.fixture(scope="module", params=[DENSE_VISION, HYBRID_VISION, "stepwise"])
 def seeing(request, patches, tmp_path_factory):
     kind = HYBRID_VISION if request.param == "stepwise" else request.param

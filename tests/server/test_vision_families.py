@@ -129,6 +129,9 @@ def tokens_one_by_one():
         yield
 
 
+pytestmark = pytest.mark.covering(1, over="module")
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request, tmp_path_factory):
     folder = tiny_family(request.param, tmp_path_factory.getbasetemp())

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,8 @@ from types import ModuleType
 SCRIPT = (
     Path(__file__).resolve().parents[2] / "scripts" / "tools" / "make_tiny_model.py"
 )
+# Kept from run to run; what a new version of the script would make otherwise is made anew.
+MODELS = Path(__file__).resolve().parents[2] / ".pytest_cache" / "models"
 
 
 @functools.cache
@@ -67,7 +70,7 @@ TOOLS = [
 
 
 def tiny_model(kind: str, tmp_root: Path, **size: int) -> Path:
-    """The folder of a tiny model, for mlx_lm.load; made in a second, at most once under `tmp_root`.
+    """A copy of a tiny model, for mlx_lm.load; made in a second, and once only, for all workers.
 
     `size` changes single fields of the script's Recipe: `layers=4`, `window=128`, `seed=7`,
     `context=4096` (tokens), `heads=1, kv_heads=1` (half the cost of long prompts) ...
@@ -77,5 +80,8 @@ def tiny_model(kind: str, tmp_root: Path, **size: int) -> Path:
     recipe = script.choose_recipe(kind, size="tiny", seed=seed, **size)
     size_suffix = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
     folder = tmp_root / f"{kind}-seed{recipe.seed}{size_suffix}"
-    script.make_model(folder, recipe)
+    original = MODELS / folder.name
+    script.make_model(original, recipe)
+    if not folder.exists():
+        shutil.copytree(original, folder)
     return folder
