@@ -717,6 +717,10 @@ def key_split_twice(monkeypatch):
     monkeypatch.setattr(s.TokenGenerator, "_sample_along", after_one_more)
 
 
+# Other tokens, other log-probabilities, or none.
+DIFFERS = r"assert .* == .*|Not equal to tolerance|assert .* <= |NaN or infinity"
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "fault, kind, fields",
@@ -730,7 +734,7 @@ def key_split_twice(monkeypatch):
 )
 def test_a_planted_fault_of_drafts_is_noticed(bench, monkeypatch, fault, kind, fields):
     fault(monkeypatch)
-    with pytest.raises((AssertionError, TimeoutError)):
+    with pytest.raises(AssertionError, match=DIFFERS):
         test_a_reply_is_the_same_with_drafts_and_without(
             bench, monkeypatch, kind, 1, fields
         )

@@ -5,6 +5,7 @@ compared, not samples: with sampled tokens a wrong slice went unnoticed.
 """
 
 import itertools
+import re
 import threading
 import time
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import GREEDY, TOLERANCE, words
+from mlx_lm.models.cache import ArraysCache
 from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import MLA, RECOMMENDED
 
@@ -108,7 +110,9 @@ def cancelled(b, rng):
     ticket.stop_reason = "cancelled"
     b.finish(ticket)
     ids, end, ticket = b.ask(past, boundaries=[1000, 2000])
-    assert end.reuse.cached_tokens >= 500 or not end.reuse.cached_tokens, "it is kept"
+    # Of layers with state a checkpoint would be needed, and the first was not reached.
+    if b.path.name.startswith(("qwen3-", f"{MLA}-")):
+        assert end.reuse.cached_tokens >= 500, "it is kept"
 
     return [(ticket, ids, end)]
 
@@ -275,7 +279,13 @@ def another_rows_state(monkeypatch):
     real = s.extract_row
 
     def extract_another_row(cache, row):
-        return real(cache, 0 if row else 1)
+        layers = real(cache, row)
+        n_rows = cache[-1].offset.size
+        others = real(cache, (row + 1) % n_rows)
+        pairs = zip(layers, others, strict=True)
+        return [
+            other if isinstance(other, ArraysCache) else layer for layer, other in pairs
+        ]
 
     monkeypatch.setattr(s, "extract_row", extract_another_row)
 
@@ -284,7 +294,6 @@ FAULTS = [
     (one_token_too_many, "qwen3", edits_everywhere),
     (skipped_token, "qwen3", append_only),
     (doubled_token, "qwen3", append_only),
-    (shared_state, "qwen3", early_branch),
     (shared_state, "gemma3_text", one_more_token),
     (stale_checkpoint, "qwen3_5", edits_everywhere),
     (another_rows_state, "qwen3_5", at_once),
@@ -299,10 +308,16 @@ FAULTS = [
 def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
     fault(monkeypatch)
     b = bench(kind)
+    results = scenario(b, np.random.default_rng(7))
+    worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
+    assert worst > 10 * TOLERANCE.get(kind, 1e-4)
+
+
+def test_shared_state_of_attention_is_noticed(bench, monkeypatch, caplog):
+    shared_state(monkeypatch)
     with pytest.raises(AssertionError):
-        results = scenario(b, np.random.default_rng(7))
-        worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
-        assert worst <= TOLERANCE.get(kind, 0.0)
+        early_branch(bench("qwen3"), np.random.default_rng(7))
+    assert re.search("layers disagree on depth|not as deep as", caplog.text)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])

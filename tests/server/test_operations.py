@@ -167,7 +167,7 @@ def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
             left = time.monotonic()
             expected_phases = ["decode"] if phase == "queued" else []
             wait_until(lambda: phases() == expected_phases)
-            assert time.monotonic() - left < 1.5
+            assert time.monotonic() - left < 15  # all its tokens take 50 s
 
 
 # -- faults ----------------------------------------------------------------------------------------
