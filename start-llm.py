@@ -639,7 +639,7 @@ def describe_fault(details: ErrorDetails) -> str:
 #
 #     settings            Config: one line for each, with its default and its range
 #     tenants             who shares nothing with whom, by CACHE_ISOLATION
-#     misspelt settings   names in .env or the environment that nothing acts on
+#     misspelt settings   names in .env that nothing acts on
 #
 # For example MAX_KV_SIZE=32768, a variable of the environment or a line of .env, is the
 # field max_kv_size of Config; the environment wins. (MAIN reads both.) To add a
@@ -978,104 +978,44 @@ def _short_digest(text: str) -> str:
 
 
 # -- misspelt settings -----------------------------------------------------------------
-# .env is ours alone, so every unknown name in it is a mistake. The environment has the
-# variables of other programs, too: there, only what is nearly a setting's name is one.
-#
-#     .env         LOG_PATH=x   "... nothing acts on it; did you mean LOG_ROOT?"
-#     environment  LOG_PATH=x   no sentence
-#                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
-#     both         QUANTIZED_KV_START=9
-#                               "... nothing acts on it"
-#                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
-# Settings of other programs that a shell may have, each a letter or two from one of
-# ours: GitHub's token, a level of many programs, LocalAI's folder.
-_FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
 # Settings of the system that this one replaces, for what is done otherwise here.
 _IDLE_NAMES: Final = {"CACHE_SESSION_PARTITIONING", "QUANTIZED_KV_START"}
-_SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
-_SIMILAR_RATIO: Final = 0.6  # difflib's default
-
-
-class _UnknownName(NamedTuple):
-    """A variable that is no setting, and the setting that is probably meant, if any."""
-
-    name: str
-    place: str
-    setting: str
-
-    def describe(self) -> str:
-        sentence = f"{self.name} in {self.place}: nothing acts on it"
-        if self.name in _IDLE_NAMES:
-            return sentence
-        return f"{sentence}; did you mean {self.setting}?" if self.setting else sentence
 
 
 def check_names(
     env_file: Mapping[str, str | None], environ: Mapping[str, str]
 ) -> list[str]:
-    """A sentence for each variable that is probably meant as a setting, but is none.
+    """A sentence for each name in .env that is no setting: .env is ours alone.
 
-    Raises ConfigError if MODEL_PATH is meant and is not set: the server would load
-    another model.
+        LOG_PATH=x           "... nothing acts on it; did you mean LOG_ROOT?"
+        QUANTIZED_KV_START=9 "... nothing acts on it"
+
+    Raises ConfigError if MODEL_PATH is meant and is not set, with MODEL_NAME for
+    example: the server would load another model.
     """
-    unknown = [*_unknown_in_file(env_file), *_unknown_in_environment(environ)]
-    values = {**env_file, **environ}
-    has_model = bool(values.get("MODEL_PATH"))
-    for variable in unknown:
-        is_model = variable.setting == "MODEL_PATH"
-        if is_model and values[variable.name] and not has_model:
+    settings = sorted(name.upper() for name in Config.model_fields)
+    others = [name for name in settings if name != "MODEL_PATH"]
+    has_model = bool({**env_file, **environ}.get("MODEL_PATH"))
+    sentences = []
+    for name in sorted(env_file.keys() - set(settings)):
+        spelling = name.upper().replace("-", "_")
+        as_long = [s for s in settings if abs(len(s) - len(spelling)) <= 1]
+        near = get_close_matches(spelling, as_long, n=1, cutoff=_TYPO_RATIO)
+        if not near and spelling.startswith("MODEL"):
+            near = ["MODEL_PATH"]
+        if not near:
+            near = get_close_matches(spelling, others, n=1)
+
+        sentence = f"{name} in .env: nothing acts on it"
+        if near and name not in _IDLE_NAMES:
+            sentence += f"; did you mean {near[0]}?"
+        if near == ["MODEL_PATH"] and env_file[name] and not has_model:
             advice = "Rename or remove it: as it is, another model would be served"
-            raise ConfigError(f"{variable.describe()} {advice}")
-    return [variable.describe() for variable in unknown]
-
-
-def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownName]:
-    """All unknown names in .env, each with the setting that is most like it.
-
-    A name that is taken for MODEL_PATH stops the start. So only its typing errors are,
-    and names that begin with MODEL, such as MODEL_NAME.
-    """
-    for name in sorted(env_file.keys() - _SETTING_NAMES):
-        setting = _find_typo(name, _SETTING_NAMES)
-        if not setting and name.upper().startswith("MODEL"):
-            setting = "MODEL_PATH"
-        if not setting:
-            others = _SETTING_NAMES - {"MODEL_PATH"}
-            setting = _find_similar(name, others, ratio=_SIMILAR_RATIO)
-        yield _UnknownName(name, ".env", setting)
-
-
-def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Idle settings, MODEL, and typing errors: all that are not empty.
-
-    With MLX_PORT set, MLX_PROT is another program's, and no typing error.
-    """
-    for name in sorted(environ.keys() - _SETTING_NAMES - _FOREIGN_NAMES):
-        setting = _find_typo(name, _SETTING_NAMES - environ.keys())
-        if name == "MODEL":  # no other program is known to read it
-            setting = "MODEL_PATH"
-        if environ[name] and (setting or name in _IDLE_NAMES):
-            yield _UnknownName(name, "the environment", setting)
-
-
-def _find_typo(name: str, settings: Iterable[str]) -> str:
-    """The setting that differs by a letter or two; "" if there is none."""
-    n_letters = len(name.replace("_", ""))
-    candidates = [
-        setting
-        for setting in settings
-        if abs(len(setting.replace("_", "")) - n_letters) <= 1
-    ]
-    return _find_similar(name, candidates, ratio=_TYPO_RATIO)
-
-
-def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
-    """The setting with the most similar name, in any case; "" if none is similar."""
-    spelling = name.upper().replace("-", "_")
-    matches = get_close_matches(spelling, sorted(settings), n=1, cutoff=ratio)
-    return matches[0] if matches else ""
+            raise ConfigError(f"{sentence} {advice}")
+        sentences.append(sentence)
+    return sentences
 
 
 # region LOGGING ===============================================================
