@@ -3527,7 +3527,7 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 #
 #     out of a request   extract_images: the files, and the markers in their place
 #     pixels             SentImage.decode: a file -> an RGB image of bounded size
-#     parts of a file    files that would take too long are refused unread
+#     slow to unpack     files that would take too long are refused unread
 #
 # For example
 #
@@ -3556,61 +3556,37 @@ def extract_images(
     the model has no vision, IMAGES_ON_TEXT_MODEL decides whether an image is refused or
     replaced by a line of text. Raises BadRequest.
     """
-    extractor = _ImageExtractor(config, has_vision, salt)
+    images: dict[str, SentImage] = {}
+
+    def as_text(part: JsonObject) -> JsonObject:
+        if part["type"] == "text":
+            return part
+        image_url = part["image_url"]
+        field = part["request_field"]
+        if has_vision:
+            url = image_url.get("url") if isinstance(image_url, dict) else image_url
+            data = _read_image(str(url), config, field=field)
+            digest = sha256(salt + data).hexdigest()
+            images.setdefault(digest, SentImage(data, field))
+            return {"type": "text", "text": f"\ufdd1{digest}\ufdd2"}
+
+        if config.images_on_text_model == "refuse":
+            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
+            raise BadRequest(fault, field=field)
+        # Made of the URL, so that the model can tell one image from another.
+        name = sha256(salt + repr(image_url).encode()).hexdigest()[:12]
+        text = (
+            f"[an image, sha256 {name}, that this model cannot see: it only reads text]"
+        )
+        return {"type": "text", "text": text}
+
     messages: list[Message] = []
     for message in request.messages:
         content = message["content"]
         if isinstance(content, list):
-            content = extractor.replace_images(content)
+            content = [as_text(part) for part in content]
         messages.append({**message, "content": content})
-    originals = OriginalMessages(tuple(messages))
-    return replace(request, messages=originals), extractor.images
-
-
-@dataclass(slots=True)
-class _ImageExtractor:
-    """Replaces images by text, and collects them."""
-
-    config: Config
-    has_vision: bool
-    salt: bytes
-    images: dict[str, SentImage] = field(default_factory=dict)  # by digest
-
-    def replace_images(self, parts: Iterable[JsonObject]) -> list[JsonObject]:
-        """The parts of a message without images."""
-        texts: list[JsonObject] = []
-        for part in parts:
-            if part["type"] == "text":
-                texts.append(part)
-                continue
-            replace_image = self._mark if self.has_vision else self._describe
-            text = replace_image(part["image_url"], field=part["request_field"])
-            texts.append({"type": "text", "text": text})
-        return texts
-
-    def _mark(self, image_url: Any, *, field: str) -> str:
-        """Collect an image. Returns its marker."""
-        if isinstance(image_url, dict):  # as in the chat completions of OpenAI
-            image_url = image_url.get("url")
-        data = _read_image(str(image_url), self.config, field=field)
-        digest = self._digest(data)
-        self.images.setdefault(digest, SentImage(data, field))
-        return f"\ufdd1{digest}\ufdd2"
-
-    def _describe(self, image_url: Any, *, field: str) -> str:
-        """A line about an image that the model cannot see.
-
-        Its number, made of the salt and of the URL as sent, tells one from another.
-        """
-        if self.config.images_on_text_model == "refuse":
-            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
-            raise BadRequest(fault, field=field)
-        digest = self._digest(repr(image_url).encode())
-        name = f"sha256 {digest[:12]}"
-        return f"[an image, {name}, that this model cannot see: it only reads text]"
-
-    def _digest(self, data: bytes) -> str:
-        return sha256(self.salt + data).hexdigest()
+    return replace(request, messages=OriginalMessages(tuple(messages))), images
 
 
 def _read_image(url: str, config: Config, *, field: str) -> bytes:
@@ -3667,10 +3643,6 @@ class SentImage(NamedTuple):
     data: bytes  # a file
     field: str  # the path of its part in the body
 
-    def check_header(self) -> None:
-        """Raise BadRequest where decode() would, as far as the header shows it."""
-        self._open()
-
     def decode(self) -> Image.Image:
         """RGB pixels, upright, on white; of a GIF the first frame.
 
@@ -3685,8 +3657,8 @@ class SentImage(NamedTuple):
 
     def _open(self) -> Image.Image:
         """The image, of which only the header is read so far."""
-        fault = _find_costly_parts(self.data)
-        if fault:
+        if _has_many_slow_parts(self.data):
+            fault = f"has more than {_MAX_SLOW_PARTS} scans or compressed texts"
             raise self._refusal(f"{fault}; save it anew")
         try:
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
@@ -3779,104 +3751,42 @@ def _put_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
 
 
-# -- the parts of a file ---------------------------------------------------------------
-# why(L-130): a part of a few bytes can take as long as an image. So parts are counted
-# before Pillow sees the file. A file of any format is a sequence of parts, each of a
-# kind: a marker of a JPEG, a chunk of a PNG or WEBP, a block of a GIF.
+# -- what is slow to unpack -------------------------------------------------------------
+# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG, which
+# is a pass over its pixels, or a text or profile of a PNG, which unpacks to a megabyte.
+# So they are counted before Pillow sees the file.
 
-_MAX_PARTS: Final = 4_000  # of a file, without those that are pixels
-_MAX_SCANS: Final = 64  # of a JPEG, or compressed texts of a PNG
-# A scan of a JPEG is a pass over its pixels; progressive ones have 6 to 30. A text or a
-# profile of a PNG unpacks to up to a megabyte.
-_SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
+_MAX_SLOW_PARTS: Final = 64  # progressive JPEGs have 6 to 30 scans
+_SLOW_CHUNKS: Final = re.compile(rb"zTXt|iTXt|iCCP")  # of a PNG
 # Neither ff 00, which is a byte of the pixels, nor a restart: ff d0 to ff d7.
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-_PNG_PIXELS: Final = (b"IDAT", b"fdAT")
-_MIN_PIXEL_BYTES: Final = 256  # a chunk of a PNG with fewer costs more than its bytes
 
 
-def _find_costly_parts(data: bytes) -> str:
-    """What is wrong with a file of too many parts; "" if there are not too many."""
-    kinds: Iterator[bytes] = iter(())
-    if data.startswith(b"\xff\xd8"):
-        kinds = _jpeg_parts(data)
-    elif data.startswith(b"\x89PNG"):
-        kinds = _png_parts(data)
-    elif data.startswith(b"GIF8"):
-        kinds = _gif_parts(data)
-    elif data.startswith(b"RIFF"):
-        kinds = _webp_parts(data)
+def _has_many_slow_parts(data: bytes) -> bool:
+    """Whether a file has more than _MAX_SLOW_PARTS.
 
-    n_scans = 0
-    for n_parts, kind in enumerate(kinds, start=1):
-        n_scans += kind in _SCANS
-        if n_scans > _MAX_SCANS:
-            return f"has more than {_MAX_SCANS} scans or compressed texts"
-        if n_parts > _MAX_PARTS:
-            return f"has more than {_MAX_PARTS:,} parts"
-    return ""
-
-
-def _jpeg_parts(data: bytes) -> Iterator[bytes]:
-    """The markers, up to the end of the image, as libjpeg reads them:
+    Chunks are found by their names alone, so that some bytes of pixels count, too; by
+    chance, that many do not. The markers of a JPEG are followed as libjpeg does, up to
+    the end of the image:
 
     ff da 00 0c ...    a segment begins with its length, so what is in it is no marker
     1f ff 00 ff d0     pixels follow that of a scan: ff 00 is a byte, ff d0 a restart
     ff d9              the end
     """
+    if data.startswith(b"\x89PNG"):
+        return len(_SLOW_CHUNKS.findall(data)) > _MAX_SLOW_PARTS
+    if not data.startswith(b"\xff\xd8"):
+        return False
+    n_scans = 0
     position = 2
     while match := _JPEG_MARKER.search(data, position):
-        yield match[1]
         position = match.end()
         if match[1] == b"\xd9":
-            return
+            break
+        n_scans += match[1] == b"\xda"
         if match[1] >= b"\xc0" and match[1] != b"\xd8":
             position += int.from_bytes(data[position : position + 2])
-
-
-def _png_parts(data: bytes) -> Iterator[bytes]:
-    """The kinds of all chunks, except long ones of pixels."""
-    position = 8
-    while position < len(data):
-        n_bytes = int.from_bytes(data[position : position + 4])
-        kind = data[position + 4 : position + 8]
-        position += 12 + n_bytes
-        if kind not in _PNG_PIXELS or n_bytes < _MIN_PIXEL_BYTES:
-            yield kind
-
-
-def _webp_parts(data: bytes) -> Iterator[bytes]:
-    """The kinds of all chunks; a frame is one."""
-    position = 12
-    while position < len(data):
-        yield data[position : position + 4]
-        n_bytes = int.from_bytes(data[position + 4 : position + 8], "little")
-        position += 8 + n_bytes + n_bytes % 2
-
-
-def _gif_parts(data: bytes) -> Iterator[bytes]:
-    """The blocks before the first frame, which is all that is read:
-
-    21 fe              an extension and its label
-    03 61 62 63        a piece of it, after its length
-    00                 the end of the extension
-    2c                 the first frame
-    """
-    flags = data[10:11] or b"\0"
-    position = 13
-    if flags[0] & 128:  # a table of colours comes first
-        position += 3 << ((flags[0] & 7) + 1)
-    while position < len(data) and data[position] not in b",;":
-        yield b"block"
-        if data[position] != ord("!"):  # Pillow passes over such a byte
-            position += 1
-            continue
-        position += 2
-        n_bytes = -1
-        while n_bytes != 0 and position < len(data):
-            yield b"block"
-            n_bytes = data[position]
-            position += 1 + n_bytes
+    return n_scans > _MAX_SLOW_PARTS
 
 
 # region CANONICALIZATION ======================================================
@@ -14095,21 +14005,6 @@ class VisionModel(VlmModel):
 
     # -- any thread: images as tokens --------------------------------------------------
 
-    def check_headers(
-        self, sources: Mapping[str, SentImage], *, check_client: Callable[[], None]
-    ) -> None:
-        """Raise BadRequest if the header of one shows that it cannot be decoded.
-
-        `sources`: images by digest. Those that are known are not checked again.
-        """
-        cached = self._image_tokens
-        new_digests = [digest for digest in sources if cached.get(digest) is None]
-        if not new_digests:
-            return
-        with self._unpacking.reserve(1, check_client):
-            for digest in new_digests:
-                sources[digest].check_header()
-
     def image_tokens(
         self,
         digest: str,
@@ -24168,7 +24063,6 @@ def _replace_images(
         return request, []
 
     check_client = request.check_client
-    vision.check_headers(sent_images, check_client=check_client)
     images = [
         vision.image_tokens(digest, sent_image, check_client=check_client)
         for digest, sent_image in sent_images.items()

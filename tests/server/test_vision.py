@@ -341,18 +341,6 @@ def test_one_image_is_unpacked_at_a_time_and_left_if_the_client_has_gone(
     assert budget.n_free == 1
 
 
-def test_no_image_is_unpacked_if_a_later_one_is_too_large(seeing, monkeypatch):
-    file = io.BytesIO()
-    Image.new("1", (8_001, 8_000)).save(file, "PNG")
-    vision = seeing.state.engine.model.vision
-    monkeypatch.setattr(vision, "_process", lambda source: pytest.fail())
-    body = {"messages": [picture_message(picture(12), file.getvalue())]}
-    request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-
-    with pytest.raises(s.BadRequest, match="pixels"):
-        s.plan_request(seeing.state, request)
-
-
 def test_what_the_server_says_of_images(seeing):
     seeing.ask([SYSTEM, picture_message("what is on this", A)])
     status = httpx.get(f"{seeing.url}/v1/status").json()
