@@ -2,7 +2,6 @@
 
 import base64
 import http.client
-import io
 import itertools
 import json
 import threading
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import start_llm as s
 from mlx_vlm.models.qwen3_5 import gated_delta
-from PIL import Image
 from server_fixture import MAX_WAIT_SECONDS, connections, wait_until, wait_until_idle
 from tiny_models import TOOLS
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
