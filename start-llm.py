@@ -144,7 +144,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -461,7 +460,12 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 from PIL import Image, ImageOps
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from pydantic import (
     BaseModel,
@@ -1021,9 +1025,9 @@ def check_names(
 # region LOGGING ===============================================================
 # What the server reports about itself:
 #
-#     console       stderr; a short line for each request that has ended, and at DEBUG
-#                   all of its RequestFacts; a warning for each that was refused. Nobody
-#                   waits for it: a thread of its own writes what ConsoleStream takes
+#     console       stderr; a short line for each request that has ended; a warning for
+#                   each that was refused. Nobody waits for it: a thread of its own
+#                   writes what ConsoleStream takes
 #     session logs  files in LOG_ROOT; a JSON object for each request that was answered
 #     metrics       counters, sums and histograms, for /metrics and /v1/status
 #
@@ -1038,7 +1042,7 @@ def check_names(
 # choose, are on the console and in the names of files anyway.
 #
 # Public   logger, ConsoleStream, start_logging, FaultLog, RequestFacts, Refusal,
-#          format_request_line, format_summary, format_refusal, name_client, printable,
+#          format_summary, format_refusal, name_client, printable,
 #          show_prefill_progress, CacheMetrics, Totals, SessionLog
 # Uses     CONFIG
 # Owns     _CACHE_METRICS_LOCK
@@ -1214,35 +1218,6 @@ class RequestFacts(TypedDict):
     fallback: str | None  # why no longer transcript was replayed
 
 
-_FIRST_KEYS: Final = (
-    "id",
-    "prompt",
-    "cached",
-    "match",
-    "prefill",
-    "decode",
-    "out",
-    "ttft_ms",
-    "finish",
-)
-_UNPRINTABLE: Final = re.compile(r"(?:[^!-~]|=)+")  # all but visible ASCII; "="
-
-
-def format_request_line(**values: object) -> str:
-    """`id=7f3a prompt=1200 ... finish=stop ...`: _FIRST_KEYS first, then the others."""
-    ordered = {**dict.fromkeys(_FIRST_KEYS), **values}
-    pairs = [f"{key}={_format_value(value)}" for key, value in ordered.items()]
-    return " ".join(pairs)
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return "-"
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    # Clients choose session ids: none may break the line, or control the terminal.
-    return _UNPRINTABLE.sub("_", text[:80]) or "-"
-
-
 def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str:
     """What a person wants to know of a request that has ended; no part that is zero.
 
@@ -1398,12 +1373,17 @@ _SUMS: Final = {
 }
 _SECONDS_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHARE_BUCKETS: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
-_HISTOGRAMS: Final = {  # of requests that were answered
+_HISTOGRAMS: Final = {  # all but the last of requests that were answered
     "ttft_seconds": ("Seconds from the request to its first token", _SECONDS_BUCKETS),
     "prefill_seconds": ("Seconds to read the prompt", _SECONDS_BUCKETS),
     "decode_seconds": ("Seconds to generate the reply", _SECONDS_BUCKETS),
     "cached_share": ("Cached tokens, as a share of the prompt", _SHARE_BUCKETS),
+    "waiting_seconds": (
+        "Seconds that requests waited before their prompt was read, by reason",
+        _SECONDS_BUCKETS,
+    ),
 }
+_WAIT_REASONS: Final = ("queue", "prefix", "memory")
 
 
 class Totals(TypedDict):
@@ -1419,99 +1399,54 @@ class Totals(TypedDict):
     saved_seconds: float  # that cached tokens would have taken to read
 
 
+# Counts of one tenant. A counter or a sum has its name. Of histograms, the bucket up to
+# 0.3 is ("ttft_seconds", "", 0.3), with the reason in the middle, if there are several,
+# and ("ttft_seconds", "", "sum"); requests are ("requests", "line", "stop").
+type _Counts = defaultdict[object, float]
+
+
 class CacheMetrics:
-    """Counters, sums and histograms since the start: of all, of a key, or of a user.
+    """Counts since the start: of all tenants, of a key, or of a user.
 
-    What is counted for one is counted for its parents, too:
-
-        all <-- key "K" <-- user "K/U"
-        all <-- user "/U", where requests have no keys
+    What is counted for a tenant is counted for those above it, too: for "K/U" also for
+    "K" and "". All of them share one store.
     """
 
-    def __init__(self, parent: CacheMetrics | None = None) -> None:
-        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts and _totals
-        self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._totals: Totals = {
-            "requests": 0,
-            "refused": 0,
-            "failed": 0,
-            "prompt_tokens": 0,
-            "cached_tokens": 0,
-            "generated_tokens": 0,
-            "prefill_seconds": 0.0,
-            "saved_seconds": 0.0,
-        }
-        self._parent = parent
-        self._began_at: float = parent._began_at if parent else time.monotonic()
-        # Those of all tenants, by name: one dict, whoever has it.
-        self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
-
-        self._created_at = time.time()
-        self._registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            "start_llm_requests",
-            "Requests, by what was reused and how they ended",
-            labelnames=("match", "finish"),
-            registry=self._registry,
-        )
-        self._histograms = {
-            name: prometheus.Histogram(
-                f"start_llm_{name}", sentence, buckets=buckets, registry=self._registry
-            )
-            for name, (sentence, buckets) in _HISTOGRAMS.items()
-        }
-        self._waiting_seconds = prometheus.Histogram(
-            "start_llm_waiting_seconds",
-            "Seconds that requests waited before their prompt was read, by reason",
-            labelnames=("reason",),
-            buckets=_SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        for reason in ("queue", "prefix", "memory"):
-            self._waiting_seconds.labels(reason)  # shown at zero, too
-
-    def make_tenant(self, tenant: str) -> CacheMetrics:
-        """The metrics of a tenant; those of a new user are forgotten without keep().
-
-        Call it on the metrics of all.
-        """
-        if tenant in self._tenants:
-            return self._tenants[tenant]
-        key = key_of_tenant(tenant)
-        parent = self._tenants.setdefault(key, CacheMetrics(self)) if key else self
-        return parent if key == tenant else CacheMetrics(parent)
-
-    def keep(self, tenant: str) -> None:
-        """Let these be the metrics of a tenant from now on, if it has none."""
-        if self._parent is not None:
-            self._tenants.setdefault(tenant, self)
+    def __init__(self) -> None:
+        self._tenant = ""  # whose counts are shown and made
+        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts
+        self._counts: dict[str, _Counts] = {"": defaultdict(int)}  # by tenant
+        self._began_at = time.monotonic()
 
     def of_tenant(self, tenant: str) -> CacheMetrics:
-        """The metrics of a tenant; if it has none, those of its key, or else of all."""
-        of_key = self._tenants.get(key_of_tenant(tenant), self)
-        return self._tenants.get(tenant, of_key)
+        """The metrics of a tenant. What a user has is kept apart from keep() on."""
+        metrics = copy(self)
+        metrics._tenant = tenant
+        return metrics
+
+    def keep(self) -> None:
+        """Keep the counts of this tenant apart from now on."""
+        with self._CACHE_METRICS_LOCK:
+            self._counts.setdefault(self._tenant, defaultdict(int))
 
     def drop_tenant(self, tenant: str) -> None:
         """Forget what was counted for a tenant alone."""
-        self._tenants.pop(tenant, None)
-
-    def _levels(self) -> Iterator[CacheMetrics]:
-        """These, those of the key, those of all."""
-        level: CacheMetrics | None = self
-        while level is not None:
-            yield level
-            level = level._parent
+        with self._CACHE_METRICS_LOCK:
+            self._counts.pop(tenant, None)
 
     def bump(self, name: str, n: int = 1) -> None:
         """Add `n` to a counter. Raises KeyError if there is none of that name."""
-        for level in self._levels():
-            with level._CACHE_METRICS_LOCK:
-                level._counts[name] += n
+        if name not in _COUNTERS:
+            raise KeyError(name)
+        self._add({name: n})
+
+    def add_refused(self) -> None:
+        """Count a request that was refused before the model was asked."""
+        self._add({"refused": 1})
 
     def observe_wait(self, reason: str, seconds: float) -> None:
         """Count that a request has waited, for "queue", "prefix" or "memory"."""
-        for level in self._levels():
-            level._waiting_seconds.labels(reason).observe(seconds)
+        self._add(_histogram_counts("waiting_seconds", seconds, reason=reason))
 
     def observe(
         self, facts: RequestFacts, *, saved_seconds: float, n_at_work: int = 1
@@ -1521,91 +1456,120 @@ class CacheMetrics:
         `saved_seconds`: that its cached tokens would have taken to read. In all they
         are no more than the time since the start, for each of `n_at_work` requests.
         """
+        self._add(
+            {
+                ("requests", facts["match"], facts["finish"]): 1,
+                "requests": 1,
+                "failed": facts["finish"] == "failed",
+                "prompt_tokens": facts["prompt"],
+                "cached_tokens": facts["cached"],
+                "generated_tokens": facts["out"],
+                "prefill_seconds": facts["prefill"],
+            }
+        )
+        if facts["finish"] not in ("cancelled", "failed") and facts["ttft_ms"]:
+            share = facts["cached"] / facts["prompt"]
+            self._add(_histogram_counts("ttft_seconds", facts["ttft_ms"] / 1000))
+            self._add(_histogram_counts("prefill_seconds", facts["prefill"]))
+            self._add(_histogram_counts("decode_seconds", facts["decode"]))
+            self._add(_histogram_counts("cached_share", share))
+
         most_saved = n_at_work * (time.monotonic() - self._began_at)
-        for level in self._levels():
-            level._add_to_totals(facts, saved_seconds, most_saved=most_saved)
-            level._observe_times(facts)
-
-    def add_refused(self) -> None:
-        """Count a request that was refused before the model was asked."""
-        for level in self._levels():
-            with level._CACHE_METRICS_LOCK:
-                level._totals["refused"] += 1
-
-    def _add_to_totals(
-        self, facts: RequestFacts, saved_seconds: float, *, most_saved: float
-    ) -> None:
         with self._CACHE_METRICS_LOCK:
-            totals = self._totals
-            totals["requests"] += 1
-            totals["failed"] += facts["finish"] == "failed"
-            totals["prompt_tokens"] += facts["prompt"]
-            totals["cached_tokens"] += facts["cached"]
-            totals["generated_tokens"] += facts["out"]
-            totals["prefill_seconds"] += facts["prefill"]
-            saved = min(totals["saved_seconds"] + saved_seconds, most_saved)
-            totals["saved_seconds"] = max(totals["saved_seconds"], saved)
+            for counts in self._levels():
+                room = max(0.0, most_saved - counts["saved_seconds"])
+                counts["saved_seconds"] += min(saved_seconds, room)
 
-    def _observe_times(self, facts: RequestFacts) -> None:
-        self._requests.labels(facts["match"], facts["finish"]).inc()
-        if facts["finish"] in ("cancelled", "failed") or not facts["ttft_ms"]:
-            return
-        values = {
-            "ttft_seconds": facts["ttft_ms"] / 1000,
-            "prefill_seconds": facts["prefill"],
-            "decode_seconds": facts["decode"],
-            "cached_share": facts["cached"] / facts["prompt"],
-        }
-        for name, value in values.items():
-            self._histograms[name].observe(value)
+    def _add(self, added: Mapping[Any, float]) -> None:
+        with self._CACHE_METRICS_LOCK:
+            for counts in self._levels():
+                for name, n in added.items():
+                    counts[name] += n
+
+    def _levels(self) -> list[_Counts]:
+        """The counts of the tenant and those above it; the lock is held."""
+        key = key_of_tenant(self._tenant)
+        self._counts.setdefault(key, defaultdict(int))
+        kept = {"", key, self._tenant} & self._counts.keys()
+        return [self._counts[tenant] for tenant in kept]
+
+    def _read(self) -> _Counts:
+        """A copy of the counts of the tenant."""
+        with self._CACHE_METRICS_LOCK:
+            return defaultdict(int, self._counts.get(self._tenant, {}))
 
     def totals(self) -> Totals:
         """The sums by now; seconds in milliseconds."""
-        with self._CACHE_METRICS_LOCK:
-            totals = self._totals.copy()
-        totals["prefill_seconds"] = round(totals["prefill_seconds"], 3)
-        totals["saved_seconds"] = round(totals["saved_seconds"], 3)
-        return totals
+        counts = self._read()
+        names = Totals.__annotations__
+        return cast(Totals, {name: round(counts[name], 3) for name in names})
 
     def snapshot(self) -> dict[str, int]:
         """The counters, by name."""
-        with self._CACHE_METRICS_LOCK:
-            return dict(self._counts)
+        counts = self._read()
+        return {name: int(counts[name]) for name in _COUNTERS}
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
-        registry = prometheus.CollectorRegistry()
-        counts: Mapping[str, Any] = {**self.snapshot(), **self.totals()}
-        counters = []
+        counts = self._read()
+        families: list[Metric] = []
         for name, sentence in {**_COUNTERS, **_SUMS}.items():
-            counters.append(
-                CounterMetricFamily(
-                    f"start_llm_{name}",
-                    sentence,
-                    value=counts[name],
-                    created=self._created_at,
-                )
+            families.append(
+                CounterMetricFamily(f"start_llm_{name}", sentence, value=counts[name])
             )
-        registry.register(_CounterCollector(counters))
         for name, value in gauges.items():
-            gauge = prometheus.Gauge(
-                f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
+            sentence = _GAUGES.get(name, name)
+            families.append(
+                GaugeMetricFamily(f"start_llm_{name}", sentence, value=value)
             )
-            gauge.set(value)
+        requests = CounterMetricFamily(
+            "start_llm_requests",
+            "Requests, by what was reused and how they ended",
+            labels=("match", "finish"),
+        )
+        for key, n in counts.items():
+            if isinstance(key, tuple) and key[0] == "requests":
+                requests.add_metric(key[1:], n)
+        histograms = [_histogram_family(name, counts) for name in _HISTOGRAMS]
+        return prometheus.generate_latest(
+            _Collector([*families, requests, *histograms])
+        )
 
-        kept_metrics = prometheus.generate_latest(self._registry)
-        return kept_metrics + prometheus.generate_latest(registry)
+
+def _histogram_counts(
+    name: str, value: float, *, reason: str = ""
+) -> dict[tuple[str, str, object], float]:
+    """What a value adds to a histogram."""
+    _, buckets = _HISTOGRAMS[name]
+    bucket = next((bound for bound in buckets if value <= bound), math.inf)
+    return {(name, reason, bucket): 1, (name, reason, "sum"): value}
 
 
-class _CounterCollector(Collector):
-    """Counters since a time of their own: prometheus.Counter would count since now."""
+def _histogram_family(name: str, counts: _Counts) -> Metric:
+    sentence, buckets = _HISTOGRAMS[name]
+    has_reasons = name == "waiting_seconds"
+    labels = ["reason"] if has_reasons else []
+    family = HistogramMetricFamily(f"start_llm_{name}", sentence, labels=labels)
+    for reason in _WAIT_REASONS if has_reasons else ("",):  # shown at zero, too
+        n = 0.0
+        sums = []
+        for bound in (*buckets, math.inf):
+            n += counts[name, reason, bound]
+            sums.append(("+Inf" if bound == math.inf else str(float(bound)), n))
+        values = [reason] if has_reasons else []
+        family.add_metric(values, sums, counts[name, reason, "sum"])
+    return family
 
-    def __init__(self, counters: list[CounterMetricFamily]) -> None:
-        self._counters = counters
 
-    def collect(self) -> list[CounterMetricFamily]:
-        """All of them, for one exposition."""
-        return self._counters
+class _Collector(Collector):
+    """Metrics for one exposition."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """All of them."""
+        return self._families
 
 
 # -- session logs ----------------------------------------------------------------------
@@ -1614,7 +1578,7 @@ class _CounterCollector(Collector):
 class SessionLog:
     """LOG_ROOT/<day>/cache-session-<id>.log: what a session sent, and what was reused.
 
-    A line is one JSON object. Only the owner can read the files, or see their names.
+    A line is one JSON object. Only the owner can open the folder of a day.
     """
 
     def __init__(self, config: Config) -> None:
@@ -1623,30 +1587,16 @@ class SessionLog:
         self._keep_days = config.log_keep_days
         self._has_warned = threading.Event()
 
-    def check(self) -> None:
-        """Warn at the start if nothing can be written there."""
-        try:
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=self._root):
-                pass
-        except OSError as error:
-            self._has_warned.set()
-            reason = error.strerror or error
-            logger.warning(
-                "LOG_ROOT %s cannot be written: %s. Sessions are not logged",
-                self._root,
-                reason,
-            )
-
     def write(self, session_id: str, record: Mapping[str, object]) -> None:
         """Append the time and a record. Never raises; the first failure is logged."""
         now = datetime.now().astimezone()
         folder = self._root / now.date().isoformat()
         path = folder / f"cache-session-{_file_stem(session_id)}.log"
         try:
-            line = _stamped_line(now, record)
-            is_new_day = _make_folder(folder)
-            _append_line(path, line)
+            is_new_day = not folder.exists()
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _append_line(path, _stamped_line(now, record))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._has_warned.is_set():
                 self._has_warned.set()
@@ -1663,50 +1613,15 @@ class SessionLog:
                 age = today - date.fromisoformat(folder.name)
             except ValueError:
                 continue  # not a day of ours
-            if age.days > self._keep_days:
-                _delete_folder(folder)
-
-
-def _make_folder(folder: Path) -> bool:
-    """Make the folder of a day, and LOG_ROOT, for their owner alone.
-
-    Returns False if the first is there already.
-    """
-    root = folder.parent
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
-    _close_root(root)
-    return True
-
-
-# What LOG_ROOT may hold and still be ours alone: days, and the files of LiteLLM.
-_OWN_LOG: Final = re.compile(r"\d{4}-\d\d-\d\d|litellm-\d+\..+|\.gitkeep|\.DS_Store")
-
-
-def _close_root(root: Path) -> None:
-    """Keep others out of a LOG_ROOT that was there, if it is for nothing but logs.
-
-    One that others may write to is shared on purpose: /tmp, which may be empty.
-    """
-    status = root.stat()
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        return
-    if all(_OWN_LOG.fullmatch(path.name) for path in root.iterdir()):
-        root.chmod(0o700)
-
-
-def _delete_folder(folder: Path) -> None:
-    """Delete the session logs in a folder, and the folder if nothing else is in it."""
-    try:
-        for path in folder.glob("cache-session-*.log"):
-            path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    except OSError as error:
-        logger.warning("old session logs %s cannot be deleted: %s", folder, error)
+            if age.days <= self._keep_days:
+                continue
+            try:
+                for path in folder.glob("cache-session-*.log"):
+                    path.unlink(missing_ok=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            except OSError as error:
+                logger.warning("old logs %s cannot be deleted: %s", folder, error)
 
 
 def _file_stem(session_id: str) -> str:
@@ -23919,7 +23834,7 @@ class ServerState:
         state = self.tenants.get(tenant)
         if state is not None:
             return state
-        metrics = self.metrics.make_tenant(tenant)
+        metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
         stores.load()
@@ -23928,7 +23843,7 @@ class ServerState:
     def keep(self) -> ServerState:
         """Keep these stores; or return those that their tenant has got meanwhile."""
         state = self.tenants.keep(self)
-        state.metrics.keep(state.tenant)
+        state.metrics.keep()
         return state
 
     def views(self) -> list[ServerState]:
@@ -24902,15 +24817,7 @@ class ReplyRecorder:
         }
 
     def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
-        """A line for people, and at DEBUG one with everything.
-
-        Of a failed request HTTP SERVER logs the error: that is its line.
-        """
-        counters = self._state.metrics.snapshot()
-        found = self._found_rules
-        rules = ",".join(f"{rule}:{n_fields}" for rule, n_fields in found.items())
-        line = format_request_line(**facts, rules=rules or None, **counters)
-        logger.debug("%s", line)
+        """A line for people. Of a failed one HTTP SERVER logs the error, as its line."""
         if facts["finish"] != "failed":
             client = self._origin.client
             logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
@@ -27057,7 +26964,6 @@ def main() -> int:
         if cluster is not None and cluster.rank:
             return _follow(config, cluster, stop)
         state = build_state(config, can_be_demo=not is_named, cluster=cluster)
-        state.session_log.check()
         signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
     except (ConfigError, OSError) as error:

@@ -275,11 +275,3 @@ def test_nobody_waits_for_a_console(monkeypatch):
         console.write("text\n")
     console.drain(seconds=0)
     is_released.set()
-
-
-def test_a_log_root_that_cannot_be_written_is_said_at_the_start(start):
-    program = start(LOG_ROOT="/dev/null/logs")
-
-    (line,) = [line for line in program.said.splitlines() if "LOG_ROOT" in line]
-    assert "LOG_ROOT /dev/null/logs cannot be written: Not a directory" in line
-    assert program.end(signal.SIGTERM) == 0
