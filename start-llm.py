@@ -1053,15 +1053,15 @@ _CONSOLE: Final = Console(stderr=True)
 
 # -- console ---------------------------------------------------------------------------
 
-_MAX_WAITING_CHARACTERS: Final = 1 << 20  # of texts that are not written yet
+_MAX_WAITING_TEXTS: Final = 10_000  # that are not written yet
 
 
 class ConsoleStream(io.TextIOBase):
     """Stands in for stderr, so that nobody waits until somebody reads it.
 
-    write() only keeps the text, and never fails; a thread writes it. What it cannot
-    write is dropped: nobody reads the pipe, or the disk is full. A line says how many
-    lines are missing as soon as it can be written.
+    write() only keeps the text, and never fails; a thread writes it. It covers what is
+    no record of the log, too: the bar of a prompt, lines of the start, libraries. What
+    cannot be written is dropped: nobody reads the pipe, or the disk is full.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -1070,13 +1070,8 @@ class ConsoleStream(io.TextIOBase):
         if stream is None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - kept
         self._stream = stream
-        self._changed = threading.Condition()  # guards the next four
-        self._texts: list[str] = []
-        self._n_characters = 0  # of these texts
-        self._n_dropped = 0  # lines that came while there were too many texts
-        self._is_writing = False
-        thread = threading.Thread(target=self._work, name="console", daemon=True)
-        thread.start()
+        self._texts: queue.Queue[str] = queue.Queue(_MAX_WAITING_TEXTS)
+        threading.Thread(target=self._work, name="console", daemon=True).start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -1092,58 +1087,26 @@ class ConsoleStream(io.TextIOBase):
         return self._stream.isatty()
 
     def write(self, text: str) -> int:
-        """Keep a text to be written, or drop it if too much waits or was dropped."""
-        with self._changed:
-            is_full = self._n_characters + len(text) > _MAX_WAITING_CHARACTERS
-            if is_full or self._n_dropped:  # the line that reports them comes first
-                self._n_dropped += text.count("\n")
-            else:
-                self._texts.append(text)
-                self._n_characters += len(text)
-            self._changed.notify_all()
+        """Keep a text to be written, or drop it if too many wait."""
+        with suppress(queue.Full):
+            self._texts.put_nowait(text)
         return len(text)
 
     def drain(self, *, seconds: float) -> None:
         """Return when all is written, at the latest after so many seconds."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._texts and not self._is_writing, timeout=seconds
-            )
-
-    # -- the thread that writes --------------------------------------------------------
+        deadline = time.monotonic() + seconds
+        while self._texts.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _work(self) -> None:
-        n_lost = 0  # lines that are missing, which no line has reported yet
         while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._texts)
-                self._is_writing = True
-                text = "".join(self._texts)
-                self._texts = []
-                self._n_characters = 0
-                n_dropped = self._n_dropped  # all of them came after `text`
-                self._n_dropped = 0
+            text = self._texts.get()
+            with suppress(OSError):
+                self._write_out(text.encode(self.encoding, "backslashreplace"))
+            self._texts.task_done()
 
-            n_lost = self._write_after_report(text, n_lost=n_lost) + n_dropped
-            if n_dropped:
-                n_lost = self._write_after_report("", n_lost=n_lost)
-
-    def _write_after_report(self, text: str, *, n_lost: int) -> int:
-        """Report lost lines, then write the text; returns how many are unreported."""
-        try:
-            if n_lost:
-                self._write_out(f"{n_lost} lines are missing: nobody could take them\n")
-                n_lost = 0
-            self._write_out(text)
-        except OSError:
-            n_lost += text.count("\n")
-        return n_lost
-
-    def _write_out(self, text: str) -> None:
+    def _write_out(self, payload: bytes) -> None:
         descriptor = self.fileno()
-        payload = text.encode(self.encoding, "backslashreplace")
         while payload:
             try:
                 payload = payload[os.write(descriptor, payload) :]
