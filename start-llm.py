@@ -144,7 +144,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -206,7 +205,6 @@ from itertools import (
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from types import NoneType
 from typing import (
     Annotated,
     Any,
@@ -462,10 +460,14 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 from PIL import Image, ImageOps
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -507,7 +509,7 @@ from transformers import PreTrainedTokenizerBase
 # codes are our own. For the Messages API anthropic_error_body() translates them.
 #
 # Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Draining,
-#          Overloaded, GenerationFailed, ClientGone, describe_fault, OUR_FAULT
+#          Overloaded, GenerationFailed, ClientGone, describe_fault
 # Uses     -
 # Thread   any; pure
 
@@ -624,47 +626,16 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-# -- wrong values ----------------------------------------------------------------------
-# pydantic checks requests and settings. A client reads our sentences, not pydantic's.
-
-# The type of our own PydanticCustomError: its message is such a sentence already.
-OUR_FAULT: Final = "ours"
-# Our sentence for each of pydantic's types. In braces: values of the fault's context.
-_FAULTS: Final[Mapping[str, str]] = {
-    "missing": "is missing",
-    "bool_type": "should be true or false",
-    "bool_parsing": "should be true or false",
-    "dict_type": "should be an object",
-    "float_type": "should be a number",
-    "float_parsing": "should be a number",
-    "finite_number": "should be a number, and finite",
-    "int_type": "should be a whole number",
-    "int_parsing": "should be a whole number",
-    "int_parsing_size": "should be a whole number with fewer digits",
-    "list_type": "should be a list",
-    "tuple_type": "should be a list",
-    "string_type": "should be a text",
-    "model_attributes_type": "should be an object",
-    "union_tag_not_found": "should have a type",
-    "union_tag_invalid": "should be of type {expected_tags}",
-    "literal_error": "should be {expected}",
-    "greater_than": "should be more than {gt}",
-    "greater_than_equal": "should be {ge} or more",
-    "less_than": "should be less than {lt}",
-    "less_than_equal": "should be {le} or less",
-    "too_short": "should not be empty",
-    "too_long": "should have {max_length} items or fewer",
-    "string_too_short": "should not be empty",
-    "string_too_long": "should have {max_length} characters or fewer",
-}
-
-
 def describe_fault(details: ErrorDetails) -> str:
-    """What is wrong with a value, in our words: "should be 1 or more"."""
-    if details["type"] == OUR_FAULT:
-        return details["msg"]
-    sentence = _FAULTS.get(details["type"], "has a value that cannot be used")
-    return sentence.format_map(details.get("ctx", {}))
+    """What is wrong with a value, in pydantic's words: "should be a valid string".
+
+    They never quote the value, except for a type, for which there are words of ours.
+    """
+    if details["type"] == "union_tag_not_found":
+        return "should have a type"
+    if details["type"] == "union_tag_invalid":
+        return f"should be of type {details['ctx']['expected_tags']}"
+    return details["msg"].removeprefix("Input ")
 
 
 # region CONFIG ================================================================
@@ -672,7 +643,7 @@ def describe_fault(details: ErrorDetails) -> str:
 #
 #     settings            Config: one line for each, with its default and its range
 #     tenants             who shares nothing with whom, by CACHE_ISOLATION
-#     misspelt settings   names in .env or the environment that nothing acts on
+#     misspelt settings   names in .env that nothing acts on
 #
 # For example MAX_KV_SIZE=32768, a variable of the environment or a line of .env, is the
 # field max_kv_size of Config; the environment wins. (MAIN reads both.) To add a
@@ -769,7 +740,7 @@ def read_replicas(text: str) -> list[ReplicaAddress]:
                 " http://KEY@other.local:8080: {shown} is none"
             )
             shown = re.sub(".*@", "", part)
-            raise PydanticCustomError(OUR_FAULT, sentence, {"shown": shown})
+            raise PydanticCustomError("refused", sentence, {"shown": shown})
         scheme, key, name, ipv6, port = match.groups(default="")
         port_number = int(port or _DEFAULT_PORTS[scheme])
         url = write_url(name or ipv6, port_number, scheme=scheme)
@@ -912,7 +883,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         keys = [info.data.get(name, "") for name in ("api_key", "proxy_api_key")]
         if needs_key and not any(split_list(key) for key in keys):
             sentence = "should be used only where API_KEY is set"
-            raise PydanticCustomError(OUR_FAULT, sentence)
+            raise PydanticCustomError("refused", sentence)
         return value
 
     @field_validator("proxy_replicas")
@@ -922,11 +893,11 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         urls = [replica.url for replica in read_replicas(value)]
         if own_url in urls:
             sentence = "should name the other servers only: {url} is this one"
-            raise PydanticCustomError(OUR_FAULT, sentence, {"url": own_url})
+            raise PydanticCustomError("refused", sentence, {"url": own_url})
         for url in urls:
             if urls.count(url) > 1:
                 sentence = "should name each server once: {url} is there twice"
-                raise PydanticCustomError(OUR_FAULT, sentence, {"url": url})
+                raise PydanticCustomError("refused", sentence, {"url": url})
         return value
 
     @classmethod
@@ -1011,112 +982,52 @@ def _short_digest(text: str) -> str:
 
 
 # -- misspelt settings -----------------------------------------------------------------
-# .env is ours alone, so every unknown name in it is a mistake. The environment has the
-# variables of other programs, too: there, only what is nearly a setting's name is one.
-#
-#     .env         LOG_PATH=x   "... nothing acts on it; did you mean LOG_ROOT?"
-#     environment  LOG_PATH=x   no sentence
-#                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
-#     both         QUANTIZED_KV_START=9
-#                               "... nothing acts on it"
-#                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
-# Settings of other programs that a shell may have, each a letter or two from one of
-# ours: GitHub's token, a level of many programs, LocalAI's folder.
-_FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
 # Settings of the system that this one replaces, for what is done otherwise here.
 _IDLE_NAMES: Final = {"CACHE_SESSION_PARTITIONING", "QUANTIZED_KV_START"}
-_SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
-_SIMILAR_RATIO: Final = 0.6  # difflib's default
-
-
-class _UnknownName(NamedTuple):
-    """A variable that is no setting, and the setting that is probably meant, if any."""
-
-    name: str
-    place: str
-    setting: str
-
-    def describe(self) -> str:
-        sentence = f"{self.name} in {self.place}: nothing acts on it"
-        if self.name in _IDLE_NAMES:
-            return sentence
-        return f"{sentence}; did you mean {self.setting}?" if self.setting else sentence
 
 
 def check_names(
     env_file: Mapping[str, str | None], environ: Mapping[str, str]
 ) -> list[str]:
-    """A sentence for each variable that is probably meant as a setting, but is none.
+    """A sentence for each name in .env that is no setting: .env is ours alone.
 
-    Raises ConfigError if MODEL_PATH is meant and is not set: the server would load
-    another model.
+        LOG_PATH=x           "... nothing acts on it; did you mean LOG_ROOT?"
+        QUANTIZED_KV_START=9 "... nothing acts on it"
+
+    Raises ConfigError if MODEL_PATH is meant and is not set, with MODEL_NAME for
+    example: the server would load another model.
     """
-    unknown = [*_unknown_in_file(env_file), *_unknown_in_environment(environ)]
-    values = {**env_file, **environ}
-    has_model = bool(values.get("MODEL_PATH"))
-    for variable in unknown:
-        is_model = variable.setting == "MODEL_PATH"
-        if is_model and values[variable.name] and not has_model:
+    settings = sorted(name.upper() for name in Config.model_fields)
+    others = [name for name in settings if name != "MODEL_PATH"]
+    has_model = bool({**env_file, **environ}.get("MODEL_PATH"))
+    sentences = []
+    for name in sorted(env_file.keys() - set(settings)):
+        spelling = name.upper().replace("-", "_")
+        as_long = [s for s in settings if abs(len(s) - len(spelling)) <= 1]
+        near = get_close_matches(spelling, as_long, n=1, cutoff=_TYPO_RATIO)
+        if not near and spelling.startswith("MODEL"):
+            near = ["MODEL_PATH"]
+        if not near:
+            near = get_close_matches(spelling, others, n=1)
+
+        sentence = f"{name} in .env: nothing acts on it"
+        if near and name not in _IDLE_NAMES:
+            sentence += f"; did you mean {near[0]}?"
+        if near == ["MODEL_PATH"] and env_file[name] and not has_model:
             advice = "Rename or remove it: as it is, another model would be served"
-            raise ConfigError(f"{variable.describe()} {advice}")
-    return [variable.describe() for variable in unknown]
-
-
-def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownName]:
-    """All unknown names in .env, each with the setting that is most like it.
-
-    A name that is taken for MODEL_PATH stops the start. So only its typing errors are,
-    and names that begin with MODEL, such as MODEL_NAME.
-    """
-    for name in sorted(env_file.keys() - _SETTING_NAMES):
-        setting = _find_typo(name, _SETTING_NAMES)
-        if not setting and name.upper().startswith("MODEL"):
-            setting = "MODEL_PATH"
-        if not setting:
-            others = _SETTING_NAMES - {"MODEL_PATH"}
-            setting = _find_similar(name, others, ratio=_SIMILAR_RATIO)
-        yield _UnknownName(name, ".env", setting)
-
-
-def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Idle settings, MODEL, and typing errors: all that are not empty.
-
-    With MLX_PORT set, MLX_PROT is another program's, and no typing error.
-    """
-    for name in sorted(environ.keys() - _SETTING_NAMES - _FOREIGN_NAMES):
-        setting = _find_typo(name, _SETTING_NAMES - environ.keys())
-        if name == "MODEL":  # no other program is known to read it
-            setting = "MODEL_PATH"
-        if environ[name] and (setting or name in _IDLE_NAMES):
-            yield _UnknownName(name, "the environment", setting)
-
-
-def _find_typo(name: str, settings: Iterable[str]) -> str:
-    """The setting that differs by a letter or two; "" if there is none."""
-    n_letters = len(name.replace("_", ""))
-    candidates = [
-        setting
-        for setting in settings
-        if abs(len(setting.replace("_", "")) - n_letters) <= 1
-    ]
-    return _find_similar(name, candidates, ratio=_TYPO_RATIO)
-
-
-def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
-    """The setting with the most similar name, in any case; "" if none is similar."""
-    spelling = name.upper().replace("-", "_")
-    matches = get_close_matches(spelling, sorted(settings), n=1, cutoff=ratio)
-    return matches[0] if matches else ""
+            raise ConfigError(f"{sentence} {advice}")
+        sentences.append(sentence)
+    return sentences
 
 
 # region LOGGING ===============================================================
 # What the server reports about itself:
 #
-#     console       stderr; a short line for each request that has ended, and at DEBUG
-#                   all of its RequestFacts; a warning for each that was refused. Nobody
-#                   waits for it: a thread of its own writes what ConsoleStream takes
+#     console       stderr; a short line for each request that has ended; a warning for
+#                   each that was refused. Nobody waits for it: a thread of its own
+#                   writes what ConsoleStream takes
 #     session logs  files in LOG_ROOT; a JSON object for each request that was answered
 #     metrics       counters, sums and histograms, for /metrics and /v1/status
 #
@@ -1131,7 +1042,7 @@ def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
 # choose, are on the console and in the names of files anyway.
 #
 # Public   logger, ConsoleStream, start_logging, FaultLog, RequestFacts, Refusal,
-#          format_request_line, format_summary, format_refusal, name_client, printable,
+#          format_summary, format_refusal, name_client, printable,
 #          show_prefill_progress, CacheMetrics, Totals, SessionLog
 # Uses     CONFIG
 # Owns     _CACHE_METRICS_LOCK
@@ -1142,15 +1053,15 @@ _CONSOLE: Final = Console(stderr=True)
 
 # -- console ---------------------------------------------------------------------------
 
-_MAX_WAITING_CHARACTERS: Final = 1 << 20  # of texts that are not written yet
+_MAX_WAITING_TEXTS: Final = 10_000  # that are not written yet
 
 
 class ConsoleStream(io.TextIOBase):
     """Stands in for stderr, so that nobody waits until somebody reads it.
 
-    write() only keeps the text, and never fails; a thread writes it. What it cannot
-    write is dropped: nobody reads the pipe, or the disk is full. A line says how many
-    lines are missing as soon as it can be written.
+    write() only keeps the text, and never fails; a thread writes it. It covers what is
+    no record of the log, too: the bar of a prompt, lines of the start, libraries. What
+    cannot be written is dropped: nobody reads the pipe, or the disk is full.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -1159,13 +1070,8 @@ class ConsoleStream(io.TextIOBase):
         if stream is None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - kept
         self._stream = stream
-        self._changed = threading.Condition()  # guards the next four
-        self._texts: list[str] = []
-        self._n_characters = 0  # of these texts
-        self._n_dropped = 0  # lines that came while there were too many texts
-        self._is_writing = False
-        thread = threading.Thread(target=self._work, name="console", daemon=True)
-        thread.start()
+        self._texts: queue.Queue[str] = queue.Queue(_MAX_WAITING_TEXTS)
+        threading.Thread(target=self._work, name="console", daemon=True).start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -1181,58 +1087,26 @@ class ConsoleStream(io.TextIOBase):
         return self._stream.isatty()
 
     def write(self, text: str) -> int:
-        """Keep a text to be written, or drop it if too much waits or was dropped."""
-        with self._changed:
-            is_full = self._n_characters + len(text) > _MAX_WAITING_CHARACTERS
-            if is_full or self._n_dropped:  # the line that reports them comes first
-                self._n_dropped += text.count("\n")
-            else:
-                self._texts.append(text)
-                self._n_characters += len(text)
-            self._changed.notify_all()
+        """Keep a text to be written, or drop it if too many wait."""
+        with suppress(queue.Full):
+            self._texts.put_nowait(text)
         return len(text)
 
     def drain(self, *, seconds: float) -> None:
         """Return when all is written, at the latest after so many seconds."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._texts and not self._is_writing, timeout=seconds
-            )
-
-    # -- the thread that writes --------------------------------------------------------
+        deadline = time.monotonic() + seconds
+        while self._texts.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _work(self) -> None:
-        n_lost = 0  # lines that are missing, which no line has reported yet
         while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._texts)
-                self._is_writing = True
-                text = "".join(self._texts)
-                self._texts = []
-                self._n_characters = 0
-                n_dropped = self._n_dropped  # all of them came after `text`
-                self._n_dropped = 0
+            text = self._texts.get()
+            with suppress(OSError):
+                self._write_out(text.encode(self.encoding, "backslashreplace"))
+            self._texts.task_done()
 
-            n_lost = self._write_after_report(text, n_lost=n_lost) + n_dropped
-            if n_dropped:
-                n_lost = self._write_after_report("", n_lost=n_lost)
-
-    def _write_after_report(self, text: str, *, n_lost: int) -> int:
-        """Report lost lines, then write the text; returns how many are unreported."""
-        try:
-            if n_lost:
-                self._write_out(f"{n_lost} lines are missing: nobody could take them\n")
-                n_lost = 0
-            self._write_out(text)
-        except OSError:
-            n_lost += text.count("\n")
-        return n_lost
-
-    def _write_out(self, text: str) -> None:
+    def _write_out(self, payload: bytes) -> None:
         descriptor = self.fileno()
-        payload = text.encode(self.encoding, "backslashreplace")
         while payload:
             try:
                 payload = payload[os.write(descriptor, payload) :]
@@ -1305,35 +1179,6 @@ class RequestFacts(TypedDict):
     ttft_ms: int  # from the request to the first token; 0 if there was none
     replayed: int  # prompt tokens that came from a transcript
     fallback: str | None  # why no longer transcript was replayed
-
-
-_FIRST_KEYS: Final = (
-    "id",
-    "prompt",
-    "cached",
-    "match",
-    "prefill",
-    "decode",
-    "out",
-    "ttft_ms",
-    "finish",
-)
-_UNPRINTABLE: Final = re.compile(r"(?:[^!-~]|=)+")  # all but visible ASCII; "="
-
-
-def format_request_line(**values: object) -> str:
-    """`id=7f3a prompt=1200 ... finish=stop ...`: _FIRST_KEYS first, then the others."""
-    ordered = {**dict.fromkeys(_FIRST_KEYS), **values}
-    pairs = [f"{key}={_format_value(value)}" for key, value in ordered.items()]
-    return " ".join(pairs)
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return "-"
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    # Clients choose session ids: none may break the line, or control the terminal.
-    return _UNPRINTABLE.sub("_", text[:80]) or "-"
 
 
 def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str:
@@ -1491,12 +1336,17 @@ _SUMS: Final = {
 }
 _SECONDS_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHARE_BUCKETS: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
-_HISTOGRAMS: Final = {  # of requests that were answered
+_HISTOGRAMS: Final = {  # all but the last of requests that were answered
     "ttft_seconds": ("Seconds from the request to its first token", _SECONDS_BUCKETS),
     "prefill_seconds": ("Seconds to read the prompt", _SECONDS_BUCKETS),
     "decode_seconds": ("Seconds to generate the reply", _SECONDS_BUCKETS),
     "cached_share": ("Cached tokens, as a share of the prompt", _SHARE_BUCKETS),
+    "waiting_seconds": (
+        "Seconds that requests waited before their prompt was read, by reason",
+        _SECONDS_BUCKETS,
+    ),
 }
+_WAIT_REASONS: Final = ("queue", "prefix", "memory")
 
 
 class Totals(TypedDict):
@@ -1512,99 +1362,54 @@ class Totals(TypedDict):
     saved_seconds: float  # that cached tokens would have taken to read
 
 
+# Counts of one tenant. A counter or a sum has its name. Of histograms, the bucket up to
+# 0.3 is ("ttft_seconds", "", 0.3), with the reason in the middle, if there are several,
+# and ("ttft_seconds", "", "sum"); requests are ("requests", "line", "stop").
+type _Counts = defaultdict[object, float]
+
+
 class CacheMetrics:
-    """Counters, sums and histograms since the start: of all, of a key, or of a user.
+    """Counts since the start: of all tenants, of a key, or of a user.
 
-    What is counted for one is counted for its parents, too:
-
-        all <-- key "K" <-- user "K/U"
-        all <-- user "/U", where requests have no keys
+    What is counted for a tenant is counted for those above it, too: for "K/U" also for
+    "K" and "". All of them share one store.
     """
 
-    def __init__(self, parent: CacheMetrics | None = None) -> None:
-        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts and _totals
-        self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._totals: Totals = {
-            "requests": 0,
-            "refused": 0,
-            "failed": 0,
-            "prompt_tokens": 0,
-            "cached_tokens": 0,
-            "generated_tokens": 0,
-            "prefill_seconds": 0.0,
-            "saved_seconds": 0.0,
-        }
-        self._parent = parent
-        self._began_at: float = parent._began_at if parent else time.monotonic()
-        # Those of all tenants, by name: one dict, whoever has it.
-        self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
-
-        self._created_at = time.time()
-        self._registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            "start_llm_requests",
-            "Requests, by what was reused and how they ended",
-            labelnames=("match", "finish"),
-            registry=self._registry,
-        )
-        self._histograms = {
-            name: prometheus.Histogram(
-                f"start_llm_{name}", sentence, buckets=buckets, registry=self._registry
-            )
-            for name, (sentence, buckets) in _HISTOGRAMS.items()
-        }
-        self._waiting_seconds = prometheus.Histogram(
-            "start_llm_waiting_seconds",
-            "Seconds that requests waited before their prompt was read, by reason",
-            labelnames=("reason",),
-            buckets=_SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        for reason in ("queue", "prefix", "memory"):
-            self._waiting_seconds.labels(reason)  # shown at zero, too
-
-    def make_tenant(self, tenant: str) -> CacheMetrics:
-        """The metrics of a tenant; those of a new user are forgotten without keep().
-
-        Call it on the metrics of all.
-        """
-        if tenant in self._tenants:
-            return self._tenants[tenant]
-        key = key_of_tenant(tenant)
-        parent = self._tenants.setdefault(key, CacheMetrics(self)) if key else self
-        return parent if key == tenant else CacheMetrics(parent)
-
-    def keep(self, tenant: str) -> None:
-        """Let these be the metrics of a tenant from now on, if it has none."""
-        if self._parent is not None:
-            self._tenants.setdefault(tenant, self)
+    def __init__(self) -> None:
+        self._tenant = ""  # whose counts are shown and made
+        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts
+        self._counts: dict[str, _Counts] = {"": defaultdict(int)}  # by tenant
+        self._began_at = time.monotonic()
 
     def of_tenant(self, tenant: str) -> CacheMetrics:
-        """The metrics of a tenant; if it has none, those of its key, or else of all."""
-        of_key = self._tenants.get(key_of_tenant(tenant), self)
-        return self._tenants.get(tenant, of_key)
+        """The metrics of a tenant. What a user has is kept apart from keep() on."""
+        metrics = copy(self)
+        metrics._tenant = tenant
+        return metrics
+
+    def keep(self) -> None:
+        """Keep the counts of this tenant apart from now on."""
+        with self._CACHE_METRICS_LOCK:
+            self._counts.setdefault(self._tenant, defaultdict(int))
 
     def drop_tenant(self, tenant: str) -> None:
         """Forget what was counted for a tenant alone."""
-        self._tenants.pop(tenant, None)
-
-    def _levels(self) -> Iterator[CacheMetrics]:
-        """These, those of the key, those of all."""
-        level: CacheMetrics | None = self
-        while level is not None:
-            yield level
-            level = level._parent
+        with self._CACHE_METRICS_LOCK:
+            self._counts.pop(tenant, None)
 
     def bump(self, name: str, n: int = 1) -> None:
         """Add `n` to a counter. Raises KeyError if there is none of that name."""
-        for level in self._levels():
-            with level._CACHE_METRICS_LOCK:
-                level._counts[name] += n
+        if name not in _COUNTERS:
+            raise KeyError(name)
+        self._add({name: n})
+
+    def add_refused(self) -> None:
+        """Count a request that was refused before the model was asked."""
+        self._add({"refused": 1})
 
     def observe_wait(self, reason: str, seconds: float) -> None:
         """Count that a request has waited, for "queue", "prefix" or "memory"."""
-        for level in self._levels():
-            level._waiting_seconds.labels(reason).observe(seconds)
+        self._add(_histogram_counts("waiting_seconds", seconds, reason=reason))
 
     def observe(
         self, facts: RequestFacts, *, saved_seconds: float, n_at_work: int = 1
@@ -1614,91 +1419,120 @@ class CacheMetrics:
         `saved_seconds`: that its cached tokens would have taken to read. In all they
         are no more than the time since the start, for each of `n_at_work` requests.
         """
+        self._add(
+            {
+                ("requests", facts["match"], facts["finish"]): 1,
+                "requests": 1,
+                "failed": facts["finish"] == "failed",
+                "prompt_tokens": facts["prompt"],
+                "cached_tokens": facts["cached"],
+                "generated_tokens": facts["out"],
+                "prefill_seconds": facts["prefill"],
+            }
+        )
+        if facts["finish"] not in ("cancelled", "failed") and facts["ttft_ms"]:
+            share = facts["cached"] / facts["prompt"]
+            self._add(_histogram_counts("ttft_seconds", facts["ttft_ms"] / 1000))
+            self._add(_histogram_counts("prefill_seconds", facts["prefill"]))
+            self._add(_histogram_counts("decode_seconds", facts["decode"]))
+            self._add(_histogram_counts("cached_share", share))
+
         most_saved = n_at_work * (time.monotonic() - self._began_at)
-        for level in self._levels():
-            level._add_to_totals(facts, saved_seconds, most_saved=most_saved)
-            level._observe_times(facts)
-
-    def add_refused(self) -> None:
-        """Count a request that was refused before the model was asked."""
-        for level in self._levels():
-            with level._CACHE_METRICS_LOCK:
-                level._totals["refused"] += 1
-
-    def _add_to_totals(
-        self, facts: RequestFacts, saved_seconds: float, *, most_saved: float
-    ) -> None:
         with self._CACHE_METRICS_LOCK:
-            totals = self._totals
-            totals["requests"] += 1
-            totals["failed"] += facts["finish"] == "failed"
-            totals["prompt_tokens"] += facts["prompt"]
-            totals["cached_tokens"] += facts["cached"]
-            totals["generated_tokens"] += facts["out"]
-            totals["prefill_seconds"] += facts["prefill"]
-            saved = min(totals["saved_seconds"] + saved_seconds, most_saved)
-            totals["saved_seconds"] = max(totals["saved_seconds"], saved)
+            for counts in self._levels():
+                room = max(0.0, most_saved - counts["saved_seconds"])
+                counts["saved_seconds"] += min(saved_seconds, room)
 
-    def _observe_times(self, facts: RequestFacts) -> None:
-        self._requests.labels(facts["match"], facts["finish"]).inc()
-        if facts["finish"] in ("cancelled", "failed") or not facts["ttft_ms"]:
-            return
-        values = {
-            "ttft_seconds": facts["ttft_ms"] / 1000,
-            "prefill_seconds": facts["prefill"],
-            "decode_seconds": facts["decode"],
-            "cached_share": facts["cached"] / facts["prompt"],
-        }
-        for name, value in values.items():
-            self._histograms[name].observe(value)
+    def _add(self, added: Mapping[Any, float]) -> None:
+        with self._CACHE_METRICS_LOCK:
+            for counts in self._levels():
+                for name, n in added.items():
+                    counts[name] += n
+
+    def _levels(self) -> list[_Counts]:
+        """The counts of the tenant and those above it; the lock is held."""
+        key = key_of_tenant(self._tenant)
+        self._counts.setdefault(key, defaultdict(int))
+        kept = {"", key, self._tenant} & self._counts.keys()
+        return [self._counts[tenant] for tenant in kept]
+
+    def _read(self) -> _Counts:
+        """A copy of the counts of the tenant."""
+        with self._CACHE_METRICS_LOCK:
+            return defaultdict(int, self._counts.get(self._tenant, {}))
 
     def totals(self) -> Totals:
         """The sums by now; seconds in milliseconds."""
-        with self._CACHE_METRICS_LOCK:
-            totals = self._totals.copy()
-        totals["prefill_seconds"] = round(totals["prefill_seconds"], 3)
-        totals["saved_seconds"] = round(totals["saved_seconds"], 3)
-        return totals
+        counts = self._read()
+        names = Totals.__annotations__
+        return cast(Totals, {name: round(counts[name], 3) for name in names})
 
     def snapshot(self) -> dict[str, int]:
         """The counters, by name."""
-        with self._CACHE_METRICS_LOCK:
-            return dict(self._counts)
+        counts = self._read()
+        return {name: int(counts[name]) for name in _COUNTERS}
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
-        registry = prometheus.CollectorRegistry()
-        counts: Mapping[str, Any] = {**self.snapshot(), **self.totals()}
-        counters = []
+        counts = self._read()
+        families: list[Metric] = []
         for name, sentence in {**_COUNTERS, **_SUMS}.items():
-            counters.append(
-                CounterMetricFamily(
-                    f"start_llm_{name}",
-                    sentence,
-                    value=counts[name],
-                    created=self._created_at,
-                )
+            families.append(
+                CounterMetricFamily(f"start_llm_{name}", sentence, value=counts[name])
             )
-        registry.register(_CounterCollector(counters))
         for name, value in gauges.items():
-            gauge = prometheus.Gauge(
-                f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
+            sentence = _GAUGES.get(name, name)
+            families.append(
+                GaugeMetricFamily(f"start_llm_{name}", sentence, value=value)
             )
-            gauge.set(value)
+        requests = CounterMetricFamily(
+            "start_llm_requests",
+            "Requests, by what was reused and how they ended",
+            labels=("match", "finish"),
+        )
+        for key, n in counts.items():
+            if isinstance(key, tuple) and key[0] == "requests":
+                requests.add_metric(key[1:], n)
+        histograms = [_histogram_family(name, counts) for name in _HISTOGRAMS]
+        return prometheus.generate_latest(
+            _Collector([*families, requests, *histograms])
+        )
 
-        kept_metrics = prometheus.generate_latest(self._registry)
-        return kept_metrics + prometheus.generate_latest(registry)
+
+def _histogram_counts(
+    name: str, value: float, *, reason: str = ""
+) -> dict[tuple[str, str, object], float]:
+    """What a value adds to a histogram."""
+    _, buckets = _HISTOGRAMS[name]
+    bucket = next((bound for bound in buckets if value <= bound), math.inf)
+    return {(name, reason, bucket): 1, (name, reason, "sum"): value}
 
 
-class _CounterCollector(Collector):
-    """Counters since a time of their own: prometheus.Counter would count since now."""
+def _histogram_family(name: str, counts: _Counts) -> Metric:
+    sentence, buckets = _HISTOGRAMS[name]
+    has_reasons = name == "waiting_seconds"
+    labels = ["reason"] if has_reasons else []
+    family = HistogramMetricFamily(f"start_llm_{name}", sentence, labels=labels)
+    for reason in _WAIT_REASONS if has_reasons else ("",):  # shown at zero, too
+        n = 0.0
+        sums = []
+        for bound in (*buckets, math.inf):
+            n += counts[name, reason, bound]
+            sums.append(("+Inf" if bound == math.inf else str(float(bound)), n))
+        values = [reason] if has_reasons else []
+        family.add_metric(values, sums, counts[name, reason, "sum"])
+    return family
 
-    def __init__(self, counters: list[CounterMetricFamily]) -> None:
-        self._counters = counters
 
-    def collect(self) -> list[CounterMetricFamily]:
-        """All of them, for one exposition."""
-        return self._counters
+class _Collector(Collector):
+    """Metrics for one exposition."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """All of them."""
+        return self._families
 
 
 # -- session logs ----------------------------------------------------------------------
@@ -1707,7 +1541,7 @@ class _CounterCollector(Collector):
 class SessionLog:
     """LOG_ROOT/<day>/cache-session-<id>.log: what a session sent, and what was reused.
 
-    A line is one JSON object. Only the owner can read the files, or see their names.
+    A line is one JSON object. Only the owner can open the folder of a day.
     """
 
     def __init__(self, config: Config) -> None:
@@ -1716,30 +1550,16 @@ class SessionLog:
         self._keep_days = config.log_keep_days
         self._has_warned = threading.Event()
 
-    def check(self) -> None:
-        """Warn at the start if nothing can be written there."""
-        try:
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=self._root):
-                pass
-        except OSError as error:
-            self._has_warned.set()
-            reason = error.strerror or error
-            logger.warning(
-                "LOG_ROOT %s cannot be written: %s. Sessions are not logged",
-                self._root,
-                reason,
-            )
-
     def write(self, session_id: str, record: Mapping[str, object]) -> None:
         """Append the time and a record. Never raises; the first failure is logged."""
         now = datetime.now().astimezone()
         folder = self._root / now.date().isoformat()
         path = folder / f"cache-session-{_file_stem(session_id)}.log"
         try:
-            line = _stamped_line(now, record)
-            is_new_day = _make_folder(folder)
-            _append_line(path, line)
+            is_new_day = not folder.exists()
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _append_line(path, _stamped_line(now, record))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._has_warned.is_set():
                 self._has_warned.set()
@@ -1756,50 +1576,15 @@ class SessionLog:
                 age = today - date.fromisoformat(folder.name)
             except ValueError:
                 continue  # not a day of ours
-            if age.days > self._keep_days:
-                _delete_folder(folder)
-
-
-def _make_folder(folder: Path) -> bool:
-    """Make the folder of a day, and LOG_ROOT, for their owner alone.
-
-    Returns False if the first is there already.
-    """
-    root = folder.parent
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
-    _close_root(root)
-    return True
-
-
-# What LOG_ROOT may hold and still be ours alone: days, and the files of LiteLLM.
-_OWN_LOG: Final = re.compile(r"\d{4}-\d\d-\d\d|litellm-\d+\..+|\.gitkeep|\.DS_Store")
-
-
-def _close_root(root: Path) -> None:
-    """Keep others out of a LOG_ROOT that was there, if it is for nothing but logs.
-
-    One that others may write to is shared on purpose: /tmp, which may be empty.
-    """
-    status = root.stat()
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        return
-    if all(_OWN_LOG.fullmatch(path.name) for path in root.iterdir()):
-        root.chmod(0o700)
-
-
-def _delete_folder(folder: Path) -> None:
-    """Delete the session logs in a folder, and the folder if nothing else is in it."""
-    try:
-        for path in folder.glob("cache-session-*.log"):
-            path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    except OSError as error:
-        logger.warning("old session logs %s cannot be deleted: %s", folder, error)
+            if age.days <= self._keep_days:
+                continue
+            try:
+                for path in folder.glob("cache-session-*.log"):
+                    path.unlink(missing_ok=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            except OSError as error:
+                logger.warning("old logs %s cannot be deleted: %s", folder, error)
 
 
 def _file_stem(session_id: str) -> str:
@@ -2092,36 +1877,43 @@ def assume_client() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request in the form that all sections know, whichever API it came through."""
+    """A request in the form that all sections know, whichever API it came through.
 
-    kind: Literal["chat", "completion", "messages"]  # "messages" is Anthropic's
+    Fields with a default are those that not every API has.
+    """
+
+    kind: Literal["chat", "completion", "messages"] = "chat"  # "messages": Anthropic's
     request_id: str
     model: str | None  # the name that was sent; None: whichever is loaded
     session: SessionContext
     user: str = ""  # whose request it is, for CACHE_ISOLATION=user
     sampling: SamplingParams  # LoadedModel.complete_sampling() has what was not sent
     max_tokens: int  # of the reply; 0: the prompt is read, for the cache alone
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
     stream: bool
-    include_usage: bool  # at the end of a stream
+    include_usage: bool = False  # at the end of a stream
     return_progress: bool = False  # of prefill, in a stream
-    messages: OriginalMessages  # none if it is a completion
+    messages: OriginalMessages = OriginalMessages(())  # none if it is a completion
     # By digest of an image: the text and the tokens that stand for it.
     image_tokens: Mapping[str, Any] = field(default_factory=dict)
     # Of a completion, as text or as token ids, which may exceed the vocabulary.
     prompt: str | tuple[int, ...] | None = None
-    tools: tuple[JsonObject, ...]  # {"type": "function", "function": {"name": ...}}
-    deferred_tools: tuple[JsonObject, ...]  # can be called, but are not in the prompt
-    tool_choice: ToolChoice
-    strict_tools: Mapping[str, str]  # the path of the schema in the body, by name
-    parallel_tool_calls: bool
-    logprobs: bool
-    top_logprobs: int  # alternatives per token
-    thinking: bool
-    effort: str  # how hard, one of EFFORTS; "": as the template does by itself
-    thinking_budget: int | None  # tokens
-    json_schema: JsonObject | None  # that the reply must fit
-    template_kwargs: Mapping[str, Any]  # for the chat template; never enable_thinking
+    tools: tuple[
+        JsonObject, ...
+    ] = ()  # {"type": "function", "function": {"name": ...}}
+    deferred_tools: tuple[JsonObject, ...] = ()  # can be called; not in the prompt
+    tool_choice: ToolChoice = ToolChoice()  # noqa: RUF009 - a tuple
+    # The path of the schema in the body, by name.
+    strict_tools: Mapping[str, str] = field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = 0  # alternatives per token
+    thinking: bool = False
+    effort: str = ""  # how hard, one of EFFORTS; "": as the template does by itself
+    thinking_budget: int | None = None  # tokens
+    json_schema: JsonObject | None = None  # that the reply must fit
+    # For the chat template; never enable_thinking.
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     # Called between two pieces of long work. Raises ClientGone.
     check_client: Callable[[], None] = field(default=assume_client, compare=False)
     # Tokens of a longer prompt are estimated from here on; it is refused anyway.
@@ -2204,90 +1996,41 @@ class ResponseFormatter(Protocol):
 # A body as bytes -> a JSON value -> the fields of a pydantic model, or a BadRequest.
 #
 #     body     {"messages": [{"role": "user", "content": 3}]}
-#     error    messages[0].content: should be a text or a list
+#     error    messages[0].content: should be a valid string or a valid list
 #
 # The models stand in the sections of the APIs. They are strict: "1" is no number. Null
-# means absent. Pydantic finds the faults. Its words and its paths become those that a
-# client knows.
+# means absent. What is wrong is told in pydantic's words, at the path that was sent.
 #
-# Public   NonEmptyText, parse_json_body, present_fields, drop_nulls, value_at,
-#          validate_fields, refuse_unless
+# Public   NonEmptyText, MAX_BRACKETS, parse_json_body, present_fields, drop_nulls,
+#          value_at, values_at, validate_fields, refuse_unless
 # Uses     ERRORS, API TYPES
 # Thread   any; pure
 
 # -- JSON ------------------------------------------------------------------------------
 
-MAX_CONTAINERS: Final = 250_000  # arrays and objects of a body
+MAX_BRACKETS: Final = 1_000_000  # that open: "[" and "{", also in texts
 
 
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`. Raises BadRequest if it is none.
 
-    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. An array of two
-    bytes of JSON takes a hundred in memory, so the number of arrays and objects is
-    limited (L-122).
+    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. Ten million arrays
+    would stop all threads for a second, and no context has room for so many brackets
+    (L-122).
     """
-    if _has_too_many_containers(raw):
-        raise BadRequest(
-            f"the body has more than {MAX_CONTAINERS:,} arrays and objects: no context"
-            " has the room for them"
-        )
-    with suppress(ValueError):
-        return from_json(raw, allow_inf_nan=False)
-    # Pydantic's reader, which is faster, refuses lone surrogates. The reader of the
-    # standard library accepts them, and says what is wrong and where.
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
+        raise BadRequest(f"the body has more than {MAX_BRACKETS:,} brackets")
     try:
-        value = json.loads(raw.decode())
-        text = json.dumps(value, ensure_ascii=False)
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        fault = str(error) if raw.strip() else "it is empty"
+
+    # Pydantic's reader refuses lone surrogates, the standard library's accepts them.
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(raw.decode()), ensure_ascii=False)
         whole_text = re.sub(r"[\ud800-\udfff]", "\ufffd", text)
         return from_json(whole_text, allow_inf_nan=False)
-    except (ValueError, RecursionError) as error:
-        fault = _describe_json_fault(error, raw)
     raise BadRequest(f"the body is not valid JSON: {fault}")
-
-
-# A string, with its end if it has one, or an opening bracket outside of strings. It
-# never steps back, so that no byte is looked at twice.
-_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL)
-
-
-def _has_too_many_containers(raw: bytes) -> bool:
-    """Whether a JSON value has more than MAX_CONTAINERS arrays and objects."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
-        return False  # too few even with the brackets in strings
-    brackets = (match for match in _BRACKET.finditer(raw) if match[1])
-    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1)) > MAX_CONTAINERS
-
-
-# What json.JSONDecodeError says, and what a client is told.
-_JSON_FAULTS: Final[Mapping[str, str]] = {
-    "Expecting value": "a value is missing",
-    "Expecting property name enclosed in double quotes": (
-        "a name in double quotes is missing"
-    ),
-    "Expecting ':' delimiter": "a colon is missing after a name",
-    "Expecting ',' delimiter": "a comma or a closing bracket is missing",
-    "Extra data": "something follows its end",
-    "Unterminated string starting at": "a string has no end",
-    "Invalid control character at": "a control character in a string is not escaped",
-    "Invalid \\escape": "no character is escaped like this",
-    "Invalid \\uXXXX escape": "four hexadecimal digits must follow \\u",
-    "Unexpected UTF-8 BOM (decode using utf-8-sig)": "it begins with a byte order mark",
-}
-
-
-def _describe_json_fault(error: ValueError | RecursionError, raw: bytes) -> str:
-    """What is wrong with a body, and where."""
-    if not raw.strip():
-        return "it is empty"
-    if isinstance(error, RecursionError) or "recursion limit" in str(error):
-        return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is no UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        fault = _JSON_FAULTS.get(error.msg.removesuffix(": "), "it cannot be read")
-        return f"{fault} (line {error.lineno}, column {error.colno})"
-    return "a number is NaN or infinite, or has too many digits"
 
 
 # -- fields ----------------------------------------------------------------------------
@@ -2325,27 +2068,45 @@ def value_at(fields: JsonObject, path: str) -> object:
     return value
 
 
+def values_at(
+    places: Iterable[str], fields: JsonObject, headers: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, object]]:
+    """Each of the places that has a value, and the value.
+
+    A place is a path in the body or, where that has nothing, the name of a header.
+    """
+    for place in places:
+        value = value_at(fields, place)
+        if value is None and headers:
+            value = headers.get(place)
+        if value is not None:
+            yield place, value
+
+
 def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
-    """The fields as a model. Raises BadRequest, which names the first wrong field."""
+    """The fields as a model. Raises BadRequest, which names the first wrong field.
+
+    Of a union, each branch reports a fault:
+
+    stop: ["a", 3]    the deepest counts, stop[1], and not that a list is no text
+    content: 3        both branches want another type: "a valid string or a valid list"
+    prompt: []        what is wrong with the value of one counts, not the others' type
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        faults = [_Fault.of(details, fields) for details in error.errors()]
-    raise _describe_first(faults)
+        faults = error.errors()
 
-
-def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
-    """A check of a field: the values that ask for nothing pass, others are refused."""
-
-    def check(value: object) -> object:
-        if not any(value == item and type(value) is type(item) for item in harmless):
-            raise PydanticCustomError(OUR_FAULT, sentence)
-        return value
-
-    return BeforeValidator(check)
-
-
-# -- faults ----------------------------------------------------------------------------
+    paths = [_find_path(fault, fields) for fault in faults]
+    path = max((path for path in paths if path.startswith(paths[0])), key=len)
+    at_path = [
+        fault
+        for fault, fault_path in zip(faults, paths, strict=True)
+        if fault_path == path
+    ]
+    of_value = [fault for fault in at_path if not fault["type"].endswith("_type")]
+    sentences = dict.fromkeys(map(describe_fault, of_value or at_path))
+    raise BadRequest(" or ".join(sentences).replace("or should be", "or"), field=path)
 
 
 # A name that is no plain word ends the path of a fault: it may be a megabyte long, or
@@ -2353,71 +2114,39 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 _PLAIN_NAME: Final = re.compile(r"[\w-]{1,64}")
 
 
-class _Fault(NamedTuple):
-    """A wrong value, and where it is."""
-
-    path: tuple[int | str, ...]  # ("messages", 3, "content")
-    message: str
-    is_of_type: bool  # it has the wrong type, or is none of a few texts
-
-    @classmethod
-    def of(cls, details: ErrorDetails, fields: JsonObject) -> _Fault:
-        kind = details["type"]
-        is_of_type = kind.endswith("_type") or kind == "literal_error"
-        path = _find_path(details, fields)
-        return cls(path, describe_fault(details), is_of_type)
-
-
-def _find_path(details: ErrorDetails, fields: JsonObject) -> tuple[int | str, ...]:
-    """The path of a fault in the fields that were sent.
+def _find_path(fault: ErrorDetails, fields: JsonObject) -> str:
+    """The path of a fault in the fields that were sent: messages[3].content.
 
     Pydantic's path has the branches of unions, too: ("stop", "list[...]", 1). A step
     that is neither an index nor a name in the value reached so far is such a branch.
     """
-    path: list[int | str] = []
+    path = ""
     value: Any = fields
-    for step in details["loc"]:
-        if value is details["input"]:
+    for step in fault["loc"]:
+        if value is fault["input"]:
             break  # the rest names a branch or a missing field
-        is_index = isinstance(value, list) and isinstance(step, int)
-        is_name = isinstance(value, dict) and step in value
-        if is_name and not _PLAIN_NAME.fullmatch(str(step)):
-            break
-        if is_index or is_name:
-            path.append(step)
+        if isinstance(value, list) and isinstance(step, int):
+            path += f"[{step}]"
             value = value[step]
-
-    if details["type"] == "missing":
-        path.append(details["loc"][-1])
-    return tuple(path)
-
-
-def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
-    """The error for the first wrong field. Of a union, each branch reports a fault.
-
-    content: 3        both branches want another type: "a text or a list"
-    stop: ["a", 3]    the branch of lists has the deeper fault, which counts: stop[1]
-    prompt: []        a text has another type; a list "should not be empty", which
-                      counts, as no fault of type
-    """
-    first_path = faults[0].path
-    of_field = [f for f in faults if f.path[: len(first_path)] == first_path]
-    deepest_path = max((fault.path for fault in of_field), key=len)
-
-    deepest = [fault for fault in of_field if fault.path == deepest_path]
-    of_value = [fault for fault in deepest if not fault.is_of_type]
-    first_message, *others = dict.fromkeys(f.message for f in of_value or deepest)
-    alternatives = [message.removeprefix("should be ") for message in others]
-    text = " or ".join([first_message, *alternatives])
-    return BadRequest(text, field=_spell_path(deepest_path))
+        elif isinstance(value, dict) and step in value:
+            if not _PLAIN_NAME.fullmatch(str(step)):
+                break
+            path += f".{step}"
+            value = value[step]
+    if fault["type"] == "missing":
+        path += f".{fault['loc'][-1]}"
+    return path.removeprefix(".")
 
 
-def _spell_path(path: Iterable[int | str]) -> str:
-    """A path as clients know it: messages[3].content."""
-    text = ""
-    for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}"
-    return text.removeprefix(".")
+def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
+    """A check of a field: the values that ask for nothing pass, others are refused."""
+
+    def check(value: object) -> object:
+        if value not in harmless:
+            raise PydanticCustomError("refused", sentence)
+        return value
+
+    return BeforeValidator(check)
 
 
 # region OPENAI API ============================================================
@@ -2431,11 +2160,12 @@ def _spell_path(path: Iterable[int | str]) -> str:
 # of it, and the id of their session. Each has a table of places: the first place that
 # has a value counts.
 #
-# A completion is parsed as a chat with one empty message, which its prompt then
-# replaces. Fields that only chats have are ignored there.
+# What all APIs share is read by read_common() and, if it is a conversation, by
+# add_thinking(); each parser adds what is its own.
 #
-# Public   StopText, parse_chat_request, parse_completion_request,
-#          OpenAIFormatter, USER_HEADER
+# Public   StopText, RequestBody, parse_chat_request, parse_completion_request,
+#          read_common, add_thinking, check_prewarm, check_choice, read_schema,
+#          order_tool_results, OpenAIFormatter, USER_HEADER
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES
 # Thread   any; pure
 
@@ -2457,7 +2187,6 @@ class _ThinkingPart(TypedDict):
 class _ImagePart(TypedDict):
     type: Literal["image_url", "input_image"]
     image_url: str | JsonObject  # an object has the text in `url`
-    request_field: NotRequired[str]  # ours: its path in the body
 
 
 _ContentPart = Annotated[
@@ -2494,92 +2223,65 @@ class _ChatMessage(TypedDict):
 _StoredHistory = Annotated[
     object,
     refuse_unless(
-        None,
-        "",
-        sentence="no conversation is stored here: leave it out, send all messages",
+        "", sentence="no conversation is stored here: leave it out, send all messages"
     ),
 ]
-_One = Annotated[
-    object, refuse_unless(1, sentence="one reply is written for each request: send 1")
-]
-_NOT_HERE: Final = "this server cannot do it: leave it out"
-_TEXT_ONLY: Final = "this server writes text alone: leave it out"
-_SEND_TOOLS: Final = "this is the older form: send `tools` and `tool_choice`"
 
 
-class _PromptCacheOptions(TypedDict):
-    prewarm: NotRequired[bool]  # ours: the prompt is read, for the cache alone
-
-
-class _ChatBody(BaseModel, strict=True, extra="allow"):
-    """The fields that have one spelling, except for those of SamplingParams.
+class RequestBody(BaseModel, strict=True, extra="allow"):
+    """The fields of all APIs that have one spelling, except for SamplingParams.
 
     extra="allow" holds for the dicts inside, too: unknown fields of a message stay.
     """
 
     model: str | None = None
     stream: bool = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: the prompt is only read
+    # What we cannot do, with the values that do not ask for it.
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    audio: Annotated[object, refuse_unless(sentence="replies are text alone")] = None
+    modalities: ListOf[Literal["text"]] = []
+    functions: Annotated[
+        object, refuse_unless([], sentence="this is the older form: send `tools`")
+    ] = []
+    function_call: Literal["none", "auto"] = "none"
+    # Without the history that these stand for, the model would reply to a fragment.
+    previous_response_id: _StoredHistory = ""  # Responses API
+    conversation: _StoredHistory = ""  # Responses API
+    assistant_id: _StoredHistory = ""  # Assistants API: instructions and tools
+
+
+class _OpenAIBody(RequestBody):
+    """The fields that chats and completions share."""
+
     stream_options: MapOf[str, bool | None] = {}
-    return_progress: bool = False  # llama.cpp's server
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    return_progress: bool = False  # llama.cpp's server; no effect on completions
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = []
+
+
+class _ChatBody(_OpenAIBody):
     messages: Annotated[ListOf[_ChatMessage], Field(min_length=1)]
     tools: ListOf[_Tool] = []
     tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    chat_template_kwargs: JsonObject = {}
     response_format: JsonObject = {}
-    prompt_cache_options: _PromptCacheOptions = {}
-    # What we cannot do, with the values that do not ask for it.
-    n: _One = 1
-    best_of: _One = 1
-    echo: Annotated[object, refuse_unless(False, sentence=_NOT_HERE)] = False
-    suffix: Annotated[object, refuse_unless("", sentence=_NOT_HERE)] = ""
-    audio: Annotated[object, refuse_unless(None, sentence=_TEXT_ONLY)] = None
-    modalities: Annotated[object, refuse_unless([], ["text"], sentence=_TEXT_ONLY)] = []
-    functions: Annotated[object, refuse_unless([], sentence=_SEND_TOOLS)] = []
-    function_call: Annotated[
-        object, refuse_unless("none", "auto", sentence=_SEND_TOOLS)
-    ] = "none"
-    # Without the history that these stand for, the model would reply to a fragment.
-    previous_response_id: _StoredHistory = None  # Responses API
-    conversation: _StoredHistory = None  # Responses API
-    assistant_id: _StoredHistory = None  # Assistants API: instructions and tools
 
 
-_ASK_A_CHAT: Final = "only chats have them, at /v1/chat/completions"
-_PromptIds = Annotated[
-    tuple[TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)
-]
-
-
-class _CompletionBody(BaseModel, strict=True):
-    """The fields that differ from those of a chat."""
-
-    prompt: NonEmptyText | _PromptIds
+class _CompletionBody(_OpenAIBody):
+    prompt: NonEmptyText | Annotated[ListOf[TokenId], Field(min_length=1)]
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
-    logprobs: Annotated[object, refuse_unless(None, sentence=_ASK_A_CHAT)] = None
-    return_progress: bool = False  # without effect, but described for both
+    logprobs: Annotated[
+        object, refuse_unless(sentence="send a chat, to /v1/chat/completions")
+    ] = None
 
 
 # -- bodies -> requests ----------------------------------------------------------------
-
-# Fields of a chat that a completion ignores.
-_CHAT_ONLY_FIELDS: Final = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "top_logprobs",
-    "return_progress",
-    "thinking",
-    "thinking_budget",
-    "reasoning",
-    "reasoning_effort",
-    "chat_template_kwargs",
-)
 
 
 def parse_chat_request(
@@ -2587,64 +2289,29 @@ def parse_chat_request(
 ) -> ChatRequest:
     """POST /v1/chat/completions. Raises BadRequest, which names the wrong field."""
     fields = present_fields(body)
-    lower_headers = {name.lower(): value for name, value in headers.items()}
     parsed = validate_fields(_ChatBody, fields)
     if parsed.top_logprobs and not parsed.logprobs:
         raise BadRequest("it needs logprobs to be true", field="top_logprobs")
 
-    _check_template_kwargs(parsed.chat_template_kwargs)
-    thinking = _find_thinking(fields, default=config.default_thinking)
     messages = [
         _normalize_message(message, field=f"messages[{index}]")
         for index, message in enumerate(parsed.messages)
     ]
-    json_schema = _json_schema(parsed.response_format)
-    stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop
-    max_tokens = parsed.max_completion_tokens or parsed.max_tokens
-    max_tokens = max_tokens or config.default_max_tokens
-    if parsed.prompt_cache_options.get("prewarm"):
-        max_tokens = 0
-        _check_prewarm(parsed)
-
-    return ChatRequest(
-        kind="chat",
-        request_id=request_id,
-        model=parsed.model,
-        session=_find_session(fields, lower_headers),
-        user=_find_user(fields, lower_headers),
-        sampling=validate_fields(SamplingParams, fields),
-        max_tokens=max_tokens,
-        stop=tuple(stop),
-        stream=parsed.stream,
-        include_usage=bool(parsed.stream_options.get("include_usage")),
+    request = _read_openai(
+        parsed, fields, config, request_id=request_id, headers=headers
+    )
+    request = add_thinking(request, fields, config)
+    request = _add_tools(request, parsed)
+    request = replace(
+        request,
+        messages=order_tool_results(messages),
         return_progress=parsed.return_progress,
-        messages=OriginalMessages(tuple(_order_tool_results(messages))),
-        tools=_functions(parsed.tools, is_deferred=False),
-        deferred_tools=_functions(parsed.tools, is_deferred=True),
-        tool_choice=_tool_choice(parsed),
-        strict_tools=_strict_tools(parsed.tools),
-        parallel_tool_calls=parsed.parallel_tool_calls,
         logprobs=parsed.logprobs,
         top_logprobs=parsed.top_logprobs,
-        thinking=thinking.is_on,
-        effort=thinking.effort or config.default_reasoning_effort,
-        thinking_budget=_find_thinking_budget(fields),
-        json_schema=json_schema,
-        template_kwargs=_template_kwargs(parsed.chat_template_kwargs),
+        json_schema=read_schema(parsed.response_format, field="response_format"),
     )
-
-
-def _check_prewarm(parsed: _ChatBody) -> None:
-    """Raise BadRequest for what is asked of a reply that will not be generated."""
-    is_asked_for = {
-        "stream": parsed.stream,
-        "response_format": bool(parsed.response_format),
-        "tool_choice": parsed.tool_choice not in ("none", "auto"),
-    }
-    for place, is_asked in is_asked_for.items():
-        if is_asked:
-            sentence = "the prompt is only read into the cache: there will be no reply"
-            raise BadRequest(sentence, field=place)
+    check_prewarm(request)
+    return request
 
 
 def parse_completion_request(
@@ -2652,52 +2319,107 @@ def parse_completion_request(
 ) -> ChatRequest:
     """POST /v1/completions: one prompt, as text, as token ids or as a list of one.
 
-    Raises BadRequest, which names the wrong field.
+    Fields that only chats have are ignored. Raises BadRequest, which names the wrong
+    field.
     """
     fields = present_fields(body)
     match fields.get("prompt"):
-        case [str() | list() as prompt]:
-            fields["prompt"] = prompt
+        case [str() | list() as only_prompt]:
+            fields["prompt"] = only_prompt
         case [str() | list(), *_]:
             raise BadRequest("only one per request", field="prompt")
-    parsed = validate_fields(_CompletionBody, fields)
 
-    chat_body = {
-        name: value for name, value in fields.items() if name not in _CHAT_ONLY_FIELDS
-    }
-    chat_body["messages"] = [{"role": "user", "content": ""}]
-    chat_body["enable_thinking"] = False
-    request = parse_chat_request(
-        chat_body, config, request_id=request_id, headers=headers
+    parsed = validate_fields(_CompletionBody, fields)
+    request = _read_openai(
+        parsed, fields, config, request_id=request_id, headers=headers
     )
+    prompt = parsed.prompt if isinstance(parsed.prompt, str) else tuple(parsed.prompt)
+    request = replace(request, kind="completion", prompt=prompt)
+    check_prewarm(request)
+    return request
+
+
+def _read_openai(
+    parsed: _OpenAIBody,
+    fields: JsonObject,
+    config: Config,
+    *,
+    request_id: str,
+    headers: Mapping[str, str],
+) -> ChatRequest:
+    """What chats and completions have in common."""
+    request = read_common(
+        parsed, fields, config, request_id=request_id, headers=headers
+    )
+    stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop
+    max_tokens = parsed.max_completion_tokens
     return replace(
         request,
-        kind="completion",
-        prompt=parsed.prompt,
-        messages=OriginalMessages(()),  # it has none; the empty one was for the parser
+        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        stop=tuple(stop),
+        include_usage=bool(parsed.stream_options.get("include_usage")),
     )
 
 
-def _json_schema(response_format: JsonObject) -> JsonObject | None:
-    """The schema that the reply must fit; None: any text will do."""
-    kind = response_format.get("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":  # llama.cpp's server and Together take a schema with it
-        schema = response_format.get("schema", {"type": "object"})
-        if not isinstance(schema, dict):
-            raise BadRequest("should be an object", field="response_format.schema")
-        return schema
+def read_common(
+    parsed: RequestBody,
+    fields: JsonObject,
+    config: Config,
+    *,
+    request_id: str,
+    headers: Mapping[str, str],
+) -> ChatRequest:
+    """What the requests of all APIs have in common. Raises BadRequest."""
+    lower_headers = {name.lower(): value for name, value in headers.items()}
+    max_tokens = parsed.max_tokens
+    return ChatRequest(
+        request_id=request_id,
+        model=parsed.model,
+        session=_find_session(fields, lower_headers),
+        user=_find_user(fields, lower_headers),
+        sampling=validate_fields(SamplingParams, fields),
+        max_tokens=config.default_max_tokens if max_tokens is None else max_tokens,
+        stream=parsed.stream,
+    )
 
-    if kind != "json_schema":
-        sentence = "should be 'text', 'json_object' or 'json_schema'"
-        raise BadRequest(sentence, field="response_format.type")
-    # OpenAI puts the schema into an object of that name, Anthropic does not.
-    owner = response_format.get("json_schema", response_format)
-    schema = owner.get("schema") if isinstance(owner, dict) else None
-    if not isinstance(schema, dict):
-        raise BadRequest("should have a JSON schema", field="response_format")
-    return schema
+
+def check_prewarm(request: ChatRequest) -> None:
+    """Raise BadRequest for what is asked of a reply that will not be generated."""
+    is_asked_for = {
+        "a stream": request.stream,
+        "a format": request.json_schema is not None,
+        "a call": request.tool_choice.mode in ("required", "named"),
+    }
+    for wish, is_asked in is_asked_for.items():
+        if is_asked and request.max_tokens == 0:
+            sentence = f"with 0 the prompt is only read: there can be no {wish[2:]}"
+            raise BadRequest(sentence, field="max_tokens")
+
+
+def read_schema(response_format: JsonObject, *, field: str) -> JsonObject | None:
+    """The schema that the reply must fit; None: any text will do.
+
+    `field`: the path of `response_format` in the body. Raises BadRequest.
+    """
+    match response_format:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case {"type": "json_schema", "schema": dict(schema)}:  # Anthropic
+            return schema
+        case {"type": "json_object", "schema": dict(schema)}:  # llama.cpp, Together
+            return schema
+        case {"type": "json_object", "schema": _}:
+            raise BadRequest("should be an object", field=f"{field}.schema")
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema"}:
+            raise BadRequest("should have a JSON schema", field=field)
+        case {"type": "text"}:
+            return None
+        case {"type": _}:
+            sentence = "should be 'text', 'json_object' or 'json_schema'"
+            raise BadRequest(sentence, field=f"{field}.type")
+    return None
 
 
 # -- thinking --------------------------------------------------------------------------
@@ -2725,6 +2447,7 @@ _THINKING_PLACES: Final = (
     "chat_template_kwargs.thinking",  # as DeepSeek's do
     _EFFORT_KWARG,  # gpt-oss, Qwen3.8; a word that is no level is the template's own
     *_THINKING_FIELDS,
+    "output_config.effort",  # Anthropic
     *(f"metadata.{name}" for name in _THINKING_FIELDS),
 )
 # Where a body may say how many tokens it may think. The first that is present counts.
@@ -2760,71 +2483,64 @@ _RESERVED_KWARGS: Final = {
 } - {"documents"}
 
 
-class _Thinking(NamedTuple):
-    """Whether to think, and how hard."""
+def add_thinking(
+    request: ChatRequest, fields: JsonObject, config: Config
+) -> ChatRequest:
+    """The request with the thinking that a body asks for, and its template's values.
 
-    is_on: bool
-    effort: str = ""  # one of EFFORTS; "": the body names none
-
-
-def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
-    """The thinking that a body asks for. Raises BadRequest if a value is no level.
-
-    {"thinking": true, "reasoning_effort": "low"} is on, with the effort "low".
-    {"reasoning": {"max_tokens": 2000}} is on, as it says nothing else.
+    Raises BadRequest if one of them cannot be used.
     """
-    levels = []
-    for place in _THINKING_PLACES:
-        value = value_at(fields, place)
-        can_be_object = f"{place}.type" in _THINKING_PLACES  # "thinking", "reasoning"
-        if value is None or (can_be_object and isinstance(value, dict)):
-            continue  # the fields of the object have places of their own
-        level = _THINKING_LEVELS.get(str(value).lower())
-        if level is not None:
-            levels.append(level)
-        elif place != _EFFORT_KWARG:
-            names = ", ".join(_THINKING_LEVELS)
-            quote = f"{value!r:.60}"
-            raise BadRequest(f"{quote} is none of {names}", field=place, quote=quote)
-
-    if not levels:
-        budgets = [value_at(fields, place) for place in _SWITCHING_BUDGETS]
-        return _Thinking(default or any(budget is not None for budget in budgets))
-    if levels[0] == "off":
-        return _Thinking(False)
-    return _Thinking(True, next((level for level in levels if level in EFFORTS), ""))
-
-
-def _find_thinking_budget(fields: JsonObject) -> int | None:
-    """The number of tokens that a reply may think; None: as many as it likes.
-
-    Raises BadRequest if the value at one of the places is no such number.
-    """
-    budgets: list[int] = []
-    for place in _BUDGET_PLACES:
-        value = value_at(fields, place)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise BadRequest("should be a number of tokens, 0 or more", field=place)
-        budgets.append(value)
-    return budgets[0] if budgets else None
-
-
-def _check_template_kwargs(template_kwargs: JsonObject) -> None:
+    template_kwargs = fields.get("chat_template_kwargs", {})
+    if not isinstance(template_kwargs, dict):
+        raise BadRequest("should be an object", field="chat_template_kwargs")
     for name in template_kwargs:
         if name in _RESERVED_KWARGS:
             place = f"chat_template_kwargs.{name}"
             raise BadRequest("this is not a request's to set", field=place)
 
-
-def _template_kwargs(sent_kwargs: JsonObject) -> JsonObject:
-    """What a chat template gets beside `thinking` and `effort` of ChatRequest."""
-    template_kwargs = drop_nulls(sent_kwargs)
+    template_kwargs = drop_nulls(template_kwargs)
     template_kwargs.pop("enable_thinking", None)
     if str(template_kwargs.get("reasoning_effort", "")).lower() in _THINKING_LEVELS:
         del template_kwargs["reasoning_effort"]
-    return template_kwargs
+
+    budgets: dict[str, int] = {}
+    for place, budget in values_at(_BUDGET_PLACES, fields):
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+            raise BadRequest("should be a number of tokens, 0 or more", field=place)
+        budgets[place] = budget
+
+    levels = _find_thinking_levels(fields)
+    is_on = config.default_thinking or any(
+        place in budgets for place in _SWITCHING_BUDGETS
+    )
+    if levels:
+        is_on = levels[0] != "off"
+    efforts = [level for level in levels if level in EFFORTS] if is_on else []
+    return replace(
+        request,
+        thinking=is_on,
+        effort=efforts[0] if efforts else config.default_reasoning_effort,
+        thinking_budget=next(iter(budgets.values()), None),
+        template_kwargs=template_kwargs,
+    )
+
+
+def _find_thinking_levels(fields: JsonObject) -> list[str]:
+    """What a body says of thinking, the strongest place first.
+
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low".
+    """
+    levels = []
+    for place, value in values_at(_THINKING_PLACES, fields):
+        level = _THINKING_LEVELS.get(str(value).lower())
+        has_places = f"{place}.type" in _THINKING_PLACES  # for the fields of an object
+        if level is not None:
+            levels.append(level)
+        elif place != _EFFORT_KWARG and not (has_places and isinstance(value, dict)):
+            names = ", ".join(_THINKING_LEVELS)
+            quote = f"{value!r:.60}"
+            raise BadRequest(f"{quote} is none of {names}", field=place, quote=quote)
+    return levels
 
 
 # -- session ---------------------------------------------------------------------------
@@ -2840,7 +2556,7 @@ _SESSION_PLACES: Final = (
     "metadata.conversation_id",
     "metadata.thread_id",
     "metadata.chat_id",
-    "metadata.user_id",  # Claude Code: see _claude_session_id()
+    "metadata.user_id",  # Claude Code
     "x-claude-code-session-id",
     "x-session-id",  # opencode
     "thread-id",  # Codex; a sub-agent has its own
@@ -2853,11 +2569,11 @@ _PARENT_PLACES: Final = (
     "x-codex-parent-thread-id",
 )
 _AGENT_PLACES: Final = ("x-claude-code-agent-id",)
-# Where a gateway may name the user that it asks for, the strongest first, as above.
+# Where a gateway may name the user that it asks for: this header, or the first of these
+# fields of the body.
 USER_HEADER: Final = "x-cache-user"
 _USER_PLACES: Final = (
-    USER_HEADER,
-    "metadata.user_id",  # Anthropic: see _without_session()
+    "metadata.user_id",  # Anthropic: without the session of Claude Code
     "safety_identifier",  # OpenAI, as is the next one: its older name
     "user",
     "prompt_cache_key",  # OpenAI: often one for each session
@@ -2884,49 +2600,32 @@ def _find_id(
     places: Sequence[str], fields: JsonObject, headers: Mapping[str, str]
 ) -> str | None:
     """The first id at one of these places: a text or a number that is not empty."""
-    for place in places:
-        value = value_at(fields, place)
-        if value is None:
-            value = headers.get(place)
+    for place, value in values_at(places, fields, headers):
+        session_id = value
         if place == "metadata.user_id":  # names a person; of Claude Code, a session too
-            value = _claude_session_id(str(value))
-        is_id = isinstance(value, str | int) and not isinstance(value, bool)
-        if value and is_id:
-            return str(value)[:_MAX_ID_LENGTH]
+            match = _CLAUDE_SESSION.search(str(value))
+            session_id = (match[1] or match[2]) if match else None
+        is_id = isinstance(session_id, str | int) and not isinstance(session_id, bool)
+        if session_id and is_id:
+            return str(session_id)[:_MAX_ID_LENGTH]
     return None
 
 
 def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
     """The user that a request names, at full length; "" if it names none.
 
-    USER_HEADER is looked for among the headers alone, the others in the body alone.
-    """
-    for place in _USER_PLACES:
-        is_header = place == USER_HEADER
-        value = headers.get(place) if is_header else value_at(fields, place)
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            continue
-        user = str(value).strip()
-        if place == "metadata.user_id":
-            user = _without_session(user)
-        if user:
-            return user
-    return ""
-
-
-def _without_session(user_id: str) -> str:
-    """A `user_id` of Claude Code without its session: person, account and device stay.
+    Of a `user_id` of Claude Code, person, account and device count, not the session:
 
     {"device_id": "d", "session_id": "s"} -> {"device_id": "d", }
     user_a1_account_b2_session_c3 -> user_a1_account_b2
     """
-    return _CLAUDE_SESSION.sub("", user_id)
-
-
-def _claude_session_id(user_id: str) -> str | None:
-    """The session in such a `user_id`: "s" and "c3" in these two; None: it has none."""
-    match = _CLAUDE_SESSION.search(user_id)
-    return (match[1] or match[2]) if match else None
+    user = headers.get(USER_HEADER, "").strip()  # a gateway's: no body replaces it
+    for place, value in values_at(_USER_PLACES, fields):
+        if not user and isinstance(value, str | int) and not isinstance(value, bool):
+            user = str(value).strip()
+            if place == "metadata.user_id":
+                user = _CLAUDE_SESSION.sub("", user)
+    return user
 
 
 # -- messages --------------------------------------------------------------------------
@@ -2941,37 +2640,32 @@ def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
     message: Message = {
         name: value for name, value in sent.items() if value not in (None, [])
     }
-    role = message["role"]
+    thinking = ""
     content = message.get("content")
-    thinking = None
     if isinstance(content, list):
-        thinking = _join_thinking(content)
-        message["content"] = [
-            # As sent: results are put into another order.
-            {"request_field": f"{field}.content[{index}]", **part}
-            if "image_url" in part
-            else part
-            for index, part in enumerate(content)
-            if part["type"] != "thinking"
-        ]
+        message["content"] = []
+        for index, part in enumerate(content):
+            if part["type"] == "thinking":
+                thinking += part["thinking"]
+            elif part["type"] == "text":
+                message["content"].append(part)
+            else:  # as sent: results are put into another order
+                image = {**part, "request_field": f"{field}.content[{index}]"}
+                message["content"].append(image)
 
+    role = message["role"]
     if role not in ("assistant", "tool") and "content" not in message:
         raise BadRequest(f"a {role} message needs text", field=f"{field}.content")
-    if thinking is not None and role != "assistant":
+    if thinking and role != "assistant":
         fault = f"a {role} message has no thinking: only the assistant's has"
         raise BadRequest(fault, field=f"{field}.content")
 
-    for name in ("reasoning", "reasoning_content"):  # the last that is sent counts
-        thinking = message.pop(name, thinking)
-    return drop_nulls({"content": "", **message, "reasoning_content": thinking})
+    sent_thinking = message.pop("reasoning", thinking or None)
+    sent_thinking = message.pop("reasoning_content", sent_thinking)
+    return drop_nulls({"content": "", **message, "reasoning_content": sent_thinking})
 
 
-def _join_thinking(parts: Iterable[Mapping[str, Any]]) -> str | None:
-    texts = [part["thinking"] for part in parts if part["type"] == "thinking"]
-    return "".join(texts) or None
-
-
-def _order_tool_results(messages: Iterable[Message]) -> list[Message]:
+def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
     """Put the results of parallel calls into the order of the calls.
 
         sent     calls a, b | result of b, note, result of a | next question
@@ -2984,82 +2678,71 @@ def _order_tool_results(messages: Iterable[Message]) -> list[Message]:
     """
     ordered: list[Message] = []
     positions: dict[str | None, int] = {}  # of the newest calls, by id
-    for are_results, group in groupby(messages, key=_can_follow_calls):
+    for can_follow_calls, group in groupby(
+        messages, key=lambda m: m["role"] in ("tool", "system", "developer")
+    ):
         run = list(group)
-        if are_results:  # a note has no id, as a call may have none
+        if can_follow_calls:
             run.sort(
-                key=lambda message: (
-                    positions.get(message.get("tool_call_id"), len(positions))
-                    if message["role"] == "tool"
+                key=lambda m: (
+                    positions.get(m.get("tool_call_id"), len(positions))
+                    if m["role"] == "tool"  # a note has no id, as a call may have none
                     else len(positions)
                 )
             )
         ordered += run
 
-        call_ids = _call_ids(run)
-        if len(set(call_ids)) < len(call_ids):
-            positions = {}
-        elif call_ids:
-            positions = {call_id: n for n, call_id in enumerate(call_ids)}
-    return ordered
-
-
-def _can_follow_calls(message: Message) -> bool:
-    return message["role"] in ("tool", "system", "developer")
-
-
-def _call_ids(messages: Iterable[Message]) -> list[str | None]:
-    call_ids: list[str | None] = []
-    for message in messages:
-        call_ids += [call.get("id") for call in message.get("tool_calls", ())]
-    return call_ids
+        calls = list(chain.from_iterable(m.get("tool_calls", ()) for m in run))
+        if calls:
+            positions = {call.get("id"): n for n, call in enumerate(calls)}
+            if len(positions) < len(calls):
+                positions = {}
+    return OriginalMessages(tuple(ordered))
 
 
 # -- tools -----------------------------------------------------------------------------
 
 
-def _functions(tools: Iterable[_Tool], *, is_deferred: bool) -> tuple[JsonObject, ...]:
-    """The functions of those tools that are deferred, or of those that are not.
+def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
+    """The request with the tools of a chat. Raises BadRequest."""
+    tools: dict[bool, list[JsonObject]] = {False: [], True: []}  # True: deferred ones
+    strict_tools = {}
+    for index, tool in enumerate(parsed.tools):
+        # Nothing else of a tool is kept: templates print it whole, with cache_control.
+        function = drop_nulls(tool["function"])
+        is_deferred = bool(tool.get("defer_loading"))
+        tools[is_deferred].append({"type": "function", "function": function})
+        if tool.get("strict") or function.get("strict"):
+            strict_tools[function["name"]] = f"tools[{index}].function.parameters"
 
-    Nothing else of a tool is kept: templates print it whole, with any cache_control.
-    """
-    return tuple(
-        {"type": "function", "function": drop_nulls(tool["function"])}
-        for tool in tools
-        if bool(tool.get("defer_loading")) == is_deferred
+    if isinstance(parsed.tool_choice, str):
+        choice = ToolChoice(parsed.tool_choice)
+    else:
+        choice = ToolChoice("named", parsed.tool_choice["function"]["name"])
+    return replace(
+        request,
+        tools=tuple(tools[False]),
+        deferred_tools=tuple(tools[True]),
+        tool_choice=check_choice(choice, tools[False] + tools[True]),
+        strict_tools=strict_tools,
+        parallel_tool_calls=parsed.parallel_tool_calls,
     )
 
 
-def _strict_tools(tools: Sequence[_Tool]) -> dict[str, str]:
-    """Of the tools whose arguments must fit their schema: where it is, by name."""
-    paths = {}
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        if tool.get("strict") or function.get("strict"):
-            paths[function["name"]] = f"tools[{index}].function.parameters"
-    return paths
-
-
-def _tool_choice(parsed: _ChatBody) -> ToolChoice:
-    """The choice that a body makes, "none" if it has no tools.
+def check_choice(choice: ToolChoice, tools: Iterable[JsonObject]) -> ToolChoice:
+    """The choice; "none" if there are no tools.
 
     Raises BadRequest: it demands a tool that is not there.
     """
-    names = {tool["function"]["name"] for tool in parsed.tools}
-    choice = parsed.tool_choice
-    if isinstance(choice, str):
-        if choice == "required" and not names:
-            raise BadRequest(
-                "a call is demanded, but there are no tools", field="tool_choice"
-            )
-        return ToolChoice(choice if names else "none")
-
-    name = choice["function"]["name"]
-    if name not in names:
-        quote = f"{name!r:.80}"
+    names = {tool["function"]["name"] for tool in tools}
+    if choice.mode == "named" and choice.name not in names:
+        quote = f"{choice.name!r:.80}"
         sentence = f"{quote} is not among the tools"
         raise BadRequest(sentence, field="tool_choice", quote=quote)
-    return ToolChoice("named", name)
+    if choice.mode == "required" and not names:
+        sentence = "a call is demanded, but there are no tools"
+        raise BadRequest(sentence, field="tool_choice")
+    return choice if names else ToolChoice("none")
 
 
 # -- reply -> bodies -------------------------------------------------------------------
@@ -3114,25 +2797,12 @@ class OpenAIFormatter(NamedTuple):
 
     def full_body(self, message: JsonObject, ending: ReplyEnd) -> JsonObject:
         """A chat completion, or a text completion."""
-        if self.kind == "completion":
-            body = self._text_completion(
-                message, finish_reason=ending.finish_reason, logprobs=ending.logprobs
-            )
-        else:
-            body = {
-                "id": f"chatcmpl-{self.request_id}",
-                "object": "chat.completion",
-                "created": self.created,
-                "model": self.model,
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": message,
-                        "finish_reason": ending.finish_reason,
-                        "logprobs": ending.logprobs,
-                    }
-                ],
-            }
+        body = self._chunk(
+            message,
+            finish_reason=ending.finish_reason,
+            logprobs=ending.logprobs,
+            is_whole=True,
+        )
         return {**body, "usage": _usage_body(ending.usage)}
 
     def _chunk(
@@ -3141,44 +2811,26 @@ class OpenAIFormatter(NamedTuple):
         *,
         finish_reason: FinishReason | None = None,
         logprobs: JsonObject | None = None,
+        is_whole: bool = False,
     ) -> JsonObject:
-        """An event of a stream."""
+        """An event of a stream or, if `delta` is the whole message, a body."""
+        id_prefix, kind = "chatcmpl", "chat.completion.chunk"
+        reply: JsonObject = {"delta": delta}
         if self.kind == "completion":
-            return self._text_completion(
-                delta, finish_reason=finish_reason, logprobs=logprobs
-            )
+            id_prefix, kind = "cmpl", "text_completion"
+            reply = {"text": delta.get("content") or ""}
+        elif is_whole:
+            kind = "chat.completion"
+            reply = {"message": delta}
         return {
-            "id": f"chatcmpl-{self.request_id}",
-            "object": "chat.completion.chunk",
+            "id": f"{id_prefix}-{self.request_id}",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": [
                 {
                     "index": 0,
-                    "delta": delta,
-                    "finish_reason": finish_reason,
-                    "logprobs": logprobs,
-                }
-            ],
-        }
-
-    def _text_completion(
-        self,
-        message: JsonObject,
-        *,
-        finish_reason: FinishReason | None,
-        logprobs: JsonObject | None,
-    ) -> JsonObject:
-        """A completion, or an event of its stream, which has the same shape."""
-        return {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "text": message.get("content") or "",
+                    **reply,
                     "finish_reason": finish_reason,
                     "logprobs": logprobs,
                 }
@@ -3197,7 +2849,7 @@ def _usage_body(usage: Usage) -> JsonObject:
 
 
 # region ANTHROPIC API =========================================================
-# The Messages API: a body is translated to that of a chat, a reply to content blocks.
+# The Messages API: a body -> ChatRequest, a reply -> content blocks.
 #
 #     Messages API                        chat
 #     system                              a system message
@@ -3206,10 +2858,7 @@ def _usage_body(usage: Usage) -> JsonObject:
 #     user: text, image                   a user message for each run of them
 #     user: tool_result                   a tool message
 #
-# parse_chat_request() reads the translated body, so prompt and cache are the same by
-# either API. The content of messages is checked while it is translated, since a fault
-# must be named where it is in the body that was sent. Most other fields have the same
-# path in a chat; anthropic_error_body() translates the paths of the rest.
+# Prompt and cache are so the same by either API. `field` is always a path in the body.
 #
 # Left out is what only Anthropic's own machines can do: server tools that are offered,
 # and encrypted thinking. A history in which server tools were used is refused.
@@ -3228,22 +2877,9 @@ def _usage_body(usage: Usage) -> JsonObject:
 
 # Anthropic runs all of these but "custom" itself, so they are left out. Any other type,
 # such as bash_20250124, is refused: only Anthropic's models know how to call it.
-_TOOL_TYPES: Final = re.compile(
+_TOOL_TYPE: Final = re.compile(
     "custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_"
 )
-
-
-def _refuse_tool_type(name: str) -> str:
-    """Raise for a tool that only Anthropic's models know how to call."""
-    if not _TOOL_TYPES.match(name):
-        sentence = (
-            "only Anthropic's own models know this tool: offer one of type custom"
-        )
-        raise PydanticCustomError(OUR_FAULT, sentence)
-    return name
-
-
-_NO_SERVERS: Final = "no server is asked for tools here: leave it out"
 
 
 class _MessagesMessage(TypedDict):
@@ -3254,7 +2890,7 @@ class _MessagesMessage(TypedDict):
 class _MessagesTool(TypedDict):
     name: NonEmptyText
     description: NotRequired[str | None]
-    type: NotRequired[Annotated[str, AfterValidator(_refuse_tool_type)] | None]
+    type: NotRequired[str | None]
     input_schema: NotRequired[JsonObject]
     strict: NotRequired[bool | None]
     defer_loading: NotRequired[bool | None]
@@ -3266,19 +2902,21 @@ class _MessagesChoice(TypedDict):
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-class _MessagesBody(BaseModel, strict=True, extra="allow"):
-    """The fields that differ from those of a chat."""
+class _OutputConfig(TypedDict):
+    format: NotRequired[JsonObject | None]
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = (
-        None  # 0: what a chat calls prewarm
-    )
+
+class _MessagesBody(RequestBody):
     messages: Annotated[ListOf[_MessagesMessage], Field(min_length=1)]
     system: str | ListOf[JsonObject] = []
     tools: ListOf[_MessagesTool] = []
     tool_choice: _MessagesChoice = {}
     stop_sequences: Annotated[ListOf[StopText], Field(max_length=16)] = []
-    output_config: JsonObject = {}
-    mcp_servers: Annotated[object, refuse_unless([], sentence=_NO_SERVERS)] = []
+    output_config: _OutputConfig = {}
+    output_format: JsonObject = {}  # the older place of output_config.format
+    mcp_servers: Annotated[
+        object, refuse_unless([], sentence="no server is asked for tools: leave it out")
+    ] = []
 
 
 # -- body -> request -------------------------------------------------------------------
@@ -3304,283 +2942,242 @@ def parse_anthropic_request(
     body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
 ) -> ChatRequest:
     """POST /v1/messages. Raises BadRequest, which names the wrong field."""
-    fields = present_fields(body)
+    fields = {"thinking": {"type": "disabled"}, **present_fields(body)}
     parsed = validate_fields(_MessagesBody, fields)
-    tools = _translate_tools(parsed.tools)
-    choice = parsed.tool_choice
-    output = parsed.output_config
-    chat_body = {
-        **fields,  # most fields have the same name
-        "max_tokens": parsed.max_tokens or None,
-        "prompt_cache_options": {"prewarm": parsed.max_tokens == 0},
-        "messages": _translate_messages(parsed, tools),
-        "tools": list(tools.values()),
-        "tool_choice": _translate_choice(choice),
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
-        "stop": parsed.stop_sequences,
-        "thinking": fields.get("thinking", {"type": "disabled"}),
-        "reasoning_effort": output.get("effort"),
-        "response_format": output.get("format", fields.get("output_format")),
-    }
-    request = parse_chat_request(
-        chat_body, config, request_id=request_id, headers=headers
+    request = read_common(
+        parsed, fields, config, request_id=request_id, headers=headers
     )
-    strict_tools = {
-        tool["name"]: f"tools[{index}].input_schema"
-        for index, tool in enumerate(parsed.tools)
-        if tool["name"] in request.strict_tools
+    request = add_thinking(request, fields, config)
+    request = _add_messages_tools(request, parsed)
+
+    functions = {
+        tool["function"]["name"]: tool["function"]
+        for tool in request.tools + request.deferred_tools
     }
-    return replace(request, kind="messages", strict_tools=strict_tools)
+    messages: list[Message] = []
+    if parsed.system:
+        messages += _translate_message(
+            "system", parsed.system, functions, field="system"
+        )
+    for index, message in enumerate(parsed.messages):
+        field = f"messages[{index}].content"
+        messages += _translate_message(
+            message["role"], message["content"], functions, field=field
+        )
+
+    field, output_format = "output_config.format", parsed.output_config.get("format")
+    if not output_format:
+        field, output_format = "output_format", parsed.output_format
+    request = replace(
+        request,
+        kind="messages",
+        messages=order_tool_results(messages),
+        stop=tuple(parsed.stop_sequences),
+        json_schema=read_schema(output_format, field=field),
+    )
+    check_prewarm(request)
+    return request
 
 
-def _translate_tools(tools: Iterable[_MessagesTool]) -> dict[str, JsonObject]:
-    """The tools that the client runs, by name."""
+def _add_messages_tools(request: ChatRequest, parsed: _MessagesBody) -> ChatRequest:
+    """The request with the tools that the client runs. Raises BadRequest."""
     # Anthropic's search does not run here: what it would find has to be there already.
-    types = [_tool_type(tool) for tool in tools]
+    types = [tool.get("type") or "custom" for tool in parsed.tools]
     has_search = any(name.startswith("tool_search_") for name in types)
-
-    translated: dict[str, JsonObject] = {}
-    for tool in tools:
-        if _tool_type(tool) != "custom":
+    tools: dict[str, JsonObject] = {}
+    deferred_tools: dict[str, JsonObject] = {}
+    strict_tools = {}
+    for index, (tool, kind) in enumerate(zip(parsed.tools, types, strict=True)):
+        if not _TOOL_TYPE.match(kind):
+            sentence = (
+                "only Anthropic's own models know this tool: offer one of type custom"
+            )
+            raise BadRequest(sentence, field=f"tools[{index}].type")
+        if kind != "custom":
             continue
+        name = tool["name"]
         function = {
-            "name": tool["name"],
+            "name": name,
             "description": tool.get("description"),
             "parameters": tool.get("input_schema"),
         }
-        translated[tool["name"]] = {
-            "function": drop_nulls(function),
-            "strict": tool.get("strict"),
-            "defer_loading": bool(tool.get("defer_loading")) and not has_search,
-        }
-    return translated
+        is_deferred = tool.get("defer_loading") and not has_search
+        group = deferred_tools if is_deferred else tools
+        group[name] = {"type": "function", "function": drop_nulls(function)}
+        if tool.get("strict"):
+            strict_tools[name] = f"tools[{index}].input_schema"
+
+    choice = ToolChoice("auto")
+    match parsed.tool_choice:
+        case {"type": "any"}:
+            choice = ToolChoice("required")
+        case {"type": "none"}:
+            choice = ToolChoice("none")
+        case {"type": "tool", "name": str(name)}:
+            choice = ToolChoice("named", name)
+        case {"type": "tool"}:
+            sentence = "a choice of type tool needs it"
+            raise BadRequest(sentence, field="tool_choice.name")
+    is_single = parsed.tool_choice.get("disable_parallel_tool_use")
+    return replace(
+        request,
+        tools=tuple(tools.values()),
+        deferred_tools=tuple(deferred_tools.values()),
+        tool_choice=check_choice(choice, [*tools.values(), *deferred_tools.values()]),
+        strict_tools=strict_tools,
+        parallel_tool_calls=not is_single,
+    )
 
 
-def _tool_type(tool: _MessagesTool) -> str:
-    return tool.get("type") or "custom"
-
-
-def _translate_choice(choice: _MessagesChoice) -> object:
-    """The tool_choice of a chat. Raises BadRequest: it lacks the name of a tool."""
-    match choice.get("type", "auto"):
-        case "any":
-            return "required"
-        case "tool":
-            name = choice.get("name")
-            if name is None:
-                raise BadRequest(
-                    "a choice of type tool needs it", field="tool_choice.name"
-                )
-            return {"function": {"name": name}}
-        case kind:  # "auto" or "none"
-            return kind
-
-
-def _translate_messages(
-    parsed: _MessagesBody, tools: Mapping[str, JsonObject]
-) -> list[Message]:
-    """The messages of a chat. Raises BadRequest for a block that cannot be read."""
-    messages: list[Message] = []
-    if parsed.system:
-        builder = _MessageBuilder("system", tools)
-        builder.append_content(parsed.system, field="system")
-        messages += builder.finish()
-    for index, message in enumerate(parsed.messages):
-        builder = _MessageBuilder(message["role"], tools)
-        builder.append_content(message["content"], field=f"messages[{index}].content")
-        messages += builder.finish()
-    return messages
-
+# -- messages --------------------------------------------------------------------------
 
 _UNREAD_DOCUMENT: Final = (
     "[a document that cannot be read here: extract its text with a tool]"
 )
 
 
-def _heading(block: JsonObject) -> str:
-    """Title, source and context of a document or search result, a line for each."""
+def _translate_message(
+    role: str, content: object, functions: Mapping[str, JsonObject], *, field: str
+) -> list[Message]:
+    """The chat messages that stand for one message; at least one.
+
+        sent     user: text "a", tool_result, text "b", image
+        chat     user: "a" | tool: the result | user: "b", image
+
+    `functions`: that are offered, by name. Raises BadRequest: a block cannot be read.
+    """
+    messages: list[Message] = [{"role": role, "content": []}]
+    for place, block in _places_of_blocks(content, field=field):
+        message = messages[-1]
+        match role, block:
+            case "assistant", {"type": "thinking", "thinking": str(thinking)}:
+                earlier = message.get("reasoning_content", "")
+                message["reasoning_content"] = earlier + thinking
+                message["thought_id"] = str(block.get("signature") or "")
+            case "assistant", {"type": "redacted_thinking"}:
+                pass  # encrypted thinking of another model
+            case "assistant", {"type": "tool_use", "name": name, "input": _} if name:
+                function = {
+                    "name": _read_field(block, "name", str, field=place),
+                    "arguments": _read_field(
+                        block, "input", dict | str | None, field=place
+                    ),
+                }
+                call_id = _read_field(block, "id", str | None, field=place)
+                call = {"id": call_id, "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            case "user", {"type": "tool_result"}:
+                result = _translate_result(block, functions, field=place)
+                messages += [result, {"role": "user", "content": []}]
+            case _:
+                message["content"] += _translate_block(block, functions, field=place)
+
+    if role == "assistant":
+        return [_join_texts(messages[0])]
+    sent = [m for m in messages if m["content"] or m["role"] == "tool"]
+    return sent or [{"role": role, "content": ""}]
+
+
+def _places_of_blocks(content: object, *, field: str) -> Iterator[tuple[str, Any]]:
+    """Each block of a content, with its path; a text is one block."""
+    blocks = content if isinstance(content, list) else [_text_part(content)]
+    for index, block in enumerate(blocks):
+        yield f"{field}[{index}]", block
+
+
+def _join_texts(reply: Message) -> Message:
+    """A reply without fields that are empty; its texts were generated as one."""
+    for part in reply["content"]:
+        if part["type"] != "text":
+            fault = "an image cannot be in a message of the assistant"
+            raise BadRequest(fault, field=part["request_field"])
+    text = "".join(part["text"] for part in reply["content"])
+    fields = {name: value for name, value in reply.items() if value}
+    return {**fields, "content": text}
+
+
+def _read_field(block: JsonObject, name: str, kind: Any, *, field: str) -> Any:
+    """A field of a block. Raises BadRequest: it is not of this kind."""
+    value = block.get(name)
+    if not isinstance(value, kind):
+        raise BadRequest("has a wrong type", field=f"{field}.{name}")
+    return value
+
+
+def _translate_result(
+    block: JsonObject, functions: Mapping[str, JsonObject], *, field: str
+) -> Message:
+    """The message of a tool that stands for a tool_result."""
+    content = block.get("content")
+    parts = _translate_content(
+        "" if content is None else content, functions, field=f"{field}.content"
+    )
+    texts = [part.get("text", "").lower() for part in parts]
+    if block.get("is_error") and not any("error" in text for text in texts):
+        parts.insert(0, _text_part("Error:"))  # a chat has no `is_error`
+    call_id = _read_field(block, "tool_use_id", str | None, field=field)
+    return drop_nulls({"role": "tool", "content": parts or "", "tool_call_id": call_id})
+
+
+def _translate_content(
+    content: object, functions: Mapping[str, JsonObject], *, field: str
+) -> list[JsonObject]:
+    """The parts of a chat that stand for a text or a list of blocks."""
+    parts = []
+    for place, block in _places_of_blocks(content, field=field):
+        parts += _translate_block(block, functions, field=place)
+    return parts
+
+
+def _translate_block(
+    block: Any, functions: Mapping[str, JsonObject], *, field: str
+) -> list[JsonObject]:
+    """The parts of a chat that stand for a block. Raises BadRequest."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return [_text_part(text)]
+        case {"type": "image", "source": {"type": "base64", "data": str(data)}}:
+            url = f"data:;base64,{data}"  # the data show the media type
+            return [{"type": "image_url", "image_url": url, "request_field": field}]
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return [{"type": "image_url", "image_url": url, "request_field": field}]
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return [_text_part("\n\n".join([*_headings(block), text]))]
+        case {"type": "document", "source": {"type": "base64" | "url" | "file"}}:
+            return [_text_part(_UNREAD_DOCUMENT)]
+        case {
+            "type": "document",
+            "source": {"type": "content", "content": str() | list() as content},
+        }:
+            field += ".source"
+        case {"type": "search_result", "content": list() as content}:
+            pass
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            function = functions.get(name, {"name": name})
+            definition = json.dumps(function, ensure_ascii=False)
+            return [_text_part(f"<tool>\n{definition}\n</tool>")]
+        case {"type": str(kind)}:
+            quote = f"{kind!r:.60}"
+            sentence = f"a block of type {quote} cannot be read here, or a field of it is wrong"
+            raise BadRequest(sentence, field=field, quote=quote)
+        case _:
+            raise BadRequest("should be an object with a type", field=field)
+    parts = _translate_content(content, functions, field=f"{field}.content")
+    return [*map(_text_part, _headings(block)), *parts]
+
+
+def _text_part(text: object) -> JsonObject:
+    return {"type": "text", "text": text}
+
+
+def _headings(block: JsonObject) -> list[str]:
+    """Title, source and context of a document or search result, as one text, if any."""
     lines = [
         f"{name}: {block[name]}"
         for name in ("title", "source", "context")
         if isinstance(block.get(name), str) and block[name]
     ]
-    return "\n".join(lines)
-
-
-# The types of the fields of the blocks that become a call and its result.
-_CALL_TYPES: Final = {
-    "id": (str, NoneType),
-    "name": (str,),
-    "input": (dict, str, NoneType),
-}
-_RESULT_TYPES: Final = {"tool_use_id": (str, NoneType)}
-
-
-def _check_types(
-    block: JsonObject, types: Mapping[str, tuple[type, ...]], *, field: str
-) -> None:
-    """Raise BadRequest if a field of a block has another type than those in `types`."""
-    for name, allowed in types.items():
-        if not isinstance(block.get(name), allowed):
-            type_name = "an object" if dict in allowed else "a text"
-            raise BadRequest(f"should be {type_name}", field=f"{field}.{name}")
-
-
-def _mark_error(parts: list[JsonObject]) -> None:
-    """Put "Error:" before a result without that word: a chat has no `is_error`."""
-    texts = [part.get("text", "").lower() for part in parts]
-    if not any("error" in text for text in texts):
-        parts.insert(0, {"type": "text", "text": "Error:"})
-
-
-def _refuse_block(block: object, *, field: str) -> BadRequest:
-    """The error for a block with a wrong field, or that no message of its role has."""
-    if not isinstance(block, dict):
-        return BadRequest("should be a content block, an object", field=field)
-    if not isinstance(block.get("type"), str):
-        return BadRequest("should be a text", field=f"{field}.type")
-    quote = f"{block['type']!r:.60}"
-    sentence = f"a block of type {quote} cannot be read here, or a field of it is wrong"
-    return BadRequest(sentence, field=field, quote=quote)
-
-
-class _MessageBuilder:
-    """Builds the chat messages that stand for one message of the Messages API.
-
-        sent     user: text "a", tool_result, text "b", image
-        chat     user: "a" | tool: the result | user: "b", image
-
-    Its user calls append_content() once, then finish(). A tool result is a message of
-    its own: another builder, with the role "tool", makes it. `field` is always the path
-    in the body.
-    """
-
-    def __init__(self, role: str, tools: Mapping[str, JsonObject]) -> None:
-        self._role = role
-        self._tools = tools  # of a chat, by name
-        self._messages: list[Message] = []
-        self._begin_message()
-
-    def append_content(self, content: Any, *, field: str) -> None:
-        """Append a text or a list of blocks. Raises BadRequest: one cannot be read."""
-        if not isinstance(content, list):
-            content = [{"type": "text", "text": content}]
-        for index, block in enumerate(content):
-            self._append_block(block, field=f"{field}[{index}]")
-
-    def finish(self) -> list[Message]:
-        """The messages: at least one; of an assistant or a tool, exactly one."""
-        if self._role == "assistant":
-            return [self._finish_reply()]
-        messages = [
-            message
-            for message in self._messages
-            if message["content"] or message["role"] == "tool"
-        ]
-        return messages or [{"role": self._role, "content": ""}]
-
-    def _finish_reply(self) -> Message:
-        """The one message of an assistant, without fields that are empty.
-
-        Its texts are joined: they were generated as one.
-        """
-        (reply,) = self._messages
-        text = "".join(part["text"] for part in reply["content"])
-        fields = {**reply, "content": text}
-        return {name: value for name, value in fields.items() if value}
-
-    def _append_block(self, block: Any, *, field: str) -> None:
-        match self._role, block:
-            case _, {"type": "text", "text": str(text)}:
-                self._append_text(text)
-            case "assistant", {"type": "thinking", "thinking": str()}:
-                self._append_thinking(block)
-            case "assistant", {"type": "redacted_thinking"}:
-                pass  # encrypted thinking of another model
-            case "assistant", {"type": "tool_use", "name": _, "input": _}:
-                self._append_tool_call(block, field=field)
-            case "user", {"type": "tool_result"}:
-                self._append_tool_result(block, field=field)
-            case "user" | "tool", {"type": "image", "source": dict()}:
-                self._append_image(block["source"], field=field)
-            case _, {"type": "document"}:
-                self._append_document(block, field=field)
-            case "user" | "tool", {"type": "search_result", "content": list(content)}:
-                self._append_titled(block, content, field=f"{field}.content")
-            case _, {"type": "tool_reference", "tool_name": str(name)}:
-                self._append_definition(name)
-            case _:
-                raise _refuse_block(block, field=field)
-
-    def _begin_message(self) -> None:
-        self._messages.append({"role": self._role, "content": []})
-
-    def _append_text(self, text: str) -> None:
-        self._messages[-1]["content"].append({"type": "text", "text": text})
-
-    def _append_document(self, block: JsonObject, *, field: str) -> None:
-        match block.get("source"):
-            case {"type": "content", "content": str() | list() as content}:
-                self._append_titled(block, content, field=f"{field}.source.content")
-            case {"type": "text", "data": str(text)}:
-                heading = _heading(block)
-                self._append_text(f"{heading}\n\n{text}" if heading else text)
-            case {"type": "base64" | "url" | "file"}:
-                self._append_text(_UNREAD_DOCUMENT)
-            case _:
-                raise _refuse_block(block, field=field)
-
-    def _append_titled(self, block: JsonObject, content: Any, *, field: str) -> None:
-        """Append the content of a document or a search result, after its title."""
-        if heading := _heading(block):
-            self._append_text(heading)
-        self.append_content(content, field=field)
-
-    def _append_image(self, source: JsonObject, *, field: str) -> None:
-        match source:
-            case {"type": "base64"}:  # the data show the media type
-                url = f"data:;base64,{source.get('data')}"
-            case {"type": "url", "url": str(url)}:
-                pass
-            case _:
-                raise BadRequest("should be base64 or a url", field=f"{field}.source")
-        part = {"type": "image_url", "image_url": url, "request_field": field}
-        self._messages[-1]["content"].append(part)
-
-    def _append_thinking(self, block: JsonObject) -> None:
-        message = self._messages[-1]
-        earlier = message.get("reasoning_content", "")
-        message["reasoning_content"] = earlier + block["thinking"]
-        message["thought_id"] = str(drop_nulls(block).get("signature", ""))
-
-    def _append_tool_call(self, block: JsonObject, *, field: str) -> None:
-        _check_types(block, _CALL_TYPES, field=field)
-        if not block["name"]:
-            raise BadRequest("it is empty", field=f"{field}.name")
-        call = {
-            "id": block.get("id"),
-            "function": {"name": block["name"], "arguments": block["input"]},
-        }
-        self._messages[-1].setdefault("tool_calls", []).append(call)
-
-    def _append_tool_result(self, block: JsonObject, *, field: str) -> None:
-        _check_types(block, _RESULT_TYPES, field=field)
-        builder = _MessageBuilder("tool", self._tools)
-        content = drop_nulls(block).get("content", "")
-        builder.append_content(content, field=f"{field}.content")
-        (result,) = builder.finish()
-
-        if block.get("is_error"):
-            _mark_error(result["content"])
-        result["tool_call_id"] = block.get("tool_use_id")
-        self._messages.append(result)
-        self._begin_message()
-
-    def _append_definition(self, name: str) -> None:
-        """Append the definition of a tool, or its name if it is not offered."""
-        tool = self._tools.get(name, {"function": {"name": name}})
-        definition = json.dumps(tool["function"], ensure_ascii=False)
-        self._append_text(f"<tool>\n{definition}\n</tool>")
+    return ["\n".join(lines)] if lines else []
 
 
 # -- reply -> events and bodies --------------------------------------------------------
@@ -3589,47 +3186,6 @@ class _MessageBuilder:
 def thinking_signature(thinking: str) -> str:
     """The signature of a thinking block: it finds the text that a client leaves out."""
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
-
-
-@dataclass(slots=True)
-class _Block:
-    """A content block of a reply, as it is generated.
-
-    A new kind is a case in delta_body(), full_body() and delta_events().
-    """
-
-    start_body: JsonObject  # in content_block_start
-    text: str = ""  # of a call: its arguments, as JSON
-
-    @property
-    def kind(self) -> str:
-        """Its type: "text", "thinking" or "tool_use"."""
-        return str(self.start_body["type"])
-
-    def delta_body(self, text: str) -> JsonObject:
-        """What content_block_delta has for a piece of its text."""
-        match self.kind:
-            case "text":
-                return {"type": "text_delta", "text": text}
-            case "thinking":
-                return {"type": "thinking_delta", "thinking": text}
-            case _:
-                return {"type": "input_json_delta", "partial_json": text}
-
-    def full_body(self) -> JsonObject:
-        """The whole block, in a body that is no stream."""
-        match self.kind:
-            case "text":
-                return {"type": "text", "text": self.text}
-            case "thinking":
-                signature = thinking_signature(self.text)
-                return {
-                    "type": "thinking",
-                    "thinking": self.text,
-                    "signature": signature,
-                }
-            case _:
-                return {**self.start_body, "input": _read_arguments(self.text)}
 
 
 def _read_arguments(text: str) -> object:
@@ -3643,17 +3199,27 @@ def _read_arguments(text: str) -> object:
         return text
 
 
+# Of a block: the type of its deltas, and the field that has their text.
+_DELTA_NAMES: Final[Mapping[str, tuple[str, str]]] = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
 class AnthropicFormatter:
     """A ResponseFormatter for the Messages API.
 
-    The deltas of one kind, or of one tool call, make a content block.
+    The deltas of one kind, or of one tool call, make a content block. A new kind of
+    block is a line of _DELTA_NAMES and a case in delta_events() and _end_block().
     """
 
     def __init__(self, request_id: str, model: str) -> None:
         self._request_id = request_id
         self._model = model
         self._content: list[JsonObject] = []  # the blocks that have ended
-        self._block: _Block | None = None  # the one that is open
+        self._block: JsonObject | None = None  # the one that is open, as it began
+        self._text = ""  # of the open block; of a call: its arguments, as JSON
 
     @property
     def closes_cut_calls(self) -> bool:
@@ -3676,28 +3242,37 @@ class AnthropicFormatter:
         self, delta: JsonObject, _logprobs: JsonObject | None = None
     ) -> list[JsonObject]:
         """The events of a delta, which may end a block and begin another."""
-        events: list[JsonObject] = []
-        open_kind = self._block.kind if self._block else None
+        block = self._block
         match delta:
             case {"tool_calls": [{"id": call_id, "function": function}]}:
                 text = function["arguments"]
                 name = function["name"]
-                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                events = self._begin_block(call)
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
             case {"tool_calls": [{"function": {"arguments": text}}]}:
                 pass  # of the call whose block is open
             case {"reasoning_content": text}:
-                if open_kind != "thinking":
-                    thinking = {"type": "thinking", "thinking": "", "signature": ""}
-                    events = self._begin_block(thinking)
+                if block is None or block["type"] != "thinking":
+                    block = {"type": "thinking", "thinking": "", "signature": ""}
             case {"content": text}:
-                if open_kind != "text":
-                    events = self._begin_block({"type": "text", "text": ""})
+                if block is None or block["type"] != "text":
+                    block = {"type": "text", "text": ""}
 
-        assert self._block is not None
-        self._block.text += text
+        assert block is not None
+        events = []
+        if block is not self._block:
+            events = self._end_block()
+            self._block = block
+            events.append(
+                {
+                    "type": "content_block_start",
+                    "index": len(self._content),
+                    "content_block": block,
+                }
+            )
         if text:
-            events.append(self._delta_event(self._block.delta_body(text)))
+            self._text += text
+            delta_type, name = _DELTA_NAMES[block["type"]]
+            events.append(self._delta_event({"type": delta_type, name: text}))
         return events
 
     def end_events(self, ending: ReplyEnd) -> list[JsonObject]:
@@ -3715,54 +3290,44 @@ class AnthropicFormatter:
     def full_body(self, _message: JsonObject, ending: ReplyEnd) -> JsonObject:
         """The message with the blocks of all deltas, in the order they came in."""
         self._end_block()
-        return self._message_body(
-            ending.usage,
-            stop_reason=_stop_reason(ending),
-            stop_sequence=ending.stop_sequence,
-        )
+        return {
+            **self._message_body(ending.usage),
+            "stop_reason": _stop_reason(ending),
+            "stop_sequence": ending.stop_sequence,
+        }
 
-    def _message_body(
-        self,
-        usage: Usage,
-        *,
-        stop_reason: str | None = None,
-        stop_sequence: str | None = None,
-    ) -> JsonObject:
+    def _message_body(self, usage: Usage) -> JsonObject:
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": list(self._content),
-            "stop_reason": stop_reason,
-            "stop_sequence": stop_sequence,
+            "stop_reason": None,
+            "stop_sequence": None,
             "usage": _messages_usage(usage),
         }
 
-    def _begin_block(self, start_body: JsonObject) -> list[JsonObject]:
-        """End the block that is open, if one is, and open one that begins like this."""
-        events = self._end_block()
-        self._block = _Block(start_body)
-        start_event = {
-            "type": "content_block_start",
-            "index": len(self._content),
-            "content_block": start_body,
-        }
-        return [*events, start_event]
-
     def _end_block(self) -> list[JsonObject]:
         """The events that end the open block; none if none is open."""
-        block = self._block
-        if block is None:
+        if self._block is None:
             return []
-        body = block.full_body()
+        block = {**self._block}
         events: list[JsonObject] = []
-        if block.kind == "thinking":
-            signature = {"type": "signature_delta", "signature": body["signature"]}
-            events.append(self._delta_event(signature))
+        match block["type"]:
+            case "text":
+                block["text"] = self._text
+            case "thinking":
+                signature = thinking_signature(self._text)
+                block |= {"thinking": self._text, "signature": signature}
+                delta = {"type": "signature_delta", "signature": signature}
+                events.append(self._delta_event(delta))
+            case "tool_use":
+                block["input"] = _read_arguments(self._text)
         events.append({"type": "content_block_stop", "index": len(self._content)})
-        self._content.append(body)
+        self._content.append(block)
         self._block = None
+        self._text = ""
         return events
 
     def _delta_event(self, delta: JsonObject) -> JsonObject:
@@ -3813,24 +3378,6 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
     500: "api_error",
     503: "overloaded_error",
 }
-# Beginnings of paths in a chat and in the Messages API; the first that fits counts.
-_MESSAGES_NAMES: Final = (
-    ("reasoning_effort", "output_config.effort"),
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-)
-
-
-def _messages_path(path: str) -> str:
-    """A path as Anthropic writes it: messages[3].content -> messages.3.content.
-
-    A path in the chat that was made of the body becomes that in the body.
-    """
-    for chat_name, name in _MESSAGES_NAMES:
-        if path.startswith(chat_name):
-            path = name + path.removeprefix(chat_name)
-            break
-    return re.sub(r"\[(\d+)\]", r".\1", path)
 
 
 def anthropic_error_body(error: ServerError) -> JsonObject:
@@ -3839,8 +3386,11 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
     if isinstance(error, ContextTooLong):  # in the words that agents look for
         sizes = f"{error.n_prompt} tokens > {error.limit} maximum"
         message = f"prompt is too long: {sizes}"
-    elif error.param is not None:
-        message = _messages_path(error.param) + message.removeprefix(error.param)
+    elif error.param is not None:  # as Anthropic writes it: messages.3.content
+        path = re.sub(r"\[(\d+)\]", r".\1", error.param)
+        # REPLY GRAMMAR knows the schema by the name that a chat has for it.
+        path = path.replace("response_format.json_schema", "output_config.format")
+        message = path + message.removeprefix(error.param)
     return {
         "type": "error",
         "error": {
@@ -3855,7 +3405,7 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 #
 #     out of a request   extract_images: the files, and the markers in their place
 #     pixels             SentImage.decode: a file -> an RGB image of bounded size
-#     parts of a file    files that would take too long are refused unread
+#     slow to unpack     files that would take too long are refused unread
 #
 # For example
 #
@@ -3884,61 +3434,37 @@ def extract_images(
     the model has no vision, IMAGES_ON_TEXT_MODEL decides whether an image is refused or
     replaced by a line of text. Raises BadRequest.
     """
-    extractor = _ImageExtractor(config, has_vision, salt)
+    images: dict[str, SentImage] = {}
+
+    def as_text(part: JsonObject) -> JsonObject:
+        if part["type"] == "text":
+            return part
+        image_url = part["image_url"]
+        field = part["request_field"]
+        if has_vision:
+            url = image_url.get("url") if isinstance(image_url, dict) else image_url
+            data = _read_image(str(url), config, field=field)
+            digest = sha256(salt + data).hexdigest()
+            images.setdefault(digest, SentImage(data, field))
+            return {"type": "text", "text": f"\ufdd1{digest}\ufdd2"}
+
+        if config.images_on_text_model == "refuse":
+            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
+            raise BadRequest(fault, field=field)
+        # Made of the URL, so that the model can tell one image from another.
+        name = sha256(salt + repr(image_url).encode()).hexdigest()[:12]
+        text = (
+            f"[an image, sha256 {name}, that this model cannot see: it only reads text]"
+        )
+        return {"type": "text", "text": text}
+
     messages: list[Message] = []
     for message in request.messages:
         content = message["content"]
         if isinstance(content, list):
-            content = extractor.replace_images(content)
+            content = [as_text(part) for part in content]
         messages.append({**message, "content": content})
-    originals = OriginalMessages(tuple(messages))
-    return replace(request, messages=originals), extractor.images
-
-
-@dataclass(slots=True)
-class _ImageExtractor:
-    """Replaces images by text, and collects them."""
-
-    config: Config
-    has_vision: bool
-    salt: bytes
-    images: dict[str, SentImage] = field(default_factory=dict)  # by digest
-
-    def replace_images(self, parts: Iterable[JsonObject]) -> list[JsonObject]:
-        """The parts of a message without images."""
-        texts: list[JsonObject] = []
-        for part in parts:
-            if part["type"] == "text":
-                texts.append(part)
-                continue
-            replace_image = self._mark if self.has_vision else self._describe
-            text = replace_image(part["image_url"], field=part["request_field"])
-            texts.append({"type": "text", "text": text})
-        return texts
-
-    def _mark(self, image_url: Any, *, field: str) -> str:
-        """Collect an image. Returns its marker."""
-        if isinstance(image_url, dict):  # as in the chat completions of OpenAI
-            image_url = image_url.get("url")
-        data = _read_image(str(image_url), self.config, field=field)
-        digest = self._digest(data)
-        self.images.setdefault(digest, SentImage(data, field))
-        return f"\ufdd1{digest}\ufdd2"
-
-    def _describe(self, image_url: Any, *, field: str) -> str:
-        """A line about an image that the model cannot see.
-
-        Its number, made of the salt and of the URL as sent, tells one from another.
-        """
-        if self.config.images_on_text_model == "refuse":
-            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
-            raise BadRequest(fault, field=field)
-        digest = self._digest(repr(image_url).encode())
-        name = f"sha256 {digest[:12]}"
-        return f"[an image, {name}, that this model cannot see: it only reads text]"
-
-    def _digest(self, data: bytes) -> str:
-        return sha256(self.salt + data).hexdigest()
+    return replace(request, messages=OriginalMessages(tuple(messages))), images
 
 
 def _read_image(url: str, config: Config, *, field: str) -> bytes:
@@ -3995,10 +3521,6 @@ class SentImage(NamedTuple):
     data: bytes  # a file
     field: str  # the path of its part in the body
 
-    def check_header(self) -> None:
-        """Raise BadRequest where decode() would, as far as the header shows it."""
-        self._open()
-
     def decode(self) -> Image.Image:
         """RGB pixels, upright, on white; of a GIF the first frame.
 
@@ -4013,8 +3535,8 @@ class SentImage(NamedTuple):
 
     def _open(self) -> Image.Image:
         """The image, of which only the header is read so far."""
-        fault = _find_costly_parts(self.data)
-        if fault:
+        if _has_many_slow_parts(self.data):
+            fault = f"has more than {_MAX_SLOW_PARTS} scans or compressed texts"
             raise self._refusal(f"{fault}; save it anew")
         try:
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
@@ -4107,104 +3629,42 @@ def _put_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
 
 
-# -- the parts of a file ---------------------------------------------------------------
-# why(L-130): a part of a few bytes can take as long as an image. So parts are counted
-# before Pillow sees the file. A file of any format is a sequence of parts, each of a
-# kind: a marker of a JPEG, a chunk of a PNG or WEBP, a block of a GIF.
+# -- what is slow to unpack -------------------------------------------------------------
+# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG, which
+# is a pass over its pixels, or a text or profile of a PNG, which unpacks to a megabyte.
+# So they are counted before Pillow sees the file.
 
-_MAX_PARTS: Final = 4_000  # of a file, without those that are pixels
-_MAX_SCANS: Final = 64  # of a JPEG, or compressed texts of a PNG
-# A scan of a JPEG is a pass over its pixels; progressive ones have 6 to 30. A text or a
-# profile of a PNG unpacks to up to a megabyte.
-_SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
+_MAX_SLOW_PARTS: Final = 64  # progressive JPEGs have 6 to 30 scans
+_SLOW_CHUNKS: Final = re.compile(rb"zTXt|iTXt|iCCP")  # of a PNG
 # Neither ff 00, which is a byte of the pixels, nor a restart: ff d0 to ff d7.
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-_PNG_PIXELS: Final = (b"IDAT", b"fdAT")
-_MIN_PIXEL_BYTES: Final = 256  # a chunk of a PNG with fewer costs more than its bytes
 
 
-def _find_costly_parts(data: bytes) -> str:
-    """What is wrong with a file of too many parts; "" if there are not too many."""
-    kinds: Iterator[bytes] = iter(())
-    if data.startswith(b"\xff\xd8"):
-        kinds = _jpeg_parts(data)
-    elif data.startswith(b"\x89PNG"):
-        kinds = _png_parts(data)
-    elif data.startswith(b"GIF8"):
-        kinds = _gif_parts(data)
-    elif data.startswith(b"RIFF"):
-        kinds = _webp_parts(data)
+def _has_many_slow_parts(data: bytes) -> bool:
+    """Whether a file has more than _MAX_SLOW_PARTS.
 
-    n_scans = 0
-    for n_parts, kind in enumerate(kinds, start=1):
-        n_scans += kind in _SCANS
-        if n_scans > _MAX_SCANS:
-            return f"has more than {_MAX_SCANS} scans or compressed texts"
-        if n_parts > _MAX_PARTS:
-            return f"has more than {_MAX_PARTS:,} parts"
-    return ""
-
-
-def _jpeg_parts(data: bytes) -> Iterator[bytes]:
-    """The markers, up to the end of the image, as libjpeg reads them:
+    Chunks are found by their names alone, so that some bytes of pixels count, too; by
+    chance, that many do not. The markers of a JPEG are followed as libjpeg does, up to
+    the end of the image:
 
     ff da 00 0c ...    a segment begins with its length, so what is in it is no marker
     1f ff 00 ff d0     pixels follow that of a scan: ff 00 is a byte, ff d0 a restart
     ff d9              the end
     """
+    if data.startswith(b"\x89PNG"):
+        return len(_SLOW_CHUNKS.findall(data)) > _MAX_SLOW_PARTS
+    if not data.startswith(b"\xff\xd8"):
+        return False
+    n_scans = 0
     position = 2
     while match := _JPEG_MARKER.search(data, position):
-        yield match[1]
         position = match.end()
         if match[1] == b"\xd9":
-            return
+            break
+        n_scans += match[1] == b"\xda"
         if match[1] >= b"\xc0" and match[1] != b"\xd8":
             position += int.from_bytes(data[position : position + 2])
-
-
-def _png_parts(data: bytes) -> Iterator[bytes]:
-    """The kinds of all chunks, except long ones of pixels."""
-    position = 8
-    while position < len(data):
-        n_bytes = int.from_bytes(data[position : position + 4])
-        kind = data[position + 4 : position + 8]
-        position += 12 + n_bytes
-        if kind not in _PNG_PIXELS or n_bytes < _MIN_PIXEL_BYTES:
-            yield kind
-
-
-def _webp_parts(data: bytes) -> Iterator[bytes]:
-    """The kinds of all chunks; a frame is one."""
-    position = 12
-    while position < len(data):
-        yield data[position : position + 4]
-        n_bytes = int.from_bytes(data[position + 4 : position + 8], "little")
-        position += 8 + n_bytes + n_bytes % 2
-
-
-def _gif_parts(data: bytes) -> Iterator[bytes]:
-    """The blocks before the first frame, which is all that is read:
-
-    21 fe              an extension and its label
-    03 61 62 63        a piece of it, after its length
-    00                 the end of the extension
-    2c                 the first frame
-    """
-    flags = data[10:11] or b"\0"
-    position = 13
-    if flags[0] & 128:  # a table of colours comes first
-        position += 3 << ((flags[0] & 7) + 1)
-    while position < len(data) and data[position] not in b",;":
-        yield b"block"
-        if data[position] != ord("!"):  # Pillow passes over such a byte
-            position += 1
-            continue
-        position += 2
-        n_bytes = -1
-        while n_bytes != 0 and position < len(data):
-            yield b"block"
-            n_bytes = data[position]
-            position += 1 + n_bytes
+    return n_scans > _MAX_SLOW_PARTS
 
 
 # region CANONICALIZATION ======================================================
@@ -14423,21 +13883,6 @@ class VisionModel(VlmModel):
 
     # -- any thread: images as tokens --------------------------------------------------
 
-    def check_headers(
-        self, sources: Mapping[str, SentImage], *, check_client: Callable[[], None]
-    ) -> None:
-        """Raise BadRequest if the header of one shows that it cannot be decoded.
-
-        `sources`: images by digest. Those that are known are not checked again.
-        """
-        cached = self._image_tokens
-        new_digests = [digest for digest in sources if cached.get(digest) is None]
-        if not new_digests:
-            return
-        with self._unpacking.reserve(1, check_client):
-            for digest in new_digests:
-                sources[digest].check_header()
-
     def image_tokens(
         self,
         digest: str,
@@ -24352,7 +23797,7 @@ class ServerState:
         state = self.tenants.get(tenant)
         if state is not None:
             return state
-        metrics = self.metrics.make_tenant(tenant)
+        metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
         stores.load()
@@ -24361,7 +23806,7 @@ class ServerState:
     def keep(self) -> ServerState:
         """Keep these stores; or return those that their tenant has got meanwhile."""
         state = self.tenants.keep(self)
-        state.metrics.keep(state.tenant)
+        state.metrics.keep()
         return state
 
     def views(self) -> list[ServerState]:
@@ -24496,7 +23941,6 @@ def _replace_images(
         return request, []
 
     check_client = request.check_client
-    vision.check_headers(sent_images, check_client=check_client)
     images = [
         vision.image_tokens(digest, sent_image, check_client=check_client)
         for digest, sent_image in sent_images.items()
@@ -25336,15 +24780,7 @@ class ReplyRecorder:
         }
 
     def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
-        """A line for people, and at DEBUG one with everything.
-
-        Of a failed request HTTP SERVER logs the error: that is its line.
-        """
-        counters = self._state.metrics.snapshot()
-        found = self._found_rules
-        rules = ",".join(f"{rule}:{n_fields}" for rule, n_fields in found.items())
-        line = format_request_line(**facts, rules=rules or None, **counters)
-        logger.debug("%s", line)
+        """A line for people. Of a failed one HTTP SERVER logs the error, as its line."""
         if facts["finish"] != "failed":
             client = self._origin.client
             logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
@@ -27491,7 +26927,6 @@ def main() -> int:
         if cluster is not None and cluster.rank:
             return _follow(config, cluster, stop)
         state = build_state(config, can_be_demo=not is_named, cluster=cluster)
-        state.session_log.check()
         signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
     except (ConfigError, OSError) as error:

@@ -232,7 +232,7 @@ def test_images_are_a_chats_images_and_know_their_place():
 
     with pytest.raises(BadRequest) as refused:
         parts({"type": "file", "file_id": "f"})
-    assert refused.value.param == "messages[0].content[0].source"
+    assert refused.value.param == "messages[0].content[0]"
 
 
 def test_deferred_tools_stand_where_they_are_referenced_and_not_in_the_head():
@@ -368,7 +368,7 @@ def test_fields_with_other_names_and_those_that_only_anthropic_knows():
             "messages[1].content[0].id",
         ),
         (
-            {"messages": [reply(text("a"), {**USE, "name": ""})]},
+            {"messages": [reply(text("a"), {**USE, "name": 3})]},
             "messages[0].content[1].name",
         ),
         (
@@ -425,21 +425,20 @@ def test_a_fault_that_the_grammar_finds_has_the_name_that_was_sent():
 
 
 @pytest.mark.parametrize(
-    ("fields", "place"),
+    ("fields", "wish"),
     [
         ({"stream": True}, "stream"),
-        ({"output_config": {"format": {"type": "json_object"}}}, "response_format"),
-        ({"output_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": {"type": "any"}, "tools": [READ]}, "tool_choice"),
-        (
-            {"tool_choice": {"type": "tool", "name": "read"}, "tools": [READ]},
-            "tool_choice",
-        ),
+        ({"output_config": {"format": {"type": "json_object"}}}, "format"),
+        ({"output_format": {"type": "json_object"}}, "format"),
+        ({"tool_choice": {"type": "any"}, "tools": [READ]}, "call"),
+        ({"tool_choice": {"type": "tool", "name": "read"}, "tools": [READ]}, "call"),
     ],
 )
-def test_nothing_is_asked_of_a_reply_of_no_tokens(fields, place):
+def test_nothing_is_asked_of_a_reply_of_no_tokens(fields, wish):
     assert parsed(**fields).max_tokens == 9
-    assert refused(max_tokens=0, **fields).param == place
+    error = refused(max_tokens=0, **fields)
+    assert error.param == "max_tokens"
+    assert str(error).endswith(f"there can be no {wish}")
 
 
 def test_a_reply_of_no_tokens_may_be_asked_for_in_any_other_way():
@@ -778,7 +777,7 @@ def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
     assert reply.usage.cache_read_input_tokens == n_warm > 0
     again = ask(sdk, stream=False, max_tokens=0, **question)
     assert again.usage.cache_read_input_tokens == n_warm
-    with pytest.raises(anthropic.BadRequestError, match="stream: the prompt is only"):
+    with pytest.raises(anthropic.BadRequestError, match=r"max_tokens: .* stream"):
         ask(sdk, stream=True, max_tokens=0, **question)
 
 

@@ -287,21 +287,12 @@ HIDING = segment(b"\xdb", b"\0" + (b"\xff\xe1\xff\xff" * 16))
         (scans(65), "64 scans"),
         (scans(65).replace(QUANTIZER, HIDING + QUANTIZER), "64 scans"),
         (scans(65).replace(b"\xff\xda", b"\xff\x02\x40\0\xff\xda"), "64 scans"),
-        (jpeg().replace(QUANTIZER, QUANTIZER * 5_000), "4,000 parts"),
         (
             with_chunks(png_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"")), 65),
             "64 scans or compressed texts",
         ),
-        (
-            with_chunks(png_chunk(b"tEXt", b"a\0a"), 4_000),
-            "parts",
-        ),
-        (with_chunks(png_chunk(b"IDAT", b""), 4_000), "parts"),
-        (GIF + b"\0" * 4_001, "parts"),
-        (GIF + b"!\xfe" + b"\1a" * 4_001 + b"\0", "parts"),
-        (b"RIFF\0\0\0\0WEBPVP8X" + b"\0\0\0\0ANMF" * 4_001, "parts"),
     ],
-    ids=range(10),
+    ids=range(4),
 )
 def test_an_image_of_too_many_parts_is_refused_before_it_is_opened(
     monkeypatch, data, fault

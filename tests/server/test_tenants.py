@@ -179,8 +179,7 @@ def seen(served: Served, key: str, **headers: str) -> Any:
     bearer = {"x-api-key": key, **headers}
     _, status = ask(served, "GET", "/v1/status", **bearer)
     _, metrics = ask(served, "GET", "/metrics", **bearer)
-    lines = [line for line in metrics.splitlines() if "_created" not in line]
-    return at_rest(status), lines
+    return at_rest(status), metrics.splitlines()
 
 
 def plain(text: str, **fields: Any) -> dict[str, Any]:
@@ -253,8 +252,8 @@ def test_an_operator_sees_everything(folder, settings, key):
 
 def test_what_counts_for_a_user_counts_for_its_key_and_for_all():
     everybody = s.CacheMetrics()
-    user_metrics = everybody.make_tenant("k/u")
-    user_metrics.keep("k/u")
+    user_metrics = everybody.of_tenant("k/u")
+    user_metrics.keep()
     everybody.of_tenant("k/u").bump("evicted_idle")
     everybody.of_tenant("k/another").bump("evicted_idle", 10)
     everybody.of_tenant("").bump("evicted_idle", 100)
@@ -265,7 +264,9 @@ def test_what_counts_for_a_user_counts_for_its_key_and_for_all():
     assert everybody.snapshot()["evicted_idle"] == 111
 
     everybody.drop_tenant("k/u")
-    assert everybody.of_tenant("k/u") is everybody.of_tenant("k")
+    everybody.of_tenant("k/u").bump("evicted_idle")
+    assert user_metrics.snapshot()["evicted_idle"] == 0
+    assert key_metrics.snapshot()["evicted_idle"] == 12
 
 
 # -- users of one key ------------------------------------------------------------------
@@ -410,7 +411,10 @@ def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     assert {"k", "k/1", "k/2", "k/12"} <= left
     assert not {"k/0", "k/3", "k/10"} & left
     assert len(left) == s.Tenants.MAX_TENANTS + 1
-    assert state.metrics.of_tenant("k/0") is state.metrics.of_tenant("k")
+    for name in ("k/0", "k/1"):
+        state.metrics.of_tenant(name).bump("second_tries")
+    assert state.metrics.of_tenant("k/0").snapshot()["second_tries"] == 0
+    assert state.metrics.of_tenant("k/1").snapshot()["second_tries"] == 1
 
 
 def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(

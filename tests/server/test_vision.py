@@ -2,7 +2,6 @@
 
 import base64
 import http.client
-import io
 import itertools
 import json
 import threading
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import start_llm as s
 from mlx_vlm.models.qwen3_5 import gated_delta
-from PIL import Image
 from server_fixture import MAX_WAIT_SECONDS, connections, wait_until, wait_until_idle
 from tiny_models import TOOLS
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
@@ -342,18 +340,6 @@ def test_one_image_is_unpacked_at_a_time_and_left_if_the_client_has_gone(
     vision.image_tokens("1" * 64, image)
     assert n_free == [0]
     assert budget.n_free == 1
-
-
-def test_no_image_is_unpacked_if_a_later_one_is_too_large(seeing, monkeypatch):
-    file = io.BytesIO()
-    Image.new("1", (8_001, 8_000)).save(file, "PNG")
-    vision = seeing.state.engine.model.vision
-    monkeypatch.setattr(vision, "_process", lambda source: pytest.fail())
-    body = {"messages": [picture_message(picture(12), file.getvalue())]}
-    request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-
-    with pytest.raises(s.BadRequest, match="pixels"):
-        s.plan_request(seeing.state, request)
 
 
 def test_what_the_server_says_of_images(seeing):

@@ -110,7 +110,10 @@ def warnings_of_main(monkeypatch, written, environ):
         (b"A=1\nB=\xe8\n", "{path}, line 2: it is no UTF-8 text"),
         (b"# ours\n\nMLX_PORT 9000\n", "{path}, line 3: it is no NAME=value"),
         (b"MODEL_PATH='a\n", "{path}, line 1: it is no NAME=value"),
-        (b"MLX_PORT=0\n", "MLX_PORT='0' in {path}: should be 1 or more"),
+        (
+            b"MLX_PORT=0\n",
+            "MLX_PORT='0' in {path}: should be greater than or equal to 1",
+        ),
     ],
 )
 def test_a_fault_in_the_env_file_names_the_file(
@@ -139,9 +142,10 @@ def test_a_bad_value_names_where_it_stands(monkeypatch):
 
     env_file = Path(start_llm.__file__).parent / ".env"
     assert set(str(caught.value).splitlines()) == {
-        "MLX_PORT='x' in the environment: should be a whole number",
-        f"PROXY_PORT='0' in {env_file}: should be 1 or more",
-        "DEFAULT_TOP_K='-1' in the environment: should be 0 or more",
+        "MLX_PORT='x' in the environment: should be a valid integer, "
+        "unable to parse string as an integer",
+        f"PROXY_PORT='0' in {env_file}: should be greater than or equal to 1",
+        "DEFAULT_TOP_K='-1' in the environment: should be greater than or equal to 0",
         "MLX_HOST='0.0.0.0' on the command line: should be used only where API_KEY is set",
     }
 
@@ -207,7 +211,9 @@ def test_replicas_have_keys_that_are_in_no_output():
 
 
 def test_the_allowed_range_is_told():
-    with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be 65535 or less"):
+    with pytest.raises(
+        ConfigError, match=r"MLX_PORT='70000': .* less than or equal to 65535"
+    ):
         Config.from_env({"MLX_PORT": "70000"})
     with pytest.raises(
         ConfigError, match=r"LOG_LEVEL='LOUD': should be 'DEBUG', 'INFO', "
@@ -314,22 +320,6 @@ def test_every_unknown_name_in_the_env_file_is_named_with_the_nearest_setting(
     ]
 
 
-def test_a_near_miss_in_the_environment_is_named_unless_the_setting_is_there(
-    monkeypatch,
-):
-    environ = {"MLX_PROT": "9000", "log_root": "x", "PROXYPORT": "1", "APIKEY": ""}
-
-    warnings = warnings_of_main(monkeypatch, {}, environ)
-
-    sentence = "in the environment: nothing acts on it; did you mean"
-    assert warnings == [
-        f"MLX_PROT {sentence} MLX_PORT?",
-        f"PROXYPORT {sentence} PROXY_PORT?",
-        f"log_root {sentence} LOG_ROOT?",
-    ]
-    assert warnings_of_main(monkeypatch, {}, {"MLX_PROT": "1", "MLX_PORT": "2"}) == []
-
-
 @pytest.mark.parametrize(
     "setting", sorted(ALL - RESERVED - {"API_KEY", "KV_BITS", "DEFAULT_TOP_K"})
 )
@@ -338,7 +328,7 @@ def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized(setting):
     swapped = setting[:-2] + setting[-1] + setting[-2]
     for name in {swapped, setting.lower()} - ALL:
         try:
-            (sentence,) = check_names({}, {name: "x"})
+            (sentence,) = check_names({name: "x"}, {})
         except ConfigError as error:
             sentence = str(error)
             assert setting == "MODEL_PATH"
@@ -346,59 +336,32 @@ def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized(setting):
         assert f"did you mean {setting}?" in sentence
 
 
-SHELL = """
-HOME PATH PWD OLDPWD SHELL SHLVL TERM USER LOGNAME LANG LC_ALL LANGUAGE EDITOR VISUAL PAGER DISPLAY
-HOSTNAME HOST PORT HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy all_proxy
-SSH_AUTH_SOCK TMPDIR XDG_RUNTIME_DIR XDG_CACHE_HOME VIRTUAL_ENV PYTHONPATH PYTHONHOME CONDA_PREFIX
-NODE_PATH GOPATH JAVA_HOME MODULE_PATH MODULEPATH MANPATH INFOPATH LD_LIBRARY_PATH LD_PRELOAD
-DYLD_LIBRARY_PATH CLASSPATH GEM_PATH PERL5LIB OMP_NUM_THREADS OPENBLAS_NUM_THREADS
-OPENAI_API_KEY ANTHROPIC_API_KEY GEMINI_API_KEY GOOGLE_API_KEY XAI_API_KEY GROQ_API_KEY
-OPENROUTER_API_KEY MISTRAL_API_KEY AZURE_API_KEY BRAVE_API_KEY OPENAI_BASE_URL ANTHROPIC_BASE_URL
-ANTHROPIC_AUTH_TOKEN ANTHROPIC_MODEL OPENAI_MODEL MODEL_NAME MODEL_ID MODEL_DIR MODELS_PATH
-HF_HOME HF_HUB_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN GH_TOKEN GITHUB_TOKEN GITLAB_TOKEN NPM_TOKEN
-OLLAMA_HOST OLLAMA_MODELS OLLAMA_KEEP_ALIVE OLLAMA_CONTEXT_LENGTH LLAMA_ARG_PORT VLLM_API_KEY
-VLLM_PORT VLLM_HOST_IP LOGLEVEL LOG_FORMAT LOG_FILE LOG_DIR RUST_LOG DEBUG NODE_ENV CI
-MAX_TOKENS TEMPERATURE DATABASE_URL REDIS_URL AWS_ACCESS_KEY_ID AWS_PROFILE KUBECONFIG DOCKER_HOST
-DB_HOST DB_PORT PGHOST PGPORT MYSQL_HOST SMTP_PORT SMTP_HOST PROXY_USER PROXY_PASSWORD PROXY
-MLX_METAL_DEBUG MLX_BUILD_TESTS MTL_HUD_ENABLED LITELLM_MASTER_KEY LITELLM_LOG PROXY_BASE_URL
-"""
-
-
-def test_what_else_a_shell_sets_is_no_near_miss():
-    assert check_names({}, dict.fromkeys(SHELL.split(), "x")) == []
-
-
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_a_setting_without_effect_is_named_wherever_it_stands(name):
-    for place, written, environ in [
-        (".env", {name: "8"}, {}),
-        ("the environment", {}, {name: "8"}),
-    ]:
-        sentence = f"{name} in {place}: nothing acts on it"
-        assert check_names(written, environ) == [sentence]
-    assert check_names({}, {name: ""}) == []
+def test_a_setting_without_effect_is_named(name):
+    assert check_names({name: "8"}, {}) == [f"{name} in .env: nothing acts on it"]
+
+
+def test_the_environment_belongs_to_all_programs():
+    assert check_names({}, {"MLX_PROT": "9000", "MODEL": "x", "PATH": "/"}) == []
 
 
 @pytest.mark.parametrize(
     "name", ["MODELPATH", "MODEL", "model_path", "MODEL_PATHS", "MODLE_PATH"]
 )
 def test_a_near_miss_of_the_model_stops_the_start(monkeypatch, capsys, name):
-    for place, written, environ in [
-        (".env", {name: "some/Model"}, {}),
-        ("the environment", {}, {name: "some/Model"}),
-    ]:
-        assert warnings_of_main(monkeypatch, written, environ) == []
-        assert capsys.readouterr().err == (
-            f"start-llm: {name} in {place}: nothing acts on it; "
-            "did you mean MODEL_PATH? Rename or remove it: as it is, another model would "
-            "be served\n"
-        )
+    assert warnings_of_main(monkeypatch, {name: "some/Model"}, {}) == []
+    assert capsys.readouterr().err == (
+        f"start-llm: {name} in .env: nothing acts on it; "
+        "did you mean MODEL_PATH? Rename or remove it: as it is, another model would "
+        "be served\n"
+    )
 
 
 def test_the_model_of_an_option_is_meant_whatever_is_misspelt(monkeypatch):
-    monkeypatch.setattr(start_llm, "_read_env_file", lambda path: {})
+    written = {"MODELPATH": "other/Model"}
+    monkeypatch.setattr(start_llm, "_read_env_file", lambda path: written)
     monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
-    monkeypatch.setattr("os.environ", {"MODELPATH": "other/Model"})
+    monkeypatch.setattr("os.environ", {})
     config = start_llm._read_config({"MODEL_PATH": "some/Model"})
     assert config.model_path == "some/Model"
     with pytest.raises(ConfigError):
