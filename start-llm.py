@@ -24102,7 +24102,7 @@ def _without_container(choice: CallParts) -> CallParts:
 #
 # Public   ServerState, Proxy, ProxyBody, ProxyPhase, ReplicaReport, Tenants,
 #          TenantStores, RecentRequest, LiveRequest, LiveReply, Divergence,
-#          note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
+#          MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -24342,26 +24342,16 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
     def for_tenant(self, tenant: str) -> ServerState:
-        """The same server with the stores of a tenant.
-
-        A tenant without stores gets new ones, which only keep() keeps: so nothing is
-        left of a name that somebody has only asked about.
-        """
-        if not tenant:
-            return self.keep()
-        state = self.tenants.get(tenant)
-        if state is not None:
-            return state
-        metrics = self.metrics.make_tenant(tenant)
-        records = self.records.of_tenant(tenant)
-        stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
-        return replace(self, tenant=tenant, stores=stores, metrics=metrics)
-
-    def keep(self) -> ServerState:
-        """Keep these stores; or return those that their tenant has got meanwhile."""
-        state = self.tenants.keep(self)
-        state.metrics.keep(state.tenant)
+        """The same server with the stores of a tenant, who has used them last now."""
+        state = self.tenants.get(tenant) if tenant else self
+        if state is None:
+            metrics = self.metrics.make_tenant(tenant)
+            records = self.records.of_tenant(tenant)
+            stores = TenantStores.empty(self.config, metrics, records)
+            stores.load()
+            state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
+        state = self.tenants.keep(state)  # or that which another thread has made
+        state.metrics.keep(tenant)
         return state
 
     def views(self) -> list[ServerState]:
@@ -24380,17 +24370,6 @@ class ServerState:
         self.tenants.limit_ledgers(self.config.ledger_max_bytes)
 
 
-def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -> None:
-    """Log a request that got an error, and keep it for the status page.
-
-    `was_submitted`: the engine had it, so it is counted among those that have ended.
-    """
-    logger.warning("%s", format_refusal(refusal))
-    state.stores.refusals.append(refusal)
-    if not was_submitted:
-        state.metrics.add_refused()
-
-
 # region REQUEST HANDLING ======================================================
 # One request, from its parsed body to the bodies of its response.
 #
@@ -24401,11 +24380,11 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
 #     bodies           ResponseFormatter of the API that was called
 #
-# Whatever is wrong with a request is found before it is submitted: as a rule nothing of
-# the response has been sent, so it can have a status code. (A stream that had to wait
-# for memory has got pings. Its error is an event.) A reply is recorded before its last
-# events are sent, because the client's next request may follow at once. A failed reply
-# is only reported; of one that its client has left, what was shown is recorded (L-121).
+# Whatever is wrong with a request is found before it is submitted: nothing of the
+# response has been sent, so it can have a status code. A reply is recorded before its
+# last events are sent, because the client's next request may follow at once. A failed
+# reply is only reported; of one that its client has left, what was shown is recorded
+# (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -25426,7 +25405,6 @@ class ReplyGeneration:
         self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self
-        state.keep()  # its user may have been dropped since the request came
 
     def close(self) -> None:
         """Stop the request if it still runs. It is in no list of live requests then."""
@@ -26251,7 +26229,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # ClientGone, and nobody is answered.
 #
 # Public   LLMServer, Handler, advice_by_path, own_host_names
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST BODIES,
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
 
@@ -26281,16 +26259,13 @@ class LLMServer(ThreadingTCPServer):
         self.state = state
         self._slots = slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._check_address(address)
-        super().__init__(address, Handler)
-
-    def _check_address(self, address: tuple[str, int]) -> None:
         with socket.socket(self.address_family) as probe:
             # At another machine's address somebody else could listen: it is not called.
             probe.bind((address[0], 0))
             # On macOS a second server can bind to an address that is taken.
             if probe.connect_ex(address) == 0:
                 raise OSError(errno.EADDRINUSE, "in use")
+        super().__init__(address, Handler)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Raises OSError while no slot is free."""
@@ -26322,20 +26297,6 @@ class LLMServer(ThreadingTCPServer):
 
 # -- the gate --------------------------------------------------------------------------
 # Pure functions of the headers; _pass_gate() calls them in this order.
-
-
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
-
-def _check_values(headers: HttpHeaders) -> None:
-    """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
-
-    A line break is allowed: the standard library ends a header at LF and CR, and leaves
-    one in a value only where the next line continues it.
-    """
-    for name, value in headers.items():
-        if _CONTROL.search(value):
-            raise BadRequest(f"the header {name[:60]!r} has a control character in it")
 
 
 def _header(headers: HttpHeaders, name: str) -> str:
@@ -26400,29 +26361,7 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     }
 
 
-class _BodyLimit(NamedTuple):
-    """How large a body may be."""
-
-    n_bytes: int
-    source: str  # of the limit, for people
-
-    @classmethod
-    def of(cls, state: ServerState) -> _BodyLimit:
-        """That of a setting, or less where little memory is left for bodies."""
-        n_bytes = state.config.max_body_bytes
-        affordable_bytes = state.body_memory.max_body_bytes
-        if affordable_bytes < n_bytes:
-            return cls(affordable_bytes, "what MEMORY_LIMIT_BYTES leaves for one")
-        return cls(n_bytes, "MAX_BODY_BYTES")
-
-    def check(self, n_bytes: int) -> None:
-        """Raise NotServed if that is more."""
-        if n_bytes > self.n_bytes:
-            sentence = f"the body is larger than {self.source} ({self.n_bytes} bytes)"
-            raise NotServed(413, sentence, code="request_too_large")
-
-
-def _check_length(headers: HttpHeaders, limit: _BodyLimit) -> int | None:
+def _check_length(headers: HttpHeaders, *, max_bytes: int) -> int | None:
     """The bytes of the body; None if it comes in chunks, and only its end shows them.
 
     Raises BadRequest if it is not plain where the body ends: what one program takes for
@@ -26437,42 +26376,35 @@ def _check_length(headers: HttpHeaders, limit: _BodyLimit) -> int | None:
         )
     if _header(headers, "Content-Encoding") not in ("", "identity"):
         raise NotServed(415, "compressed bodies are not accepted; send plain JSON")
-    if "Transfer-Encoding" in headers:
-        _check_coding(headers)
-        return None
-    limit.check(int(length))
-    return int(length)
+    if "Transfer-Encoding" not in headers:
+        _check_size(int(length), max_bytes)
+        return int(length)
+    if _header(headers, "Transfer-Encoding") != "chunked":
+        raise NotServed(501, "Transfer-Encoding can only be chunked; or leave it out")
+    return None
 
 
-def _check_coding(headers: HttpHeaders) -> None:
-    """Raise BadRequest or NotServed for any Transfer-Encoding but chunked.
-
-    RFC 9112 sections 6.1 and 6.3; the coding `identity` of older ones is none any more.
-    """
-    codings = split_list(",".join(headers.get_all("Transfer-Encoding", [])).lower())
-    if codings == ["chunked"]:
-        return
-    sentence = "Transfer-Encoding can only be chunked; leave it out for a plain body"
-    if codings[-1:] == ["chunked"] and codings.count("chunked") == 1:
-        raise NotServed(501, sentence)
-    raise BadRequest(sentence)
+def _check_size(n_bytes: int, max_bytes: int) -> None:
+    """Raise NotServed for more bytes of a body than are allowed."""
+    if n_bytes > max_bytes:
+        limits = "MAX_BODY_BYTES, and what MEMORY_LIMIT_BYTES leaves for one"
+        sentence = f"the body is larger than {max_bytes} bytes ({limits})"
+        raise NotServed(413, sentence, code="request_too_large")
 
 
 def _check_key(headers: HttpHeaders, config: Config) -> str:
     """The key that came with a request; "" if the server has no keys.
 
-    Raises NotServed if it is none of them. All are compared, each in constant time, so
-    that the time until the response says nothing about a key.
+    Raises NotServed if it is none of them. Each is compared in constant time, so that
+    the time until the response says nothing about it.
     """
     keys = split_list(config.api_key)
     if not keys:
         return ""
-    matches = []
     sent_keys = _sent_keys(headers)
-    for sent_key in sent_keys:
-        matches += [key for key in keys if hmac.compare_digest(sent_key, key.encode())]
-    if matches:
-        return matches[0]
+    for key in keys:
+        if any(hmac.compare_digest(sent, key.encode()) for sent in sent_keys):
+            return key
 
     fault = "a key is needed"
     if any(sent_keys):
@@ -26501,40 +26433,45 @@ def _sent_keys(headers: HttpHeaders) -> list[bytes]:
 
 # What to use instead of some paths that are not served, and of all below them.
 _ADVICE: Final[Mapping[str, str]] = {
-    "/": "people find a page at {server}/; the base URL of OpenAI's clients is "
-    "{server}/v1, that of Anthropic's {server}",
-    "/v1": "the base URL of OpenAI's clients is {server}/v1. They add a path to it, as "
-    "in {server}/v1/chat/completions. People find a page at {server}/",
-    "/v1/responses": "LiteLLM serves it, with ENABLE_PROXY, at {proxy}/v1/responses",
-    "/v1beta": "LiteLLM serves Google's API, with ENABLE_PROXY; the base URL is "
-    "{proxy}",
-    "/v1/complete": "Anthropic's clients find the Messages API at {server}/v1/messages",
-    "/v1/messages": "the Messages API is {server}/v1/messages and "
-    "{server}/v1/messages/count_tokens, one request at a time",
+    "/": "people find a page at /; the base URL of OpenAI's clients ends with /v1, "
+    "that of Anthropic's has no path",
+    "/v1": "the base URL of OpenAI's clients ends with /v1. They add a path to it, as "
+    "in /v1/chat/completions. People find a page at /",
+    "/v1/responses": "LiteLLM serves it, with ENABLE_PROXY, on PROXY_PORT (4000)",
+    "/v1beta": "LiteLLM serves Google's API, with ENABLE_PROXY, on PROXY_PORT (4000)",
+    "/v1/complete": "Anthropic's clients find the Messages API at /v1/messages",
+    "/v1/messages": "the Messages API is /v1/messages and /v1/messages/count_tokens, "
+    "one request at a time",
     "/v1/threads /v1/assistants /v1/conversations": "no conversation is stored here: "
-    "send all of its messages, each time, to {server}/v1/chat/completions",
+    "send all of its messages, each time, to /v1/chat/completions",
     "/v1/embeddings /v1/rerank /api/embed /api/embeddings": "this server writes text "
     "and makes no embeddings: run another server for these. Chats are at "
-    "{server}/v1/chat/completions",
-    "/v1/audio /v1/images": "this server writes text only, at "
-    "{server}/v1/chat/completions",
+    "/v1/chat/completions",
+    "/v1/audio /v1/images": "this server writes text only, at /v1/chat/completions",
     "/api": "this is neither Ollama nor LM Studio. Where the client has the choice, "
-    "take `OpenAI compatible` with the base URL {server}/v1",
-    "/api/v0 /api/v1": "this is not LM Studio. OpenAI's API is here: the base URL is "
-    "{server}/v1, chats go to {server}/v1/chat/completions, and {server}/v1/models "
-    "names the model",
+    "take `OpenAI compatible` with a base URL that ends with /v1",
+    "/api/v0 /api/v1": "this is not LM Studio. OpenAI's API is here: the base URL ends "
+    "with /v1, chats go to /v1/chat/completions, and /v1/models names the model",
     "/completion /props /slots /tokenize /infill": "this is not llama.cpp's server, "
-    "but takes OpenAI's requests, as that one does: the base URL is {server}/v1",
+    "but takes OpenAI's requests, as that one does: the base URL ends with /v1",
     "/api/chat /api/generate": "this is not Ollama. OpenAI's API is here: the base URL "
-    "is {server}/v1, chats go to {server}/v1/chat/completions",
-    "/api/tags /api/show /api/ps": "this is not Ollama. {server}/v1/models names the "
-    "model; the base URL of OpenAI's clients is {server}/v1",
+    "ends with /v1, chats go to /v1/chat/completions",
+    "/api/tags /api/show /api/ps": "this is not Ollama. /v1/models names the model; "
+    "the base URL of OpenAI's clients ends with /v1",
     "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
     "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
     "server again",
-    "/docs /redoc /swagger /openapi.json": "{server}/openapi.json describes the API, README.md "
-    "explains it; people find a page at {server}/",
+    "/docs /redoc /swagger": "/openapi.json describes the API, README.md explains it; "
+    "people find a page at /",
 }
+
+
+def advice_by_path() -> dict[str, str]:
+    """What to use instead of a path that is not served; "/" is for any other."""
+    advice_of = {}
+    for paths, sentence in _ADVICE.items():
+        advice_of.update(dict.fromkeys(paths.split(), sentence))
+    return advice_of
 
 
 def _resolve_path(target: str) -> str:
@@ -26556,45 +26493,12 @@ def _route_path(path: str) -> str:
     return "/v1/models/*" if path.startswith("/v1/models/") else path
 
 
-def advice_by_path(config: Config, *, server_url: str = "") -> dict[str, str]:
-    """What to use instead of a path that is not served; "/" is for any other.
-
-    `server_url`: as the client calls this server; "": as this machine does.
-    """
-    proxy_url = write_url(config.proxy_host, config.proxy_port)
-    if server_url and config.proxy_host in ("0.0.0.0", "::"):  # where the server is
-        port = f":{config.proxy_port}"
-        proxy_url = re.sub(r"(:\d+)?$", port, server_url, count=1)
-    server_url = server_url or write_url(config.mlx_host, config.mlx_port)
-    advice_of = {}
-    for paths, sentence in _ADVICE.items():
-        advice = sentence.format(server=server_url, proxy=proxy_url)
-        advice_of.update(dict.fromkeys(paths.split(), advice))
-    return advice_of
-
-
-def _advise(path: str, headers: HttpHeaders, config: Config) -> str:
-    """The advice for a path or for the nearest one above it."""
-    server_url = f"http://{_header(headers, 'Host')}"
-    if not re.fullmatch(r"http://[\w.\[\]:-]{1,200}", server_url):
-        server_url = ""
-    advice = advice_by_path(config, server_url=server_url)
-    while path not in advice:
-        path = path.rpartition("/")[0] or "/"
-    return advice[path]
-
-
 # -- reading ---------------------------------------------------------------------------
 
 _PIECE_BYTES: Final = 1 << 17  # of a body, read at once
 _MAX_UNHELD_BYTES: Final = 1 << 16  # of a body, before memory is reserved for it
-# While others wait for memory, a body has so many seconds, and one more for so many
-# bytes that have come. Who is slower gives way.
-_GRACE_SECONDS: Final = 2.0
-_BYTES_PER_SECOND: Final = 1_000_000
+_HELD_GAP_SECONDS: Final = 5.0  # between two bytes of a body that memory is held for
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
-_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
-_MALFORMED_CHUNKS: Final = "the chunked body is malformed"
 
 
 class _TimedInput(socket.SocketIO):
@@ -26605,20 +26509,12 @@ class _TimedInput(socket.SocketIO):
 
     max_gap_seconds = 0.0  # between two bytes
     deadline = 0.0  # of the whole request, on the monotonic clock
-    check_pace: Callable[[], None] | None = None  # called often; ends it if it raises
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read what has come, or wait for it. Raises what `check_pace` does."""
-        silent_until = min(time.monotonic() + self.max_gap_seconds, self.deadline)
-        is_readable = False
-        while not is_readable:
-            seconds = silent_until - time.monotonic()
-            if seconds <= 0:
-                raise TimeoutError("the request is late")
-            if self.check_pace is not None:
-                self.check_pace()
-                seconds = min(seconds, CLIENT_LOOK_SECONDS)
-            is_readable = _is_readable(self, seconds)
+        """Read what has come, or wait for it."""
+        seconds = min(self.max_gap_seconds, self.deadline - time.monotonic())
+        if seconds <= 0 or not _is_readable(self, seconds):
+            raise TimeoutError("the request is late")
         return super().readinto(buffer)
 
 
@@ -26640,7 +26536,7 @@ def _read_pieces(stream: io.BufferedIOBase, n_bytes: int) -> Iterator[bytes]:
         yield piece
 
 
-def _read_chunks(stream: io.BufferedIOBase, limit: _BodyLimit) -> Iterator[bytes]:
+def _read_chunks(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
     """What is in the chunks of a body, as it comes; RFC 9112 section 7.1:
 
         4       a size in hexadecimal; `;name=value` may follow it
@@ -26649,62 +26545,27 @@ def _read_chunks(stream: io.BufferedIOBase, limit: _BodyLimit) -> Iterator[bytes
         :1}
         0       the end; trailers may follow it, up to an empty line
 
+    The connection closes after it: whatever is written otherwise hides no request.
     Raises BadRequest: it is no chunked body; NotServed: it is too large; ClientGone: it
     ends before its end.
     """
     n_bytes = 0
-    while True:
-        match = _CHUNK_SIZE.fullmatch(_read_line(stream))
+    size = -1
+    while size:
+        line = stream.readline(_MAX_LINE_BYTES)
+        match = re.match(rb"[0-9a-fA-F]{1,8}", line)
+        if not line:
+            raise ClientGone
         if match is None:
-            raise BadRequest(_MALFORMED_CHUNKS)
-        size = int(match[1], 16)
-        if size == 0:
-            break
+            raise BadRequest("the chunked body is malformed")
+        size = int(match[0], 16)
         n_bytes += size
-        limit.check(n_bytes)
+        _check_size(n_bytes, max_bytes)
         yield from _read_pieces(stream, size)
-        if _read_line(stream):
-            raise BadRequest(_MALFORMED_CHUNKS)
-    while _read_line(stream):
-        pass  # trailers, up to an empty line
-
-
-def _read_line(stream: io.BufferedIOBase) -> bytes:
-    """A line of a chunked body, without its end, which is CR LF.
-
-    Raises BadRequest for another end: what one program takes for the end of a line, and
-    another does not, can hide a second request. Raises ClientGone: there is no end.
-    """
-    line = stream.readline(_MAX_LINE_BYTES)
-    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
-        raise ClientGone
-    if not line.endswith(b"\r\n") or b"\r" in line[:-2]:
-        raise BadRequest(_MALFORMED_CHUNKS)
-    return line[:-2]
-
-
-_BODY_MARK: Final = re.compile(  # a string, and what follows a key; a bracket
-    rb"""(?xs: "( [^"\\]*+ (?: \\. [^"\\]*+ )*+ )"
-        (?: \s*+ : \s*+ (true|false)? )?
-    | ([\[{]) | [\]}] )"""
-)
-
-
-def wants_stream(payload: bytes) -> bool:
-    """Whether the object in `payload` has the member `"stream": true`.
-
-    Nothing is parsed: that would take the memory which its request waits for.
-    """
-    if not re.search(rb'"stream"\s*:\s*true', payload):
-        return False
-    is_stream = False
-    depth = 0
-    for mark in _BODY_MARK.finditer(payload):
-        if mark[1] is None:
-            depth += 1 if mark[3] else -1
-        elif depth == 1 and mark[1] == b"stream" and mark[2]:
-            is_stream = mark[2] == b"true"
-    return is_stream
+        if size:
+            stream.readline(_MAX_LINE_BYTES)  # the end of the line
+    while stream.readline(_MAX_LINE_BYTES).strip():
+        pass  # trailers
 
 
 # -- responses -------------------------------------------------------------------------
@@ -26792,9 +26653,7 @@ class ResponseWriter:
             connection.end_headers()
 
     def begin_stream(self) -> None:
-        """Send the head of a stream, unless a ping has begun it already."""
-        if self.state == "stream":
-            return
+        """Send the head of a stream."""
         self.state = "stream"
         headers = {"Content-Type": "text/event-stream; charset=utf-8"}
         if self._connection.is_http_1_1:
@@ -26826,8 +26685,6 @@ _CLIENT_HEADERS: Final[Mapping[str, str]] = {  # that only one client sends
     "x-codex-": "Codex",
     "x-claude-code-": "Claude Code",
 }
-_MAX_REQUEST_LINE_BYTES: Final = 65_536  # as the standard library has it
-_ABSOLUTE_TARGET: Final = re.compile(r"(?i:https?)://([^/?#]+)(.*)")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26843,7 +26700,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # even garbage gets a status line
     disable_nagle_algorithm = True
-    raw_requestline: bytes  # of the standard library
 
     # Of the request that is being answered; the first two as the gate finds them.
     is_unread: bool  # bytes of it may still come; then the response closes
@@ -26863,7 +26719,6 @@ class Handler(BaseHTTPRequestHandler):
         self.input.max_gap_seconds = idle_seconds
         # At most one idle time until it begins, and three until all of it is there.
         self.input.deadline = time.monotonic() + 3 * idle_seconds
-        self.input.check_pace = None
         self.is_unread = True
         self.passed = None
         self.response = ResponseWriter(self)
@@ -26874,36 +26729,6 @@ class Handler(BaseHTTPRequestHandler):
         self.headers = HttpHeaders()
         super().handle_one_request()
 
-    def parse_request(self) -> bool:
-        """Read the request line and the headers; what the standard library does not do.
-
-        An empty line before a request counts for nothing (RFC 9112 section 2.2). The
-        host of a target in absolute form takes the place of Host (section 3.2.2).
-        """
-        if self.raw_requestline in (b"\r\n", b"\n"):
-            self.raw_requestline = self.rfile.readline(_MAX_REQUEST_LINE_BYTES + 1)
-            if len(self.raw_requestline) > _MAX_REQUEST_LINE_BYTES:
-                self.send_error(414)
-                return False
-        if not super().parse_request():
-            return False
-        match = _ABSOLUTE_TARGET.fullmatch(self.path)
-        if match is not None:
-            del self.headers["Host"]
-            self.headers["Host"] = match[1]
-            self.path = f"/{match[2].removeprefix('/')}"
-        return True
-
-    def handle_expect_100(self) -> bool:
-        """Invite no body yet: invite_body() does, after the gate and with a route."""
-        return True
-
-    def invite_body(self) -> None:
-        """Tell a client to send its body that waits to be told."""
-        if self.is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
-            with _noting_loss():
-                super().handle_expect_100()
-
     def finish(self) -> None:
         """Wait until the client has read the last response, and close.
 
@@ -26911,7 +26736,6 @@ class Handler(BaseHTTPRequestHandler):
         can take a response from a client that has not read it yet.
         """
         self.input.max_gap_seconds = 1.0
-        self.input.check_pace = None
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while self.is_unread and self.rfile.read1(1 << 16):
@@ -27014,9 +26838,12 @@ class Handler(BaseHTTPRequestHandler):
             "client": self.client,
             "sentence": printable(sentence, max_length=300),
         }
-        was_submitted = self.passed is not None and self.passed.was_submitted
-        state = self.passed.state if self.passed else self.server.state
-        note_refusal(state.keep(), refusal, was_submitted=was_submitted)
+        logger.warning("%s", format_refusal(refusal))
+        passed = self.passed
+        state = passed.state if passed else self.server.state.for_tenant("")
+        state.stores.refusals.append(refusal)
+        if passed is None or not passed.was_submitted:
+            state.metrics.add_refused()  # the engine counts those that it had
 
     def send_error(
         self, code: int, message: str | None = None, _explain: str | None = None
@@ -27040,7 +26867,6 @@ def _pass_gate(connection: Handler) -> HttpRequest:
 
     The order of the checks matters:
 
-    0 values  a name that is cut at a NUL is another name elsewhere
     1 host    a page that calls us by its own name learns nothing but that
     2 origin  an allowed page can read what follows, such as that its key is wrong
     3 length  from here on a refusal can leave the connection open
@@ -27048,15 +26874,14 @@ def _pass_gate(connection: Handler) -> HttpRequest:
     """
     state = connection.server.state
     headers = connection.headers
-    _check_values(headers)
     _check_host(headers, state.config)
     cors_headers = _check_origin(headers, state.config)
     connection.response.cors_headers = cors_headers
-    body_limit = _BodyLimit.of(state)
-    body_length = _check_length(headers, body_limit)
+    max_bytes = min(state.config.max_body_bytes, state.body_memory.max_body_bytes)
+    body_length = _check_length(headers, max_bytes=max_bytes)
     connection.is_unread = body_length != 0
-    if body_length is None and "Content-Length" in headers:
-        connection.close_connection = True  # both: RFC 9112 section 6.3
+    if body_length is None:
+        connection.close_connection = True  # where it ends, nobody can be sure
 
     method = "GET" if connection.command == "HEAD" else connection.command
     path = _resolve_path(connection.path)
@@ -27074,7 +26899,7 @@ def _pass_gate(connection: Handler) -> HttpRequest:
         route=route,
         key=key,
         state=state,
-        body_limit=body_limit,
+        max_body_bytes=max_bytes,
         body_length=body_length,
     )
 
@@ -27089,11 +26914,9 @@ class HttpRequest:
     route: _Route | None  # None: nothing is served there
     key: str  # of API_KEY, that came with it; "" if none is needed
     state: ServerState  # the stores that it may use: all, or those of its tenant
-    body_limit: _BodyLimit
+    max_body_bytes: int
     body_length: int | None  # None: it comes in chunks
     was_submitted: bool = False  # to the engine
-    _gets_pings: bool = False  # it is parsed, and wants a stream
-    _sent_at: float = 0.0  # when its body was read, or the last ping sent
     _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
     _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
 
@@ -27118,7 +26941,11 @@ class HttpRequest:
         """What is wrong with a path or a method that no route has."""
         method = self.connection.command
         path = _route_path(self.path)
-        advice = _advise(path, self.connection.headers, self.state.config)
+        advice_of = advice_by_path()
+        place = path  # or the nearest above it that there is advice for
+        while place not in advice_of:
+            place = place.rpartition("/")[0] or "/"
+        advice = advice_of[place]
         served = ", ".join(name for name, route_path in _ROUTES if route_path == path)
         if not served:
             return NotServed(404, f"there is nothing at {path[:200]}: {advice}")
@@ -27131,9 +26958,6 @@ class HttpRequest:
     # -- routes ------------------------------------------------------------------------
     # Each returns a body to be sent as JSON, or sends its response itself.
 
-    def allow_page(self) -> None:
-        self.response.send_head(204, {})
-
     def get_root(self) -> None:
         """The page for browsers, /health for programs."""
         if "text/html" in _header(self.connection.headers, "Accept"):
@@ -27145,73 +26969,45 @@ class HttpRequest:
         status, body = health_body(self.state)
         self.response.send_json(status, body)
 
-    def get_openapi(self) -> None:
-        self.response.send_file("openapi.json", "application/json")
-
     def get_metrics(self) -> None:
         text = metrics_text(self.state)
         self.response.send(200, text, content_type=prometheus.CONTENT_TYPE_LATEST)
 
     def get_status(self) -> object:
         """`?detail=cache` shows more of the cache; any other query is passed over."""
-        if self._parameters().get("detail") == "cache":
+        if dict(parse_qsl(self._query)).get("detail") == "cache":
             return detailed_status_body(self.state)
         return status_body(self.state)
 
     def delete_cache(self) -> object:
         """Without a query, of all sessions; `?session=ID` of one; any other of none."""
-        has_query = bool(self._query)
-        session = self._parameters().get("session", "") if has_query else None
+        session = None
+        if self._query:
+            session = dict(parse_qsl(self._query)).get("session", "")
         return drop_cache(self.state, session)
 
     @property
     def _query(self) -> str:
         return self.connection.path.partition("?")[2]
 
-    def _parameters(self) -> dict[str, str]:
-        """Those of the query; of two with one name the last."""
-        return dict(parse_qsl(self._query))
-
-    def begin_drain(self) -> object:
-        return drain(self.state, is_draining=True)
-
-    def end_drain(self) -> object:
-        return drain(self.state, is_draining=False)
-
     def explain(self) -> object:
-        request = self._read_request(parse_any_request)
+        request = self.read(parse_any_request)
         return explain_body(self.state, request)
 
-    def get_version(self) -> object:
-        return {"version": VERSION}
-
-    def get_models(self) -> object:
-        return models_body(self.state)
-
-    def get_model(self) -> object:
-        name = self.path.removeprefix("/v1/models/")
-        return model_body(self.state, unquote(name))
-
-    def chat(self) -> None:
-        self._generate(self._read_request(parse_chat_request, can_stream=True))
-
-    def complete(self) -> None:
-        self._generate(self._read_request(parse_completion_request, can_stream=True))
+    def count_tokens(self) -> object:
+        request = self.read(parse_anthropic_request)
+        return count_tokens_body(self.state, request)
 
     def reply_to_messages(self) -> None:
-        request = self._read_request(parse_anthropic_request, can_stream=True)
+        request = self.read(parse_anthropic_request)
         if request.messages[-1]["role"] == "assistant":
             raise BadRequest(
                 "the last should be the user's: no reply can be begun here (prefill)",
                 field="messages",
             )
-        self._generate(request)
+        self.generate(request)
 
-    def count_tokens(self) -> object:
-        request = self._read_request(parse_anthropic_request)
-        return count_tokens_body(self.state, request)
-
-    def _generate(self, request: ChatRequest) -> None:
+    def generate(self, request: ChatRequest) -> None:
         """Send the reply to a request, whole or as a stream.
 
         The request is under way until its last byte has been sent, even if that is an
@@ -27248,22 +27044,17 @@ class HttpRequest:
 
     # -- its body ----------------------------------------------------------------------
 
-    def _read_request(
-        self, parse: Callable[..., ChatRequest], *, can_stream: bool = False
-    ) -> ChatRequest:
+    def read(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
         """The body, parsed, when its turn comes.
 
         Its user may be named in it, so only now its tenant is certain. Raises
         BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
-        response. `can_stream`: pings may be sent meanwhile if the body wants a stream.
+        response.
         """
         payload = self.read_body()
-        self._sent_at = time.monotonic()
-        unparsed = payload if can_stream else b""
         memory = self.state.body_memory
-        work = memory.work.reserve(
-            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, unparsed)
-        )
+        check_client = self.connection.check_client
+        work = memory.work.reserve(memory.WORK_BYTES * len(payload), check_client)
         self._work_memory.enter_context(work)
 
         config = self.state.config
@@ -27274,9 +27065,8 @@ class HttpRequest:
             headers=dict(self.connection.headers),
         )
         tenant = name_tenant(config, key=self.key, user=request.user)
-        self.state = self.connection.server.state.for_tenant(tenant).keep()
-        self._gets_pings = can_stream and request.stream
-        return replace(request, check_client=self._keep_waiting)
+        self.state = self.connection.server.state.for_tenant(tenant)
+        return replace(request, check_client=check_client)
 
     def read_body(self) -> bytes:
         """The bytes of the body; what they take is held until the response is sent.
@@ -27284,11 +27074,10 @@ class HttpRequest:
         Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
         announced (L-131).
         """
-        self.connection.invite_body()
         stream = self.connection.rfile
         if self.body_length is None:
-            pieces = _read_chunks(stream, self.body_limit)
-            n_bytes = self.body_limit.n_bytes  # it may come to this
+            pieces = _read_chunks(stream, self.max_body_bytes)
+            n_bytes = self.max_body_bytes  # it may come to this
         else:
             pieces = _read_pieces(stream, self.body_length)
             n_bytes = self.body_length
@@ -27301,55 +27090,22 @@ class HttpRequest:
                     break  # the rest is read once memory is held for it
             else:
                 n_bytes = len(payload)  # the body has ended
-        held = self._hold(n_bytes)
-        started_at = time.monotonic()
-        self.connection.input.check_pace = lambda: self._check_pace(
-            held, time.monotonic() - started_at, len(payload)
+
+        memory = self.state.body_memory
+        check_client = self.connection.check_client
+        asked_at = time.monotonic()
+        held = self._held_memory.enter_context(
+            memory.held.reserve(memory.HELD_BYTES * n_bytes, check_client)
         )
+        limits = self.connection.input
+        limits.deadline += time.monotonic() - asked_at  # it was not the client's time
+        limits.max_gap_seconds = min(limits.max_gap_seconds, _HELD_GAP_SECONDS)
         with _noting_loss():
             for piece in pieces:
                 payload += piece
-
         self.connection.is_unread = False
-        self.connection.input.check_pace = None
-        held.shrink(self.state.body_memory.HELD_BYTES * len(payload))
+        held.shrink(memory.HELD_BYTES * len(payload))
         return bytes(payload)
-
-    def _hold(self, n_bytes: int) -> Reservation:
-        """Memory for so many bytes of the body, when its turn comes."""
-        memory = self.state.body_memory
-        asked_at = time.monotonic()
-        reservation = memory.held.reserve(
-            memory.HELD_BYTES * n_bytes, self.connection.check_client
-        )
-        held = self._held_memory.enter_context(reservation)
-        # It was not the client that took this time.
-        self.connection.input.deadline += time.monotonic() - asked_at
-        return held
-
-    def _check_pace(self, held: Reservation, seconds: float, n_bytes: int) -> None:
-        """Raise NotServed for a body that comes slowly while others wait for memory."""
-        max_seconds = _GRACE_SECONDS + n_bytes / _BYTES_PER_SECOND
-        if held.is_awaited and seconds > max_seconds:
-            raise NotServed(
-                408, "the body comes too slowly: others wait for the memory it holds"
-            )
-
-    def _keep_waiting(self, unparsed: bytes = b"") -> None:
-        """Look for the client of a request that the model does not have yet.
-
-        A stream gets pings, as comments: no formatter knows yet what it consists of.
-        Whether an `unparsed` body wants a stream is looked up when a ping is due.
-        Raises ClientGone.
-        """
-        self.connection.check_client()
-        silent_seconds = time.monotonic() - self._sent_at
-        if silent_seconds < self.state.config.keepalive_seconds:
-            return
-        self._sent_at = time.monotonic()
-        if self._gets_pings or wants_stream(unparsed):
-            self.response.begin_stream()
-            self.response.send_chunk(b": the request waits for its turn\n\n")
 
 
 class _Route(NamedTuple):
@@ -27358,21 +27114,30 @@ class _Route(NamedTuple):
 
 
 _ROUTES: Final = {
-    _PREFLIGHT: _Route(HttpRequest.allow_page, needs_key=False),
+    _PREFLIGHT: _Route(lambda r: r.response.send_head(204, {}), needs_key=False),
     ("GET", "/"): _Route(HttpRequest.get_root, needs_key=False),
     ("GET", "/health"): _Route(HttpRequest.get_health, needs_key=False),
-    ("GET", "/openapi.json"): _Route(HttpRequest.get_openapi, needs_key=False),
+    ("GET", "/openapi.json"): _Route(
+        lambda r: r.response.send_file("openapi.json", "application/json"),
+        needs_key=False,
+    ),
     ("GET", "/metrics"): _Route(HttpRequest.get_metrics),
     ("GET", "/v1/status"): _Route(HttpRequest.get_status),
     ("DELETE", "/v1/cache"): _Route(HttpRequest.delete_cache),
     ("POST", "/v1/cache/explain"): _Route(HttpRequest.explain),
-    ("POST", "/v1/drain"): _Route(HttpRequest.begin_drain),
-    ("DELETE", "/v1/drain"): _Route(HttpRequest.end_drain),
-    ("GET", "/version"): _Route(HttpRequest.get_version),
-    ("GET", "/v1/models"): _Route(HttpRequest.get_models),
-    ("GET", "/v1/models/*"): _Route(HttpRequest.get_model),
-    ("POST", "/v1/chat/completions"): _Route(HttpRequest.chat),
-    ("POST", "/v1/completions"): _Route(HttpRequest.complete),
+    ("POST", "/v1/drain"): _Route(lambda r: drain(r.state, is_draining=True)),
+    ("DELETE", "/v1/drain"): _Route(lambda r: drain(r.state, is_draining=False)),
+    ("GET", "/version"): _Route(lambda _: {"version": VERSION}),
+    ("GET", "/v1/models"): _Route(lambda r: models_body(r.state)),
+    ("GET", "/v1/models/*"): _Route(
+        lambda r: model_body(r.state, unquote(r.path.removeprefix("/v1/models/")))
+    ),
+    ("POST", "/v1/chat/completions"): _Route(
+        lambda r: r.generate(r.read(parse_chat_request))
+    ),
+    ("POST", "/v1/completions"): _Route(
+        lambda r: r.generate(r.read(parse_completion_request))
+    ),
     ("POST", "/v1/messages"): _Route(HttpRequest.reply_to_messages),
     ("POST", "/v1/messages/count_tokens"): _Route(HttpRequest.count_tokens),
 }
@@ -27853,7 +27618,7 @@ def _make_order(
         "servers": [server._asdict() for server in servers],
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
         "host_names": own_host_names(config, config.proxy_host),
-        "advice": advice_by_path(config),
+        "advice": advice_by_path(),
     }
 
 
