@@ -1115,7 +1115,7 @@ def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
 # What the server reports about itself:
 #
 #     console       stderr; a short line for each request that has ended, and at DEBUG
-#                   all of its RequestFacts; a warning for each that was refused. Nobody
+#                   all of its figures; a warning for each that was refused. Nobody
 #                   waits for it: a thread of its own writes what ConsoleStream takes
 #     session logs  files in LOG_ROOT; a JSON object for each request that was answered
 #     metrics       counters, sums and histograms, for /metrics and /v1/status
@@ -1131,7 +1131,7 @@ def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
 # choose, are on the console and in the names of files anyway.
 #
 # Public   logger, ConsoleStream, start_logging, FaultLog, RequestFacts, Refusal,
-#          format_request_line, format_summary, format_refusal, name_client, printable,
+#          format_summary, format_refusal, name_client, printable,
 #          show_prefill_progress, CacheMetrics, Totals, SessionLog
 # Uses     CONFIG
 # Owns     _CACHE_METRICS_LOCK
@@ -1305,35 +1305,6 @@ class RequestFacts(TypedDict):
     ttft_ms: int  # from the request to the first token; 0 if there was none
     replayed: int  # prompt tokens that came from a transcript
     fallback: str | None  # why no longer transcript was replayed
-
-
-_FIRST_KEYS: Final = (
-    "id",
-    "prompt",
-    "cached",
-    "match",
-    "prefill",
-    "decode",
-    "out",
-    "ttft_ms",
-    "finish",
-)
-_UNPRINTABLE: Final = re.compile(r"(?:[^!-~]|=)+")  # all but visible ASCII; "="
-
-
-def format_request_line(**values: object) -> str:
-    """`id=7f3a prompt=1200 ... finish=stop ...`: _FIRST_KEYS first, then the others."""
-    ordered = {**dict.fromkeys(_FIRST_KEYS), **values}
-    pairs = [f"{key}={_format_value(value)}" for key, value in ordered.items()]
-    return " ".join(pairs)
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return "-"
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    # Clients choose session ids: none may break the line, or control the terminal.
-    return _UNPRINTABLE.sub("_", text[:80]) or "-"
 
 
 def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str:
@@ -9913,10 +9884,10 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
 #          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
 #          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, LayerInputs, has_text_class,
-#          has_vision_class, load_vlm_model, mend_layers, load_image_processor,
-#          image_token_id, find_rope_index, see_images_both_ways, embed_text,
-#          embed_image, divide_model, read_gated_delta_in_chunks
+#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
+#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
+#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
 # Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
@@ -10474,6 +10445,13 @@ def read_tool_parser_source(tokenizer: Any) -> str:
     if tokenizer.tool_parser is None:
         return ""
     return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
+
+
+# Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
+def read_byte_letters() -> Mapping[str, int]:
+    """By the letter that a vocabulary of bytes (GPT-2's kind) has for it, each byte."""
+    letters: Mapping[str, int] = mlx_lm.tokenizer_utils._byte_decoder()
+    return letters
 
 
 # -- 4 vision --------------------------------------------------------------------------
@@ -24101,8 +24079,8 @@ def _without_container(choice: CallParts) -> CallParts:
 # even by time. Who has the key of several users sees all of their stores (`views`).
 #
 # Public   ServerState, Proxy, ProxyBody, ProxyPhase, ReplicaReport, Tenants,
-#          TenantStores, RecentRequest, LiveRequest, LiveReply, Divergence,
-#          MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
+#          TenantStores, RequestRow, Divergence, MAX_RECENT, MAX_DIVERGENCES,
+#          MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -24112,49 +24090,29 @@ MAX_DIVERGENCES: Final = 20
 MAX_REFUSALS: Final = 50
 
 
-class RecentRequest(RequestFacts):
-    """A request that has ended, on the status page."""
+class RequestRow(RequestFacts):
+    """A request on the status page: what it is, did and waits for.
 
-    time: float  # Unix seconds: when it ended
+    Until it has ended, `finish` is "", and its figures are those of now.
+    """
+
+    time: float | None  # Unix seconds: when it ended; None: it has not
     started_at: float  # the same: when it came
+    seconds: float  # since it came, or that it took
+    phase: str  # "queued", "prefill", "decode", "ended"
+    max_tokens: int  # the most that `out` can be
+    done: int  # tokens of the prompt that have KV
+    first_token_seconds: float | None  # after it came; None before its first token
+    tokens_per_second: float | None  # of the reply; None: there is none
     waited_seconds: float  # as `waited`
     waited_for_request: str | None  # the id of the request whose prefix it waited for
-    tokens_per_second: float | None  # of the reply; None if there was none
+    waiting_for: WaitReason | None  # None: it waits no more
+    waiting_for_request: str | None  # the id of the request whose prefix it waits for
+    prefill_left_seconds: float | None  # None: it does not prefill, or nobody knows
     disk_tokens: int  # of those cached: found on the disk
     cold_seconds: float | None  # that its cached tokens would have taken to read
     client: str  # by its User-Agent
     title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class LiveRequest(TypedDict):
-    """A request that has not ended, on the status page."""
-
-    id: str
-    api: str  # "chat", "completion", "messages"
-    session: str
-    prompt: int  # tokens, as are the next three
-    out: int
-    max_tokens: int  # the most that `out` can be
-    cached: int
-    done: int  # of the prompt: they have KV
-    phase: str  # "queued", "prefill", "decode"
-    match: str  # what is reused; "-" until it runs
-    tokens_per_second: float | None  # of the reply; None before it begins
-    seconds: float  # since it came
-    first_token_seconds: float | None  # from then to its first token; None before that
-    waited_seconds: float
-    waiting_for: WaitReason | None  # None: it waits no more
-    waiting_for_request: str | None  # the id of the request whose prefix it waits for
-    prefill_left_seconds: float | None  # None: it does not prefill, or nobody knows
-    client: str  # by its User-Agent
-    title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class LiveReply(Protocol):
-    """A request that has not ended."""
-
-    def describe(self) -> LiveRequest:
-        """Where it is by now. For any thread."""
 
 
 class Divergence(TypedDict):
@@ -24181,8 +24139,9 @@ class TenantStores:
     session_index: SessionIndex  # figures of the last requests
     session_turn_store: SessionTurnStore  # digests of the last messages
     history: RequestHistory  # requests to compare the next one with
-    live: dict[str, LiveReply]  # that have not ended, by request id
-    recent: deque[RecentRequest]  # that have ended, the oldest first
+    # Of requests that have not ended, by request id: what makes their row.
+    live: dict[str, Callable[[], RequestRow]]
+    recent: deque[RequestRow]  # that have ended, the oldest first
     divergences: deque[Divergence]  # the oldest first
     refusals: deque[Refusal]  # the oldest first
 
@@ -24445,7 +24404,12 @@ def plan_request(
         n_least = max(n_least, len(request.messages))  # each has a token at least
         if n_least > max_counted:
             raise ContextTooLong(n_least, context)
-    plan = _plan_prompt(state, model, request)
+    is_chat = request.kind != "completion"
+    if is_chat and state.config.cache_canonicalize_tool_context:
+        room = model.max_context_tokens - 1
+        plan = state.stores.planner.plan(request, model.template, room=room)
+    else:
+        plan = PromptPlan(rendered=model.template.render_prompt(request))
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
 
@@ -24484,16 +24448,6 @@ def _replace_images(
     return replace(request, image_tokens=texts), images
 
 
-def _plan_prompt(
-    state: ServerState, model: LoadedModel, request: ChatRequest
-) -> PromptPlan:
-    is_chat = request.kind != "completion"
-    if not is_chat or not state.config.cache_canonicalize_tool_context:
-        return PromptPlan(rendered=model.template.render_prompt(request))
-    room = model.max_context_tokens - 1
-    return state.stores.planner.plan(request, model.template, room=room)
-
-
 class PreparedRequest(NamedTuple):
     """A request that can be submitted."""
 
@@ -24530,41 +24484,23 @@ class PreparedRequest(NamedTuple):
         """A reason whose message has the index that it has in the client's request."""
         if reason is None or reason.message_index is None:
             return reason
-        index = self._find_sent_message(reason.message_index)
+        canonical = self.plan.conversation.messages
+        digest = canonical[reason.message_index].digest
+        n_before = sum(m.digest == digest for m in canonical[: reason.message_index])
+        canonicalize = self.model.template.canonicalize
+        indexes = [
+            index
+            for index, message in enumerate(self.request.messages)
+            if digest in [m.digest for m in canonicalize((message,))]
+        ]
+        if len(indexes) <= n_before:  # it is made of notes, which are several messages
+            return reason._replace(message_index=None)
+        index = indexes[n_before]
         return reason._replace(
             message_index=index,
             role=self.request.messages[index]["role"],
             sentence=f"message {index}: {reason.sentence}",
         )
-
-    def _find_sent_message(self, canonical_index: int) -> int:
-        """The index of the client's message that became a canonical message.
-
-        Notes are messages of the client, too, and are folded into other canonical ones.
-        So beginnings of the conversation are canonicalized: the message is the last of
-        the shortest beginning that has this canonical message.
-        """
-        messages = self.request.messages
-        canonicalize = self.model.template.canonicalize
-
-        def n_canonical_messages(end: int) -> int:
-            return len(canonicalize(messages[:end]))
-
-        ends = range(1, len(messages) + 1)
-        first = bisect_left(ends, canonical_index + 1, key=n_canonical_messages)
-        digest = self.plan.conversation.messages[canonical_index].digest
-        for end in ends[first:]:
-            if canonicalize(messages[:end])[canonical_index].digest == digest:
-                return end - 1
-        raise AssertionError("the whole conversation has this canonical message")
-
-
-def _advise_packing(n_prompt: int, model: LoadedModel) -> str:
-    """What is added to the refusal of a prompt that would fit with KV_BITS=8; or ""."""
-    if n_prompt >= model.packed_context_tokens:
-        return ""
-    n_tokens = model.packed_context_tokens
-    return f" (With KV_BITS=8 in its .env, this server has room for {n_tokens} tokens.)"
 
 
 def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest:
@@ -24579,11 +24515,12 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
     rendered = planned.plan.rendered
     max_reply_tokens = model.max_context_tokens - rendered.n_tokens
     if max_reply_tokens < 1:
-        raise ContextTooLong(
-            rendered.n_tokens,
-            model.max_context_tokens,
-            advice=_advise_packing(rendered.n_tokens, model),
-        )
+        n_packed = model.packed_context_tokens
+        advice = ""
+        if rendered.n_tokens < n_packed:
+            room = f"this server has room for {n_packed} tokens"
+            advice = f" (With KV_BITS=8 in its .env, {room}.)"
+        raise ContextTooLong(rendered.n_tokens, model.max_context_tokens, advice=advice)
     if any(token_id >= model.vocab_size for token_id in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", field="logit_bias")
 
@@ -24601,26 +24538,33 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
             request, tool_format, shown_tools=planned.plan.tools
         ),
     )
+    starts = image_starts(rendered.ids)
+    # The token after which the reply may be over, though the model goes on (L-120).
+    call_end_ids: list[int] = []
+    if not request.parallel_tool_calls and model.tokenizer.tool_call_end:
+        call_end_ids = model.template.encode(model.tokenizer.tool_call_end)
     engine_request = EngineRequest(
         key=_make_token_key(state, planned),
-        images=_place_images(planned),
+        # In the order of the prompt, each after its position.
+        images=tuple((n, planned.images[int(rendered.ids[n])]) for n in starts),
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
-        request_id=_shown_id(request),
+        request_id=request.request_id[:8],  # as log and status show it
         checkpoint_positions=_checkpoint_positions(rendered.positions),
-        checkpoint_ids=_call_end_ids(model, request),
+        checkpoint_ids=frozenset(call_end_ids if len(call_end_ids) == 1 else ()),
         # The first token comes with the last of the prompt, wanted or not.
         max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
         sampling=model.complete_sampling(request),
         top_logprobs=request.top_logprobs if request.logprobs else -1,
         constraints=constraints,
     )
-    _log_diagnostics(state.config, planned)
+
+    messages = planned.plan.conversation.messages
+    if state.config.cache_norm_safety_check and not keeps_most_text(messages):
+        logger.warning("the canonical messages lack more than a tenth of the text")
+    if state.config.vlm_cache_debug and planned.images:
+        first_ids = rendered.ids[:64].tolist()
+        logger.info("images at %s, tokens %s", starts, first_ids)
     return PreparedRequest(request, model, planned.plan, tool_format, engine_request)
-
-
-def _shown_id(request: ChatRequest) -> str:
-    """The id of a request in log and status."""
-    return request.request_id[:8]
 
 
 def _find_call_forms(
@@ -24665,13 +24609,6 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     return TokenKey(salt, ids, hashes)
 
 
-def _place_images(planned: PlannedRequest) -> tuple[tuple[int, ImageTokens], ...]:
-    """The images in the order of the prompt, each after its position."""
-    ids = planned.plan.rendered.ids
-    starts = image_starts(ids)
-    return tuple((start, planned.images[int(ids[start])]) for start in starts)
-
-
 def _find_session_id(planned: PlannedRequest) -> str:
     conversation = planned.plan.conversation
     start_key = b""  # of the messages up to the first one of the user
@@ -24702,24 +24639,6 @@ def _checkpoint_positions(positions: PromptPositions) -> tuple[int, ...]:
         positions.generation_start,
     }
     return tuple(sorted(n for n in chosen if n >= positions.system_end))
-
-
-def _call_end_ids(model: LoadedModel, request: ChatRequest) -> frozenset[int]:
-    """The token after which the reply may be over, though the model goes on (L-120)."""
-    tag = model.tokenizer.tool_call_end
-    if request.parallel_tool_calls or not tag:
-        return frozenset()
-    ids = model.template.encode(tag)
-    return frozenset(ids) if len(ids) == 1 else frozenset()
-
-
-def _log_diagnostics(config: Config, planned: PlannedRequest) -> None:
-    messages = planned.plan.conversation.messages
-    if config.cache_norm_safety_check and not keeps_most_text(messages):
-        logger.warning("the canonical messages lack more than a tenth of the text")
-    if config.vlm_cache_debug and planned.images:
-        ids = planned.plan.rendered.ids
-        logger.info("images at %s, tokens %s", image_starts(ids), ids[:64].tolist())
 
 
 # -- from tokens to deltas -------------------------------------------------------------
@@ -24771,6 +24690,11 @@ class StopStrings:
         return len(text)
 
 
+# Why a reply is over although the model would go on: a stop string came; it has all the
+# calls that its client takes; or a call cannot be read. "open": it is not.
+TextEnd = Literal["open", "stop_string", "call_limit", "broken"]
+
+
 class ReplyDecoder:
     """Makes the deltas of one reply from its tokens.
 
@@ -24780,95 +24704,57 @@ class ReplyDecoder:
 
     def __init__(self, prepared: PreparedRequest) -> None:
         request = prepared.request
-        template = prepared.model.template
-        tags = _ReplyTags.of(prepared)
+        tools = request.tools + request.deferred_tools
+        tags, self._tag_ids = find_tags(prepared)
 
+        self.end: TextEnd = "open"
         self.token_ids: list[int] = []
         self.shown_ends: list[ShownEnd] = []  # in the content
         self.n_reasoning_tokens = 0
-        self.was_over = False  # before finish(), which may find a stop string, too
         self._n_letters = 0  # of the content, as emitted
         self.stops = StopStrings(request.stop)
         self._detokenizer = _make_detokenizer(prepared)
-        self._tag_ids = tags.token_ids(template)
         self._max_calls = sys.maxsize if request.parallel_tool_calls else 1
         self.splitter = ReasoningStreamSplitter(
-            tags.patterns(prepared),
-            in_reasoning=prepared.plan.rendered.starts_in_reasoning,
+            tags, in_reasoning=prepared.plan.rendered.starts_in_reasoning
         )
         self.parser = ReplyParser(
             self.splitter,
             prepared.tool_format,
-            tools=request.tools + request.deferred_tools,
+            tools=tools,
             ids=_make_call_ids(),
             max_calls=self._max_calls,
         )
 
     @property
-    def is_over(self) -> bool:
-        """Whether the reply is complete, although the model would go on."""
-        return self.is_stopped or self._has_all_calls
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string ended it, or a call that cannot be read."""
-        return bool(self.stops.hit) or self.parser.is_broken
-
-    @property
     def ends_with_call(self) -> bool:
         """Whether its tokens end with the last call that the client is given."""
-        return self._has_all_calls and not self.parser.has_more
-
-    @property
-    def _has_all_calls(self) -> bool:
-        return self.parser.n_calls >= self._max_calls
+        return self.end == "call_limit" and not self.parser.has_more
 
     def feed(self, token_id: int) -> list[JsonObject]:
         """The deltas that are certain with this token; none once the reply is over."""
-        if self.is_over:
+        if self.end != "open":
             return []
         self.token_ids.append(token_id)
         if self.splitter.is_thinking:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
-        is_literal = self._is_literal(token_id)  # before more text is held back
-        text = self._end_at_stop(token_id, text)
-        deltas = self.parser.feed(text, literal=is_literal)
+        # A tag that the model means is one token; in other tokens it is a quotation.
+        # Where tags have several, or text waited for a stop string, nobody can tell.
+        can_tell = bool(self._tag_ids) and not self.stops.held
+        is_literal = can_tell and token_id not in self._tag_ids
+        cut = self.stops.feed if self._can_stop(token_id, text) else self.stops.skip
+        deltas = self.parser.feed(cut(text), literal=is_literal)
+
+        if self.parser.is_broken:
+            self.end = "broken"
+        elif self.parser.n_calls >= self._max_calls:
+            self.end = "call_limit"
+        elif self.stops.hit:
+            self.end = "stop_string"
         self._note_shown(deltas)
         return deltas
-
-    def _note_shown(self, deltas: list[JsonObject]) -> None:
-        """Note an end of the reply if nothing of its text so far is held back.
-
-        A client that leaves here has the text of all these tokens.
-        """
-        for delta in deltas:
-            self._n_letters += len(delta.get("content", ""))
-        is_in_content = bool(deltas) and "content" in deltas[-1]
-        holds_text = (
-            self.splitter.holds_text
-            or bool(self.stops.held.strip())
-            or self._detokenizer.is_inside_character
-        )
-        if is_in_content and not holds_text and not self.is_over:
-            end = ShownEnd(len(self.token_ids), self._n_letters)
-            self.shown_ends.append(end)
-
-    def _is_literal(self, token_id: int) -> bool:
-        """Whether a tag in this text is a quotation.
-
-        A tag that the model means is one token. Where tags have several, or text waited
-        for a stop string, nobody can tell.
-        """
-        if not self._tag_ids or self.stops.held:
-            return False
-        return token_id not in self._tag_ids
-
-    def _end_at_stop(self, token_id: int, text: str) -> str:
-        if self._can_stop(token_id, text):
-            return self.stops.feed(text)
-        return self.stops.skip(text)
 
     def _can_stop(self, token_id: int, text: str) -> bool:
         """Whether a stop string in this text counts. why(L-80): only in content.
@@ -24883,57 +24769,65 @@ class ReplyDecoder:
         is_after_tag = self.splitter.after_tag or is_behind_call
         return not (is_after_tag and is_white_space)
 
+    def _note_shown(self, deltas: list[JsonObject]) -> None:
+        """Note an end of the reply if nothing of its text so far is held back.
+
+        A client that leaves here has the text of all these tokens.
+        """
+        for delta in deltas:
+            self._n_letters += len(delta.get("content", ""))
+        is_in_content = bool(deltas) and "content" in deltas[-1]
+        holds_text = (
+            self.splitter.holds_text
+            or bool(self.stops.held.strip())
+            or self._detokenizer.is_inside_character
+        )
+        if is_in_content and not holds_text and self.end == "open":
+            end = ShownEnd(len(self.token_ids), self._n_letters)
+            self.shown_ends.append(end)
+
     def finish(self, *, closes: bool) -> list[JsonObject]:
         """The deltas of what was held back. `closes`: a call that was cut is closed."""
-        self.was_over = self.is_over
-        if self._has_all_calls:
+        if self.end == "call_limit":
             return []  # what was held back follows the last call
         text = self.stops.feed(self._detokenizer.finish(), is_last=True)
-        return self.parser.feed(text) + self.parser.finish(closes=closes)
+        deltas = self.parser.feed(text) + self.parser.finish(closes=closes)
+        if self.parser.is_broken:
+            self.end = "broken"
+        elif self.stops.hit:
+            self.end = "stop_string"
+        return deltas
 
 
-class _ReplyTags(NamedTuple):
-    """The tags that part a reply; "" for those that it cannot have."""
+def find_tags(prepared: PreparedRequest) -> tuple[Tags, set[int]]:
+    """What parts a reply, and the token of each tag; none if a tag has several."""
+    request = prepared.request
+    if request.kind == "completion":
+        return Tags(), set()
+    tokenizer = prepared.model.tokenizer
+    tool_format = prepared.tool_format
+    think_start = tokenizer.think_start or ""
+    think_end = tokenizer.think_end or ""
+    tool_start = tool_format.start if tool_format else ""
+    tool_end = tool_format.end.strip("\0") if tool_format else ""
 
-    think_start: str = ""
-    tool_start: str = ""
-    think_end: str = ""
-    tool_end: str = ""
-
-    @classmethod
-    def of(cls, prepared: PreparedRequest) -> _ReplyTags:
-        if prepared.request.kind == "completion":
-            return cls()
-        tokenizer = prepared.model.tokenizer
-        tool_format = prepared.tool_format
-        return cls(
-            think_start=tokenizer.think_start or "",
-            tool_start=tool_format.start if tool_format else "",
-            think_end=tokenizer.think_end or "",
-            tool_end=tool_format.end.strip("\0") if tool_format else "",
-        )
-
-    def token_ids(self, template: ChatTemplate) -> set[int]:
-        """The token of each tag; empty if one of them has several."""
-        encoded = [template.encode(tag) for tag in self if tag]
-        if any(len(ids) != 1 for ids in encoded):
-            return set()
-        return {ids[0] for ids in encoded}
-
-    def patterns(self, prepared: PreparedRequest) -> Tags:
-        """Regular expressions that match them."""
-        tool_format = prepared.tool_format
-        tools = prepared.request.tools + prepared.request.deferred_tools
-        untagged_call = None
-        # A reply that has to be JSON may look like a call without its tag.
-        if tool_format is not None and prepared.request.json_schema is None:
-            untagged_call = tool_format.untagged_pattern(tools)
-        return Tags(
-            think_start=think_tag_pattern(self.think_start) or None,
-            tool_start=regex.escape(self.tool_start) or None,
-            untagged_call=untagged_call,
-            think_end=think_tag_pattern(self.think_end) or None,
-        )
+    untagged_call = None
+    # A reply that has to be JSON may look like a call without its tag.
+    if tool_format is not None and request.json_schema is None:
+        tools = request.tools + request.deferred_tools
+        untagged_call = tool_format.untagged_pattern(tools)
+    tags = Tags(
+        think_start=think_tag_pattern(think_start) or None,
+        tool_start=regex.escape(tool_start) or None,
+        untagged_call=untagged_call,
+        think_end=think_tag_pattern(think_end) or None,
+    )
+    encode = prepared.model.template.encode
+    texts = (think_start, tool_start, think_end, tool_end)
+    encoded = [encode(text) for text in texts if text]
+    if any(len(ids) != 1 for ids in encoded):
+        return tags, set()
+    return tags, {ids[0] for ids in encoded}
 
 
 def _make_detokenizer(prepared: PreparedRequest) -> Detokenizer:
@@ -24976,34 +24870,19 @@ def _raw_bytes(token: str) -> bytes | None:
         return bytes.fromhex(match[1])
     if "\ufffd" in token:
         return token.encode()
-    byte_by_letter = _byte_letters()
+    byte_by_letter = read_byte_letters()
     if not byte_by_letter.keys() >= set(token):
         return None
     return bytes(byte_by_letter[letter] for letter in token)
 
 
-@lru_cache(maxsize=1)
-def _byte_letters() -> dict[str, int]:
-    """By the letter that a vocabulary of bytes (GPT-2's kind) has for it, each byte.
-
-    Bytes that are visible in Latin-1 stand for themselves; letters from U+0100 on for
-    the others, in their order.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(0x100)) - set(visible))
-    letters = {chr(byte): byte for byte in visible}
-    for offset, byte in enumerate(hidden):
-        letters[chr(0x100 + offset)] = byte
-    return letters
-
-
-# -- how a reply ends, and what is recorded --------------------------------------------
+# -- how a reply ends ------------------------------------------------------------------
 
 EndingKind = Literal["finished", "stopped", "cut", "left", "failed"]
 
 
 class ReplyEnding(NamedTuple):
-    """How a reply ended, and what there is of it. It is made once, at the end.
+    """How a reply ended. It is made once, at the end.
 
     finished   the model ended it
     stopped    this program did, at a stop string or before one call too many
@@ -25013,67 +24892,48 @@ class ReplyEnding(NamedTuple):
     """
 
     kind: EndingKind
-    event: FinishedEvent  # what the engine says of it
     finish_reason: FinishReason  # for the client
-    message: JsonObject  # the reply, as OpenAI's API shows it
-    token_ids: Sequence[int]
-    shown_ends: Sequence[ShownEnd]  # where its client may have left it
-    has_end_token: bool  # they end with one
-    is_thinking: bool  # it ends inside its thinking
-    ends_with_call: bool  # it was stopped, and the client has all of its tokens
-    first_token_seconds: float | None  # from the request on; None: there was none
-    n_read: int  # prompt tokens that have KV; fewer than all if a limit cut it early
-    waits: Mapping[WaitCause, float]  # seconds that the request waited
 
 
-def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
-    """`is_over`: the reply was complete before the model ended it."""
-    if reason == "failed":
-        return "failed"
-    if reason == "cancelled":
-        return "left"
-    if is_over:
-        return "stopped"
-    return "finished" if reason == "stop" else "cut"
+def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
+    """By what the engine says of it, and why its text was over before."""
+    match reason, text_end:
+        case "failed", _:
+            return ReplyEnding("failed", "length")
+        case "cancelled", _:
+            return ReplyEnding("left", "length")
+        case _, "broken":  # as cut: the call must not be run
+            return ReplyEnding("stopped", "length")
+        case _, "stop_string":
+            return ReplyEnding("stopped", "stop")
+        case _, "call_limit":
+            return ReplyEnding("stopped", "tool_calls")
+        case "stop", _:
+            return ReplyEnding("finished", "tool_calls" if n_calls else "stop")
+    return ReplyEnding("cut", "length")
 
 
-class Recording(NamedTuple):
-    """Where a reply is recorded."""
+def can_be_replayed(
+    kind: EndingKind,
+    message: JsonObject,
+    *,
+    has_end_token: bool,
+    is_thinking: bool,
+    ends_with_call: bool,
+) -> bool:
+    """Whether the client has the tokens of a reply, as the template prints them.
 
-    in_sessions: bool = False  # session index and log, the messages of the session
-    in_history: bool = False  # to be compared with the next request
-    in_ledger: bool = False  # to be replayed
-    in_healing_store: bool = False  # its thinking
-
-
-def decide_recording(ending: ReplyEnding, *, is_chat: bool) -> Recording:
-    """Where to record a reply. why(L-45): the ledger needs what the client has.
-
-    `is_chat`: it has messages, and they were canonicalized.
+    why(L-45): the ledger needs what the client has. `is_thinking`: it ends inside its
+    thinking. `ends_with_call`: it was stopped, and the client has all of its tokens.
     """
-    if ending.kind in ("left", "failed"):
-        return Recording()
-    if not is_chat:
-        return Recording(in_sessions=True)
-
-    return Recording(
-        in_sessions=True,
-        in_history=True,
-        in_ledger=_can_be_replayed(ending),
-        in_healing_store=not ending.is_thinking,  # then it is complete
-    )
-
-
-def _can_be_replayed(ending: ReplyEnding) -> bool:
-    """Whether the client has the tokens of a reply, as the template prints them."""
-    if ending.kind == "stopped":
+    if kind == "stopped":
         # The client has less of it than the model generated, as a rule (L-120).
-        return ending.ends_with_call
-    if ending.has_end_token:
+        return ends_with_call
+    if has_end_token:
         return True
     # Cut in its thinking or in a call, the template would print it differently.
-    has_calls = "tool_calls" in ending.message
-    return bool(ending.message["content"]) and not ending.is_thinking and not has_calls
+    has_calls = "tool_calls" in message
+    return bool(message["content"]) and not is_thinking and not has_calls
 
 
 class SessionTurn(RequestFacts):
@@ -25092,255 +24952,6 @@ class SessionRecord(SessionTurn):
     head: str | None  # stands for template, tools and settings
     n_messages: int
     rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
-
-
-class RequestOrigin(NamedTuple):
-    """Where a request came from, and when, for people."""
-
-    came_at: float  # Unix seconds
-    client: str  # by its User-Agent
-    title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class ReplyRecorder:
-    """Remembers and reports one reply: record() once, as soon as it has ended."""
-
-    def __init__(
-        self, state: ServerState, prepared: PreparedRequest, origin: RequestOrigin
-    ) -> None:
-        self._state = state
-        self._prepared = prepared
-        self._request = prepared.request
-        self._origin = origin
-        self._is_chat = prepared.plan.can_be_recorded
-
-    def record(self, ending: ReplyEnding) -> None:
-        """Put it wherever it belongs, and tell console, metrics and status page."""
-        recording = decide_recording(ending, is_chat=self._is_chat)
-        self._record_reply(ending, recording)
-        facts = self._report(ending)
-        if recording.in_sessions:
-            self._record_turn(facts)
-        if recording.in_history:
-            self._compare_with_history(ending)
-
-    def record_left(self, ending: ReplyEnding) -> None:
-        """Record a reply that was not sent whole, as far as its client may have it.
-
-        why(L-121): a user who stops an agent sends what was shown. A reply that failed
-        is not recorded: its KV is gone, as a rule.
-        """
-        if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
-            return
-        # A client that got the calls would send them back: this one left before them.
-        text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
-        generated = self._generated_reply(ending, is_cut=True)._replace(
-            shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
-        )
-        reply = self._canonical_reply(text_alone)
-        plan = self._prepared.plan
-        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
-
-    def _record_reply(self, ending: ReplyEnding, recording: Recording) -> None:
-        """Record the reply in the ledger, and its thinking."""
-        if not recording.in_ledger and not recording.in_healing_store:
-            return
-        stores = self._state.stores
-        plan = self._prepared.plan
-        reply = self._canonical_reply(ending.message)
-        if recording.in_ledger:
-            generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
-            stores.ledger.record(plan, reply=reply, generated=generated)
-        if recording.in_healing_store:
-            conversation = plan.conversation
-            contexts = reply_contexts(conversation.messages, conversation.session)
-            stores.healing_store.remember(
-                reply.original, contexts[-1], session_id=self._prepared.session_id
-            )
-
-    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
-        original = {**message, "content": message["content"] or ""}
-        template = self._prepared.model.template
-        return template.canonicalize(OriginalMessages((original,)))[0]
-
-    def _generated_reply(self, ending: ReplyEnding, *, is_cut: bool) -> GeneratedReply:
-        return GeneratedReply(
-            ids=np.asarray(ending.token_ids, np.int32),
-            is_cut=is_cut,
-            block_hashes=self._prepared.engine_request.key.block_hashes,
-            session_id=self._prepared.session_id,
-            finished_at=time.monotonic(),
-        )
-
-    def _record_turn(self, facts: RequestFacts) -> None:
-        """Record the request in the session index and the session log."""
-        session_id = self._prepared.session_id
-        conversation = self._prepared.plan.conversation
-        digests = [message.digest for message in conversation.messages]
-        stores = self._state.stores
-        turn: SessionTurn = {
-            **facts,
-            "parent": self._request.session.parent_session_id,
-            "stable_prefix_msg_count": stores.session_turn_store.advance(
-                session_id, digests
-            ),
-        }
-        stores.session_index.note(session_id, turn, now=time.monotonic())
-
-        record: SessionRecord = {
-            **turn,
-            "effort_sent": self._request.effort,
-            "effort": self._prepared.model.template.find_effort(self._request)
-            if self._request.thinking
-            else "none",
-            "head": conversation.context_key.hex()[:12] if self._is_chat else None,
-            "n_messages": len(self._request.messages),
-            "rules": self._found_rules,
-        }
-        # The log has messages as they were sent: these are compared, by hashes.
-        sent_hashes = [hash(marshal.dumps(m, 2)) for m in self._request.messages]
-        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
-        counters = self._state.metrics.snapshot()
-        self._state.session_log.write(
-            session_id, {**record, **self._logged_content(n_logged), **counters}
-        )
-
-    def _logged_content(self, n_logged: int) -> dict[str, object]:
-        """What settings add to a record. `n_logged`: messages of the record before."""
-        config = self._state.config
-        content: dict[str, object] = {}
-        if config.enable_request_logging:
-            content["messages"] = self._request.messages[n_logged:]
-        if config.log_prompt_tokens:
-            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
-        return content
-
-    def _compare_with_history(self, ending: ReplyEnding) -> None:
-        """Give a reason if much that the session had sent was prefilled again."""
-        stores = self._state.stores
-        end = ending.event
-        request = self._prepared.as_sent(ending.token_ids, n_read=ending.n_read)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
-        if earlier is None:
-            return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=end.reuse.cached_tokens
-        )
-        if n_reread < MIN_REPORTED_TOKENS:
-            return
-
-        reason = explain_miss(
-            earlier,
-            request,
-            cached_tokens=end.reuse.cached_tokens,
-            matched_tokens=end.reuse.matched_tokens,
-        )
-        reason = self._prepared.in_client_terms(reason)
-        sentence = (
-            reason.sentence if reason else "the same messages are now at other places"
-        )
-        # Neither page nor console quote a client, unless a setting wants it. Whoever
-        # asks /v1/cache/explain has brought the text, and is told both versions.
-        quotes = self._state.config.enable_request_logging
-        if quotes and reason is not None and reason.change is not None:
-            change = reason.change
-            sentence += f": {change.earlier!r} is now {change.current!r}"
-        stores.divergences.append(
-            {
-                "time": time.time(),
-                "id": _shown_id(self._request),
-                "session": request.session_id,
-                "again": n_reread,
-                "why": sentence,
-            }
-        )
-        logger.warning(
-            "id=%s: about %d tokens were prefilled again: %s",
-            _shown_id(self._request),
-            n_reread,
-            sentence,
-        )
-
-    def _report(self, ending: ReplyEnding) -> RequestFacts:
-        """Tell console, metrics and status page that it has ended."""
-        waits = ending.waits
-        longest = max(waits, key=lambda cause: waits[cause], default=None)
-        facts = self._facts(ending, waited_for=longest)
-        self._log_end(facts, n_calls=len(ending.message.get("tool_calls", ())))
-        self._count_end(facts, waits)
-
-        decode_seconds = ending.event.seconds.decoding
-        decode_speed = facts["out"] / decode_seconds if decode_seconds else 0.0
-        self._state.stores.recent.append(
-            {
-                **facts,
-                "time": time.time(),
-                "started_at": self._origin.came_at,
-                "waited_seconds": facts["waited"],
-                "waited_for_request": longest.request_id if longest else None,
-                "tokens_per_second": round(decode_speed, 1) or None,
-                "disk_tokens": ending.event.reuse.disk_tokens,
-                "cold_seconds": self._state.engine.prefill_times.cold_seconds(
-                    facts["cached"]
-                ),
-                "client": self._origin.client,
-                "title": self._origin.title,
-            }
-        )
-        return facts
-
-    def _facts(
-        self, ending: ReplyEnding, *, waited_for: WaitCause | None
-    ) -> RequestFacts:
-        end = ending.event
-        n_out = len(ending.token_ids)  # a client that left was not sent all
-        return {
-            "id": _shown_id(self._request),
-            "api": self._request.kind,
-            "session": self._prepared.session_id,
-            "prompt": self._prepared.engine_request.n_prompt,
-            "out": n_out,
-            "cached": end.reuse.cached_tokens,
-            "saved_steps": max(0, min(end.saved_steps, n_out - 1)),
-            "match": end.reuse.hit_kind,
-            "finish": end.reason,
-            "prefill": round(end.seconds.prefilling, 3),
-            "decode": round(end.seconds.decoding, 3),
-            "waited": round(end.seconds.waiting, 3),
-            "waited_for": waited_for.reason if waited_for else None,
-            "ttft_ms": round(1000 * (ending.first_token_seconds or 0.0)),
-            "replayed": self._prepared.plan.n_replayed,
-            "fallback": self._prepared.plan.refusal or None,
-        }
-
-    def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
-        """A line for people, and at DEBUG one with everything.
-
-        Of a failed request HTTP SERVER logs the error: that is its line.
-        """
-        counters = self._state.metrics.snapshot()
-        found = self._found_rules
-        rules = ",".join(f"{rule}:{n_fields}" for rule, n_fields in found.items())
-        line = format_request_line(**facts, rules=rules or None, **counters)
-        logger.debug("%s", line)
-        if facts["finish"] != "failed":
-            client = self._origin.client
-            logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
-
-    @cached_property
-    def _found_rules(self) -> dict[str, int]:
-        return count_rules(self._prepared.plan.conversation.messages)
-
-    def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
-        metrics = self._state.metrics
-        cold_seconds = self._state.engine.prefill_times.cold_seconds(facts["cached"])
-        n_at_work = sum(len(view.stores.live) for view in self._state.views())
-        metrics.observe(
-            facts, saved_seconds=cold_seconds or 0.0, n_at_work=max(1, n_at_work)
-        )
-        for cause, seconds in waits.items():
-            metrics.observe_wait(cause.reason, seconds)
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -25374,7 +24985,7 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
 class ReplyGeneration:
     """One request from its submission to its last event; close() it in any case.
 
-    Read either whole() or chunks(), once, to the end.
+    Read bodies(), once, to the end.
     """
 
     def __init__(
@@ -25385,8 +24996,11 @@ class ReplyGeneration:
         `client`: who sent it, for the log and the status page.
         """
         self._began_at = time.monotonic()
-        title = _find_title(request) if state.config.enable_request_logging else ""
-        self._origin = RequestOrigin(time.time(), client, title)
+        self._came_at = time.time()
+        self._client = client
+        self._title = ""
+        if state.config.enable_request_logging:
+            self._title = _find_title(request)
         _lower_thread_priority()
         self._state = state
         self._prepared, self._handle = _submit(state, request)
@@ -25397,41 +25011,50 @@ class ReplyGeneration:
         except BaseException:
             self._handle.stop_reason = "cancelled"  # nobody will close it
             raise
-        self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._ending: ReplyEnding | None = None  # None: it goes on
+        self._event: FinishedEvent | None = None  # None: it goes on
+        self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
-        state.stores.live[request.request_id] = self
+        state.stores.live[request.request_id] = self.row
 
     def close(self) -> None:
         """Stop the request if it still runs. It is in no list of live requests then."""
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
         try:
-            ending = self._ending or self._cut_short("cancelled")
+            if self._ending is None:
+                self._end(self._handle.finished_event("cancelled"))
             if self._request.stream and not self._is_sent:
-                self._recorder.record_left(ending)
+                self._record_left()
         except Exception:
             logger.exception("the end of a reply could not be recorded")
 
-    def whole(self) -> Iterator[JsonObject | None]:
-        """None until the reply has ended, then its body."""
-        with self._noting_failures():
-            for deltas in self._read_deltas():
-                for delta in deltas:
-                    self._formatter.delta_events(delta)  # full_body() has them all
-                yield None
-            message = self._decoder.parser.message()
-            yield self._formatter.full_body(message, self._reply_end())
+    def bodies(self) -> Iterator[JsonObject | None]:
+        """The events of a stream, with pings, or one whole body.
 
-    def chunks(self) -> Iterator[JsonObject | None]:
-        """The events of a stream, with pings; None if there is nothing to send."""
-        with self._noting_failures():
-            yield from self._stream()
+        None if there is nothing to send. Raises ServerError: it failed; ClientGone: it
+        was cancelled.
+        """
+        try:
+            yield from self._stream() if self._request.stream else self._whole()
+        except (ClientGone, ServerError):
+            raise
+        except Exception:  # of our own; close() would take it for a leaving
+            if self._ending is None:
+                self._end(self._handle.finished_event("failed"))
+            raise
         self._is_sent = True
+
+    def _whole(self) -> Iterator[JsonObject | None]:
+        for deltas in self._read_deltas():
+            for delta in deltas:
+                self._formatter.delta_events(delta)  # full_body() has them all
+            yield None
+        message = self._decoder.parser.message()
+        yield self._formatter.full_body(message, self._reply_end())
 
     def _stream(self) -> Iterator[JsonObject | None]:
         has_started = False
@@ -25439,13 +25062,20 @@ class ReplyGeneration:
         sent_at = time.monotonic()
         for deltas in self._read_deltas():
             events: list[JsonObject] = []
+            n_read = self._n_read or 0
             if self._n_read is not None and not has_started:
                 events += self._formatter.start_events(self._usage())
                 has_started = True
-            progress = self._progress()
-            if has_started and progress.processed > n_shown:
+            if has_started and n_read > n_shown:
+                n_shown = n_read
+                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                progress = PromptProgress(
+                    total=self._prepared.engine_request.n_prompt,
+                    cache=self._handle.reuse.cached_tokens,
+                    processed=n_read,
+                    time_ms=round(1000 * prefill_seconds),
+                )
                 events += self._formatter.progress_events(progress)
-                n_shown = progress.processed
             for delta in deltas:
                 events += self._formatter.delta_events(delta, self._take_logprobs())
 
@@ -25459,75 +25089,8 @@ class ReplyGeneration:
             yield from events
         yield from self._formatter.end_events(self._reply_end())
 
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """An exception of our own is a failure; else close() takes it for a leaving."""
-        try:
-            yield
-        except (ClientGone, ServerError):
-            raise
-        except Exception:
-            if self._ending is None:
-                self._cut_short("failed")
-            raise
-
-    def describe(self) -> LiveRequest:
-        """Where it is by now. For any thread."""
-        now = time.monotonic()
-        times = self._handle.times
-        cause = times.cause
-        if cause is None and times.state == "waiting":
-            cause = WaitCause("queue")  # the scheduler has not looked at it yet
-        phase = "queued" if cause else _PHASES[times.state]
-        n_out = len(self._decoder.token_ids)
-        decode_speed = None
-        if phase == "decode":
-            decode_speed = round(n_out / max(now - times.since, 1e-3), 1)
-        return {
-            "id": _shown_id(self._request),
-            "api": self._request.kind,
-            "session": self._prepared.session_id,
-            "prompt": self._prepared.engine_request.n_prompt,
-            "out": n_out,
-            "max_tokens": self._prepared.engine_request.max_tokens,
-            "cached": self._handle.reuse.cached_tokens,
-            "done": self._n_read or 0,
-            "phase": phase,
-            "match": self._handle.reuse.hit_kind,
-            "tokens_per_second": decode_speed,
-            "seconds": round(now - self._began_at, 1),
-            "first_token_seconds": self._first_token_seconds,
-            "waited_seconds": round(times.seconds(now).waiting, 3),
-            "waiting_for": cause.reason if cause else None,
-            "waiting_for_request": cause.request_id if cause else None,
-            "prefill_left_seconds": (
-                self._prefill_left_seconds(now) if phase == "prefill" else None
-            ),
-            "client": self._origin.client,
-            "title": self._origin.title,
-        }
-
-    def _prefill_left_seconds(self, now: float) -> float | None:
-        """By what slices cost at their depth, and how this prompt has fared so far.
-
-        It waits while others prefill and decode: as much in the rest as until now.
-        """
-        times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
-        n_read = max(self._n_read or 0, n_cached)
-        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
-        if seconds is None:
-            return None
-        expected_so_far = times.expected_seconds(n_cached, n_read)
-        if expected_so_far:
-            seconds *= (now - self._handle.times.since) / expected_so_far
-        return round(seconds, 1)
-
     def _read_deltas(self) -> Iterator[list[JsonObject]]:
-        """The deltas of each event, often none, until the reply is recorded.
-
-        Raises ServerError: it failed, and ClientGone: it was cancelled.
-        """
+        """The deltas of each event, often none, until the reply is recorded."""
         with kept_awake(self._state.config):
             while self._ending is None:
                 event = self._handle.next_event(CLIENT_LOOK_SECONDS)
@@ -25545,15 +25108,19 @@ class ReplyGeneration:
                     case FinishedEvent(reason="cancelled"):
                         raise ClientGone
                     case FinishedEvent():
-                        yield self._finish(event)
+                        is_whole = event.reason == "stop"
+                        closes = is_whole or self._formatter.closes_cut_calls
+                        deltas = self._decoder.finish(closes=closes)
+                        self._end(event)
+                        yield deltas
                     case ServerError():
-                        self._cut_short("failed")
+                        self._end(self._handle.finished_event("failed"))
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
         self._n_read = n_read
         show_prefill_progress(
-            _shown_id(self._request),
+            self._prepared.engine_request.request_id,
             n_read=n_read,
             n_prompt=self._prepared.engine_request.n_prompt,
         )
@@ -25564,7 +25131,7 @@ class ReplyGeneration:
             self._note_progress(self._prepared.engine_request.n_prompt)
         if self._request.max_tokens == 0:
             return []
-        if event.logprob is not None and not self._decoder.is_over:
+        if event.logprob is not None and self._decoder.end == "open":
             tokenizer = self._prepared.model.tokenizer
             logprob, alternatives = event.logprob
             entry = format_logprob(tokenizer, event.token_id, logprob)
@@ -25574,71 +25141,13 @@ class ReplyGeneration:
             self._logprobs.append(entry)
 
         deltas = self._decoder.feed(event.token_id)
-        if self._decoder.is_over:
+        if self._decoder.end != "open":
             self._handle.stop_reason = "stop"
         elif self._prepared.model.is_demo and is_repeating(self._decoder.token_ids):
             self._handle.stop_reason = "repeated"
         return deltas
 
-    def _finish(self, event: FinishedEvent) -> list[JsonObject]:
-        """Record and report the reply; the last deltas."""
-        can_close = event.reason == "stop" or self._formatter.closes_cut_calls
-        deltas = self._decoder.finish(closes=can_close)
-        if self._decoder.parser.is_broken:
-            logger.warning("a call cannot be read: the reply ends there, as cut")
-        self._end_with(event)
-        return deltas
-
-    def _cut_short(self, reason: Literal["cancelled", "failed"]) -> ReplyEnding:
-        """End a reply that nobody waits for, or that failed, as it is now."""
-        return self._end_with(self._handle.finished_event(reason))
-
-    def _end_with(self, event: FinishedEvent) -> ReplyEnding:
-        """Make the ending, and record it."""
-        decoder = self._decoder
-        token_ids = decoder.token_ids
-        eos_ids = self._prepared.model.eos_ids
-        is_over = decoder.was_over or decoder.is_stopped
-        ending = ReplyEnding(
-            kind=find_ending_kind(event.reason, is_over=is_over),
-            event=event,
-            finish_reason=self._finish_reason(event),
-            message=decoder.parser.message(),
-            token_ids=token_ids,
-            shown_ends=decoder.shown_ends,
-            has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
-            is_thinking=decoder.splitter.is_thinking,
-            ends_with_call=decoder.was_over and decoder.ends_with_call,
-            first_token_seconds=self._first_token_seconds,
-            n_read=max(self._n_read or 0, self._handle.reuse.cached_tokens),
-            waits=self._handle.times.wait_seconds(time.monotonic()),
-        )
-        self._ending = ending
-        try:
-            self._recorder.record(ending)
-        except Exception:  # the client has its reply, whatever becomes of our notes
-            logger.exception("a reply could not be recorded")
-        return ending
-
-    def _finish_reason(self, event: FinishedEvent) -> FinishReason:
-        is_cut = event.reason != "stop" and not self._decoder.was_over
-        is_cut = is_cut or self._request.max_tokens == 0
-        if is_cut or self._decoder.parser.is_broken:
-            return "length"  # a call in it was cut, and must not be run
-        if self._decoder.parser.n_calls and not self._decoder.stops.hit:
-            return "tool_calls"
-        return "stop"
-
     # -- what the response says of the reply -------------------------------------------
-
-    def _progress(self) -> PromptProgress:
-        _, prefill_seconds, _ = self._handle.times.seconds(time.monotonic())
-        return PromptProgress(
-            total=self._prepared.engine_request.n_prompt,
-            cache=self._handle.reuse.cached_tokens,
-            processed=self._n_read or 0,
-            time_ms=round(1000 * prefill_seconds),
-        )
 
     def _take_logprobs(self) -> JsonObject | None:
         if not self._request.logprobs:
@@ -25662,6 +25171,275 @@ class ReplyGeneration:
             self._usage(),
             self._decoder.stops.hit or None,
             self._take_logprobs(),
+        )
+
+    # -- what the status page shows ----------------------------------------------------
+
+    def row(self) -> RequestRow:
+        """Where it is by now; called when it ends, what is left to be known of it.
+
+        For any thread.
+        """
+        now = time.monotonic()
+        engine_request = self._prepared.engine_request
+        prefill_times = self._state.engine.prefill_times
+        times = self._handle.times
+        has_ended = self._event is not None
+        event = self._event or self._handle.finished_event("stop")  # as if it were now
+
+        waits = times.wait_seconds(now)
+        longest = max(waits, key=lambda cause: waits[cause], default=None)
+        cause = None if has_ended else times.cause
+        if times.state == "waiting" and cause is None and not has_ended:
+            cause = WaitCause("queue")  # the scheduler has not looked at it yet
+        phase = "ended" if has_ended else _PHASES[times.state]
+        n_out = len(self._decoder.token_ids)  # a client that left was not sent all
+        cached_tokens = event.reuse.cached_tokens
+        n_read = max(self._n_read or 0, cached_tokens)
+        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+
+        # Of the rest of the prompt: by what slices cost at their depth, and how it has
+        # fared so far. It waits while others prefill and decode, as much as until now.
+        prefill_left = None
+        if phase == "prefill":
+            prefill_left = prefill_times.expected_seconds(
+                n_read, engine_request.n_prompt
+            )
+            expected_so_far = prefill_times.expected_seconds(cached_tokens, n_read)
+            if prefill_left is not None and expected_so_far:
+                prefill_left *= (now - times.since) / expected_so_far
+            if prefill_left is not None:
+                prefill_left = round(prefill_left, 1)
+        return {
+            "id": engine_request.request_id,
+            "api": self._request.kind,
+            "session": self._prepared.session_id,
+            "prompt": engine_request.n_prompt,
+            "out": n_out,
+            "cached": cached_tokens,
+            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
+            "match": event.reuse.hit_kind,
+            "finish": event.reason if has_ended else "",
+            "prefill": round(event.seconds.prefilling, 3),
+            "decode": round(event.seconds.decoding, 3),
+            "waited": round(event.seconds.waiting, 3),
+            "waited_for": longest.reason if longest else None,
+            "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
+            "replayed": self._prepared.plan.n_replayed,
+            "fallback": self._prepared.plan.refusal or None,
+            "time": time.time() if has_ended else None,
+            "started_at": self._came_at,
+            "seconds": round(now - self._began_at, 1),
+            "phase": phase,
+            "max_tokens": engine_request.max_tokens,
+            "done": self._n_read or 0,
+            "first_token_seconds": self._first_token_seconds,
+            "tokens_per_second": round(decode_speed, 1) or None,
+            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_for_request": longest.request_id if longest else None,
+            "waiting_for": cause.reason if cause else None,
+            "waiting_for_request": cause.request_id if cause else None,
+            "prefill_left_seconds": prefill_left,
+            "disk_tokens": event.reuse.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "client": self._client,
+            "title": self._title,
+        }
+
+    # -- what is recorded of it --------------------------------------------------------
+
+    def _end(self, event: FinishedEvent) -> None:
+        """Note how it has ended, and put it wherever it belongs."""
+        decoder = self._decoder
+        if decoder.end == "broken":
+            logger.warning("a call cannot be read: the reply ends there, as cut")
+        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
+        reason: EndReason = "length" if is_read_only else event.reason
+        n_calls = decoder.parser.n_calls
+        self._event = event
+        self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
+        try:
+            self._record(self._ending.kind)
+        except Exception:  # the client has its reply, whatever becomes of our notes
+            logger.exception("a reply could not be recorded")
+
+    def _record(self, kind: EndingKind) -> None:
+        row = self.row()
+        message = self._decoder.parser.message()
+        is_answered = kind not in ("left", "failed")
+        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
+        if is_answered and is_chat:
+            self._remember_reply(kind, message)
+
+        logger.debug("%s", row)
+        if kind != "failed":  # of these HTTP SERVER logs the error
+            n_calls = len(message.get("tool_calls", ()))
+            summary = format_summary(row, client=self._client, n_calls=n_calls)
+            logger.info("%s", summary)
+        metrics = self._state.metrics
+        n_at_work = sum(len(view.stores.live) for view in self._state.views())
+        saved_seconds = row["cold_seconds"] or 0.0
+        metrics.observe(row, saved_seconds=saved_seconds, n_at_work=max(1, n_at_work))
+        waits = self._handle.times.wait_seconds(time.monotonic())
+        for cause, seconds in waits.items():
+            metrics.observe_wait(cause.reason, seconds)
+        self._state.stores.recent.append(row)
+
+        if is_answered:
+            self._record_turn(row)
+        if is_answered and is_chat:
+            self._compare_with_history(row)
+
+    def _remember_reply(self, kind: EndingKind, message: JsonObject) -> None:
+        """Record the reply in the ledger, and its thinking."""
+        token_ids = self._decoder.token_ids
+        eos_ids = self._prepared.model.eos_ids
+        has_end_token = bool(token_ids) and token_ids[-1] in eos_ids
+        is_thinking = self._decoder.splitter.is_thinking
+        is_replayed = can_be_replayed(
+            kind,
+            message,
+            has_end_token=has_end_token,
+            is_thinking=is_thinking,
+            ends_with_call=self._decoder.ends_with_call,
+        )
+        if not is_replayed and is_thinking:
+            return
+        stores = self._state.stores
+        plan = self._prepared.plan
+        reply = self._canonical_reply(message)
+        if is_replayed:
+            generated = self._generated_reply(is_cut=not has_end_token)
+            stores.ledger.record(plan, reply=reply, generated=generated)
+        if not is_thinking:  # then the thinking is complete
+            conversation = plan.conversation
+            contexts = reply_contexts(conversation.messages, conversation.session)
+            stores.healing_store.remember(
+                reply.original, contexts[-1], session_id=self._prepared.session_id
+            )
+
+    def _record_left(self) -> None:
+        """Record a reply that was not sent whole, as far as its client may have it.
+
+        why(L-121): a user who stops an agent sends what was shown. A reply that failed
+        is not recorded: its KV is gone, as a rule.
+        """
+        assert self._ending is not None
+        shown_ends = self._decoder.shown_ends
+        plan = self._prepared.plan
+        has_failed = self._ending.kind == "failed"
+        if has_failed or not shown_ends or not plan.can_be_recorded:
+            return
+        # A client that got the calls would send them back: this one left before them.
+        text_alone = self._decoder.parser.message()
+        text_alone.pop("tool_calls", None)
+        generated = self._generated_reply(is_cut=True)._replace(
+            shown_text=text_alone["content"], shown_ends=tuple(shown_ends)
+        )
+        reply = self._canonical_reply(text_alone)
+        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
+
+    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
+        original = {**message, "content": message["content"] or ""}
+        template = self._prepared.model.template
+        return template.canonicalize(OriginalMessages((original,)))[0]
+
+    def _generated_reply(self, *, is_cut: bool) -> GeneratedReply:
+        return GeneratedReply(
+            ids=np.asarray(self._decoder.token_ids, np.int32),
+            is_cut=is_cut,
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+            session_id=self._prepared.session_id,
+            finished_at=time.monotonic(),
+        )
+
+    def _record_turn(self, row: RequestRow) -> None:
+        """Record the request in the session index and the session log."""
+        request = self._request
+        config = self._state.config
+        stores = self._state.stores
+        session_id = self._prepared.session_id
+        plan = self._prepared.plan
+        digests = [message.digest for message in plan.conversation.messages]
+        n_stable = stores.session_turn_store.advance(session_id, digests)
+        names = RequestFacts.__annotations__
+        facts = {name: value for name, value in row.items() if name in names}
+        turn: SessionTurn = {
+            **cast(RequestFacts, facts),
+            "parent": request.session.parent_session_id,
+            "stable_prefix_msg_count": n_stable,
+        }
+        stores.session_index.note(session_id, turn, now=time.monotonic())
+
+        effort = "none"
+        if request.thinking:
+            effort = self._prepared.model.template.find_effort(request)
+        head = plan.conversation.context_key.hex()[:12]
+        record: SessionRecord = {
+            **turn,
+            "effort_sent": request.effort,
+            "effort": effort,
+            "head": head if plan.can_be_recorded else None,
+            "n_messages": len(request.messages),
+            "rules": count_rules(plan.conversation.messages),
+        }
+        # The log has messages as they were sent: these are compared, by hashes.
+        sent_hashes = [hash(marshal.dumps(m, 2)) for m in request.messages]
+        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
+        content: dict[str, object] = {}
+        if config.enable_request_logging:
+            content["messages"] = request.messages[n_logged:]
+        if config.log_prompt_tokens:
+            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
+        counters = self._state.metrics.snapshot()
+        self._state.session_log.write(session_id, {**record, **content, **counters})
+
+    def _compare_with_history(self, row: RequestRow) -> None:
+        """Give a reason if much that the session had sent was prefilled again."""
+        stores = self._state.stores
+        reuse = self._handle.reuse
+        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
+        earlier = stores.history.find_nearest(request, session_only=True)
+        stores.history.add(request)
+        if earlier is None:
+            return
+        n_reread = count_reread_tokens(
+            earlier, request, cached_tokens=reuse.cached_tokens
+        )
+        if n_reread < MIN_REPORTED_TOKENS:
+            return
+
+        reason = explain_miss(
+            earlier,
+            request,
+            cached_tokens=reuse.cached_tokens,
+            matched_tokens=reuse.matched_tokens,
+        )
+        reason = self._prepared.in_client_terms(reason)
+        sentence = (
+            reason.sentence if reason else "the same messages are now at other places"
+        )
+        # Neither page nor console quote a client, unless a setting wants it. Whoever
+        # asks /v1/cache/explain has brought the text, and is told both versions.
+        quotes = self._state.config.enable_request_logging
+        if quotes and reason is not None and reason.change is not None:
+            change = reason.change
+            sentence += f": {change.earlier!r} is now {change.current!r}"
+        stores.divergences.append(
+            {
+                "time": time.time(),
+                "id": row["id"],
+                "session": row["session"],
+                "again": n_reread,
+                "why": sentence,
+            }
+        )
+        logger.warning(
+            "id=%s: about %d tokens were prefilled again: %s",
+            row["id"],
+            n_reread,
+            sentence,
         )
 
 
@@ -25721,9 +25499,7 @@ def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
 
     A sub-agent belongs to the session that has started it.
     """
-    known_ids = [
-        reply.describe()["session"] for reply in list(state.stores.live.values())
-    ]
+    known_ids = [row()["session"] for row in list(state.stores.live.values())]
     index = state.stores.session_index
     parent_id = prepared.request.session.parent_session_id
     for session_id in (prepared.session_id, parent_id):
@@ -25887,8 +25663,8 @@ class StatusBody(HealthBody):
     model: NotRequired[JsonObject]  # once it is loaded
     engine: JsonObject  # requests by phase, and the size of the cache
     memory: StatusMemory
-    requests: list[LiveRequest]  # the oldest first, as in the next three
-    recent: list[RecentRequest]
+    requests: list[RequestRow]  # that run; the oldest first, as in the next three
+    recent: list[RequestRow]  # that have ended
     divergences: list[Divergence]
     refusals: list[Refusal]
     totals: Totals
@@ -25939,15 +25715,12 @@ def status_body(state: ServerState) -> StatusBody:
         "engine": {"state": engine.state, **_engine_report(state)},
         "memory": _memory_report(state),
         "requests": _merge(
-            [
-                [reply.describe() for reply in list(view.live.values())]
-                for view in views
-            ],
-            age=lambda request: request["seconds"],
+            [[row() for row in list(view.live.values())] for view in views],
+            age=lambda request: -request["started_at"],
         ),
         "recent": _merge(
             [list(view.recent) for view in views],
-            age=lambda request: -request["time"],
+            age=lambda request: -(request["time"] or 0.0),
             newest=MAX_RECENT,
         ),
         "divergences": _merge(
@@ -26461,8 +26234,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
     "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
     "server again",
-    "/docs /redoc /swagger": "/openapi.json describes the API, README.md explains it; "
-    "people find a page at /",
+    "/docs /redoc /swagger /openapi.json": "/openapi.json describes the API, README.md "
+    "explains it; people find a page at /",
 }
 
 
@@ -27017,30 +26790,19 @@ class HttpRequest:
         with closing(generation), self.connection.error_boundary():
             self.was_submitted = True
             self._work_memory.close()  # the prompt is made
-            if not request.stream:
-                for body in self._while_connected(generation.whole()):
+            if request.stream:
+                self.response.begin_stream()
+            for body in generation.bodies():
+                if body is None:  # there is nothing to send: is the client still there?
+                    self.connection.check_client()
+                elif request.stream:
+                    self.response.send_event(body)
+                else:
                     self.response.send_json(200, body)
-                return
-
-            self.response.begin_stream()
-            for body in self._while_connected(generation.chunks()):
-                self.response.send_event(body)
-            if request.kind != "messages":
+            if request.stream and request.kind != "messages":
                 self.response.send_chunk(b"data: [DONE]\n\n")
-            self.response.send_chunk(b"")
-
-    def _while_connected(
-        self, bodies: Iterable[JsonObject | None]
-    ) -> Iterator[JsonObject]:
-        """All but the Nones, which come while there is nothing to send.
-
-        At each of them it looks for the client. Raises ClientGone: it has closed.
-        """
-        for body in bodies:
-            if body is not None:
-                yield body
-            else:
-                self.connection.check_client()
+            if request.stream:
+                self.response.send_chunk(b"")
 
     # -- its body ----------------------------------------------------------------------
 

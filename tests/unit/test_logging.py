@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import start_llm
-from hypothesis import given
 from hypothesis import strategies as st
 from start_llm import (
     CacheMetrics,
     Config,
     SessionLog,
-    format_request_line,
     logger,
     start_logging,
 )
@@ -60,33 +58,6 @@ def test_lines_for_a_file_are_plain_and_whole(capsys):
     ] == [True]
 
 
-@given(
-    st.dictionaries(st.sampled_from(["id", "match", "finish", "vlm_retreat"]), anything)
-)
-def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values):
-    line = format_request_line(**values)
-    fields = [field.split("=") for field in line.split(" ")]
-    keys = [field[0] for field in fields]
-    assert all(len(field) == 2 and field[1] for field in fields)
-    assert line.isascii()
-    assert line.isprintable()
-
-    always = [
-        "id",
-        "prompt",
-        "cached",
-        "match",
-        "prefill",
-        "decode",
-        "ttft_ms",
-        "finish",
-    ]
-    assert [key for key in keys if key in always] == always
-    assert keys[: len(keys) - ("vlm_retreat" in values)] == keys_of(
-        format_request_line()
-    )
-
-
 def test_logs_lie_beside_the_server_wherever_it_was_started(tmp_path, monkeypatch):
     """And not in somebody's project, or in / where a supervisor starts it."""
     elsewhere = tmp_path / "project"
@@ -98,20 +69,6 @@ def test_logs_lie_beside_the_server_wherever_it_was_started(tmp_path, monkeypatc
     session_log("logs").write("one", {})
 
     assert [path.parents[2] for path in session_files(tmp_path)] == [home]
-
-
-def keys_of(line):
-    return [field.partition("=")[0] for field in line.split(" ")]
-
-
-def test_a_request_line_shows_what_it_was_given():
-    line = format_request_line(
-        id="7f3a", prompt=1200, ttft_ms=12.345, finish=None, hybrid_trim_miss=2
-    )
-    assert line.startswith("id=7f3a ")
-    assert " prompt=1200 " in line
-    assert " ttft_ms=12.345 " in line
-    assert " finish=- hybrid_trim_miss=2" in line
 
 
 def test_metrics_of_a_key_are_the_same_whoever_of_it_came_first():
