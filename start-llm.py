@@ -19871,7 +19871,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
 # which sends the others a record of each that changes anything.
 #
-# Public   Engine, EngineReport, MemoryReport, RequestLoad
+# Public   Engine, EngineReport, MemoryReport
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
@@ -19913,15 +19913,6 @@ class EngineReport(TypedDict, total=False):
     capacity_tokens: int  # the longest prompt whose KV fits
     kv_bytes_per_token: int
     prefill_tokens_per_second: float  # of the last slice; absent until there was one
-
-
-class RequestLoad(NamedTuple):
-    """A request in the engine, as far as its tenant may see it."""
-
-    tenant: str
-    phase: Literal["queued", "prefilling", "decoding"]
-    nbytes: int = 0  # of its KV; of a prompt that is being read, what it will have
-    batch: int = -1  # number of its decode batch
 
 
 type _ModelTask = Callable[[Scheduler], object]  # for the model thread
@@ -20050,7 +20041,6 @@ class Engine:
         self.memory: MemoryReport = {}
         self.report: EngineReport = {}
         self.cache_entries: list[tuple[str, EntryReport]] = []  # (tenant, entry)
-        self.loads: list[RequestLoad] = []
         self.disk: DiskReport | None = None  # None: KV is not kept on the disk
         self.prefill_times = PrefillTimes(config.prefill_step_size)  # of no slice yet
 
@@ -20353,7 +20343,6 @@ class Engine:
         self.report = report
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = scheduler.describe_cache()
-        self.loads = _list_loads(scheduler)
         if scheduler.disk is not None:
             self.disk = scheduler.disk.files.report()
 
@@ -20440,23 +20429,6 @@ def _can_write_states(model: Any) -> bool:
     layer_caches = make_prompt_cache(model)
     model(mx.zeros((1, BUFFER_STEP_TOKENS), mx.int32), cache=layer_caches)
     return can_write_state(list(copy_state(layer_caches).leaves))
-
-
-def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
-    loads = [
-        RequestLoad(handle.request.owner.tenant, "queued")
-        for handle in scheduler.waiting
-    ]
-    prompt_bytes = scheduler.budget.prompt_bytes
-    for running in scheduler.prefilling:
-        n_bytes = prompt_bytes(running.request.n_prompt)
-        loads.append(RequestLoad(running.request.owner.tenant, "prefilling", n_bytes))
-    for number, batch in enumerate(scheduler.batches):
-        for running in batch.requests:
-            n_bytes = prompt_bytes(running.num_computed_tokens)
-            tenant = running.request.owner.tenant
-            loads.append(RequestLoad(tenant, "decoding", n_bytes, number))
-    return loads
 
 
 # region REASONING PARSER ======================================================
@@ -25176,10 +25148,7 @@ class ReplyGeneration:
     # -- what the status page shows ----------------------------------------------------
 
     def row(self) -> RequestRow:
-        """Where it is by now; called when it ends, what is left to be known of it.
-
-        For any thread.
-        """
+        """Where it is by now, or was when it ended. For any thread."""
         now = time.monotonic()
         engine_request = self._prepared.engine_request
         prefill_times = self._state.engine.prefill_times
@@ -25189,27 +25158,14 @@ class ReplyGeneration:
 
         waits = times.wait_seconds(now)
         longest = max(waits, key=lambda cause: waits[cause], default=None)
-        cause = None if has_ended else times.cause
-        if times.state == "waiting" and cause is None and not has_ended:
-            cause = WaitCause("queue")  # the scheduler has not looked at it yet
         phase = "ended" if has_ended else _PHASES[times.state]
+        cause = None
+        if phase == "queued":  # or the scheduler has not looked at it yet
+            cause = times.cause or WaitCause("queue")
         n_out = len(self._decoder.token_ids)  # a client that left was not sent all
         cached_tokens = event.reuse.cached_tokens
-        n_read = max(self._n_read or 0, cached_tokens)
         decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
 
-        # Of the rest of the prompt: by what slices cost at their depth, and how it has
-        # fared so far. It waits while others prefill and decode, as much as until now.
-        prefill_left = None
-        if phase == "prefill":
-            prefill_left = prefill_times.expected_seconds(
-                n_read, engine_request.n_prompt
-            )
-            expected_so_far = prefill_times.expected_seconds(cached_tokens, n_read)
-            if prefill_left is not None and expected_so_far:
-                prefill_left *= (now - times.since) / expected_so_far
-            if prefill_left is not None:
-                prefill_left = round(prefill_left, 1)
         return {
             "id": engine_request.request_id,
             "api": self._request.kind,
@@ -25239,12 +25195,30 @@ class ReplyGeneration:
             "waited_for_request": longest.request_id if longest else None,
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
-            "prefill_left_seconds": prefill_left,
+            "prefill_left_seconds": (
+                self._prefill_left_seconds(now) if phase == "prefill" else None
+            ),
             "disk_tokens": event.reuse.disk_tokens,
             "cold_seconds": prefill_times.cold_seconds(cached_tokens),
             "client": self._client,
             "title": self._title,
         }
+
+    def _prefill_left_seconds(self, now: float) -> float | None:
+        """By what slices cost at their depth, and how this prompt has fared so far.
+
+        It waits while others prefill and decode: as much in the rest as until now.
+        """
+        times = self._state.engine.prefill_times
+        n_cached = self._handle.reuse.cached_tokens
+        n_read = max(self._n_read or 0, n_cached)
+        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
+        if seconds is None:
+            return None
+        expected_so_far = times.expected_seconds(n_cached, n_read)
+        if expected_so_far:
+            seconds *= (now - self._handle.times.since) / expected_so_far
+        return round(seconds, 1)
 
     # -- what is recorded of it --------------------------------------------------------
 
@@ -25561,8 +25535,8 @@ def kept_awake(config: Config) -> Iterator[None]:
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drain, drop_cache
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, SAVED RECORDS, PREFIX CACHE,
-#          DISK CACHE, SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
+#          SESSIONS, CLUSTER, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -25573,16 +25547,9 @@ class HealthBody(TypedDict):
     """The body of GET /health."""
 
     status: Literal["ok", "draining", "loading", "error"]
-    warm_up: NotRequired[WarmUpBody]
+    warm_up: NotRequired[dict[str, int]]  # steps that are `done`, and all `steps`
     error: NotRequired[str]
     proxy: ProxyBody
-
-
-class WarmUpBody(TypedDict):
-    """How far the warm-up is; the model is loaded already."""
-
-    done: int
-    steps: int
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
@@ -25594,64 +25561,34 @@ def health_body(state: ServerState) -> tuple[int, HealthBody]:
         case "ready":
             return 200, {"status": "ok", "proxy": proxy}
         case "loading":
+            body: HealthBody = {"status": "loading", "proxy": proxy}
             progress = state.engine.warm_up
-            if progress is None:
-                return 503, {"status": "loading", "proxy": proxy}
-            steps: WarmUpBody = {"done": progress.n_done, "steps": progress.n_steps}
-            return 503, {"status": "loading", "warm_up": steps, "proxy": proxy}
+            if progress is not None:  # the model is loaded
+                body["warm_up"] = {"done": progress.n_done, "steps": progress.n_steps}
+            return 503, body
     sentence = "the model cannot be used; the server's log says why"
     return 503, {"status": "error", "error": sentence, "proxy": proxy}
 
 
-class ModelBody(TypedDict):
-    """A model as GET /v1/models shows it."""
-
-    id: str
-    object: Literal["model"]
-    created: int  # Unix seconds: when the server started
-    owned_by: str
-    context_length: int  # tokens of prompt and reply
-    max_model_len: int  # the same, as vLLM calls it
-
-
-class ModelsBody(TypedDict):
-    """The body of GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[ModelBody]
-
-
-def models_body(state: ServerState) -> ModelsBody:
+def models_body(state: ServerState) -> JsonObject:
     """GET /v1/models: the one model that is loaded. Raises NotReady."""
     model = state.engine.model
-    entry: ModelBody = {
+    entry = {
         "id": model.model_id,
         "object": "model",
         "created": state.started,
         "owned_by": "start-llm",
         "context_length": model.max_context_tokens,
-        "max_model_len": model.max_context_tokens,
+        "max_model_len": model.max_context_tokens,  # the same, as vLLM calls it
     }
     return {"object": "list", "data": [entry]}
 
 
-def model_body(state: ServerState, model_id: str) -> ModelBody:
+def model_body(state: ServerState, model_id: str) -> JsonObject:
     """GET /v1/models/ID. Raises NotReady, and NotServed if another model is loaded."""
     check_model_id(state.engine.model, model_id)
-    return models_body(state)["data"][0]
-
-
-class StatusMemory(MemoryReport):
-    """Bytes by kind, and what the system counts. One tenant of several sees less."""
-
-    process: NotRequired[int]
-
-
-class RankReport(TypedDict):
-    """The machines that have a part of the model each."""
-
-    hosts: list[str]  # of each rank
-    link: str  # how fast they exchange sums
+    entry: JsonObject = models_body(state)["data"][0]
+    return entry
 
 
 class StatusBody(HealthBody):
@@ -25661,8 +25598,10 @@ class StatusBody(HealthBody):
     started: int  # Unix seconds
     uptime_seconds: int
     model: NotRequired[JsonObject]  # once it is loaded
-    engine: JsonObject  # requests by phase, and the size of the cache
-    memory: StatusMemory
+    # Requests by phase, the size of the cache, and bytes by kind: one tenant of several
+    # sees only the state of the engine.
+    engine: JsonObject
+    memory: JsonObject
     requests: list[RequestRow]  # that run; the oldest first, as in the next three
     recent: list[RequestRow]  # that have ended
     divergences: list[Divergence]
@@ -25671,7 +25610,7 @@ class StatusBody(HealthBody):
     cache: list[EntryReport]
     disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
     replicas: NotRequired[list[ReplicaReport]]  # behind the proxy, if several; likewise
-    ranks: NotRequired[RankReport]  # if each has a part of the model; likewise
+    ranks: NotRequired[JsonObject]  # if each has a part of the model; likewise
     layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
@@ -25704,7 +25643,27 @@ def status_body(state: ServerState) -> StatusBody:
     """
     engine = state.engine
     now = time.monotonic()
-    views = [view.stores for view in state.views()]
+    requests: list[RequestRow] = []
+    recent: list[RequestRow] = []
+    divergences: list[Divergence] = []
+    refusals: list[Refusal] = []
+    sessions: list[SessionRow] = []
+    ledger: Counter[str] = Counter()
+    for view in state.views():
+        stores = view.stores
+        requests += [row() for row in list(stores.live.values())]
+        recent += stores.recent
+        divergences += stores.divergences
+        refusals += stores.refusals
+        sessions += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
+        ledger.update(stores.ledger.snapshot())
+        ledger["healing"] += len(stores.healing_store)
+    requests.sort(key=lambda row: row["started_at"])
+    recent.sort(key=lambda row: row["time"] or 0.0)
+    divergences.sort(key=lambda divergence: divergence["time"])
+    refusals.sort(key=lambda refusal: refusal["at"])
+    sessions.sort(key=lambda row: row["idle_seconds"])
+
     _, health = health_body(state)
     body: StatusBody = {
         "status": health["status"],
@@ -25712,39 +25671,30 @@ def status_body(state: ServerState) -> StatusBody:
         "version": VERSION,
         "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
-        "engine": {"state": engine.state, **_engine_report(state)},
-        "memory": _memory_report(state),
-        "requests": _merge(
-            [[row() for row in list(view.live.values())] for view in views],
-            age=lambda request: -request["started_at"],
-        ),
-        "recent": _merge(
-            [list(view.recent) for view in views],
-            age=lambda request: -(request["time"] or 0.0),
-            newest=MAX_RECENT,
-        ),
-        "divergences": _merge(
-            [list(view.divergences) for view in views],
-            age=lambda divergence: -divergence["time"],
-            newest=MAX_DIVERGENCES,
-        ),
-        "refusals": _merge(
-            [list(view.refusals) for view in views],
-            age=lambda refusal: -refusal["at"],
-            newest=MAX_REFUSALS,
-        ),
+        "engine": {"state": engine.state},
+        "memory": {},
+        "requests": requests,
+        "recent": recent[-MAX_RECENT:],
+        "divergences": divergences[-MAX_DIVERGENCES:],
+        "refusals": refusals[-MAX_REFUSALS:],
         "totals": state.metrics.totals(),
-        "cache": _cache_entries(state),
-        "sessions": _newest_sessions(views, now),
-        "ledger": _ledger_report(views),
+        "cache": _own_entries(state, engine.cache_entries),
+        "sessions": sessions[:MAX_SESSIONS],
+        "ledger": dict(ledger),
         "counters": state.metrics.snapshot(),
     }
     if "error" in health:
         body["error"] = health["error"]
     if "warm_up" in health:
         body["warm_up"] = health["warm_up"]
+    if not state.tenant:
+        body["engine"].update(engine.report)
+        process_bytes = psutil.Process().memory_info().rss
+        body["memory"] = {**engine.memory, "process": process_bytes}
     if engine.disk is not None and not state.tenant:
-        body["disk"] = _with_records(engine.disk, state.records)
+        body["disk"] = engine.disk.copy()
+        if state.records.failure:
+            body["disk"]["records_off"] = state.records.failure
     if state.proxy.replicas and not state.tenant:
         body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
@@ -25761,37 +25711,9 @@ def status_body(state: ServerState) -> StatusBody:
             },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
-            body["ranks"] = _describe_ranks(model.lockstep)
+            ranks = model.lockstep
+            body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
     return body
-
-
-def _with_records(report: DiskReport, records: RecordFile) -> DiskReport:
-    """The same report; it says why records are not saved now."""
-    if not records.failure:
-        return report
-    return {**report, "records_off": records.failure}
-
-
-def _describe_ranks(cluster: ClusterRank) -> RankReport:
-    return {"hosts": cluster.hosts, "link": cluster.link_report}
-
-
-def _merge[Row](
-    lists: list[list[Row]],
-    *,
-    age: Callable[[Row], float],
-    newest: int | None = None,
-) -> list[Row]:
-    """The rows of several tenants, the oldest first; the newest ones of them only."""
-    if len(lists) == 1:
-        return lists[0]
-    rows = [row for tenant_rows in lists for row in tenant_rows]
-    rows.sort(key=age, reverse=True)
-    return rows if newest is None else rows[-newest:]
-
-
-def _cache_entries(state: ServerState) -> list[EntryReport]:
-    return _own_entries(state, state.engine.cache_entries)
 
 
 def _own_entries(
@@ -25805,73 +25727,15 @@ def _own_entries(
     return own
 
 
-def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
-    rows: list[SessionRow] = []
-    for stores in views:
-        rows += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
-    rows.sort(key=lambda row: row["idle_seconds"])
-    return rows[:MAX_SESSIONS]
-
-
-def _ledger_report(views: list[TenantStores]) -> dict[str, int]:
-    report: Counter[str] = Counter()
-    for stores in views:
-        report.update(stores.ledger.snapshot())
-        report["healing"] += len(stores.healing_store)
-    return dict(report)
-
-
-def _engine_report(state: ServerState) -> EngineReport:
-    """The engine's report; for one tenant of several with its own counts in it."""
-    report = state.engine.report
-    if not state.tenant or not report:
-        return report
-    loads = _own_loads(state)
-    phases = Counter(load.phase for load in loads)
-    decode_batches = {load.batch for load in loads if load.phase == "decoding"}
-    entries = _cache_entries(state)
-    own: EngineReport = {
-        **report,
-        "queued": phases["queued"],
-        "prefilling": phases["prefilling"],
-        "decoding": phases["decoding"],
-        "groups": len(decode_batches),
-        "lines": len(entries),
-        "cache_bytes": sum(entry["bytes"] for entry in entries),
-    }
-    own.pop("prefill_tokens_per_second", None)  # of a slice that may be another's
-    return own
-
-
-def _memory_report(state: ServerState) -> StatusMemory:
-    """Bytes by kind; of one tenant of several only what is the model's or its own."""
-    memory = state.engine.memory
-    if not state.tenant:
-        return {**memory, "process": psutil.Process().memory_info().rss}
-    if not memory:
-        return {}
-    return {
-        "limit": memory["limit"],
-        "model": memory["model"],
-        "cache": sum(
-            entry["bytes"] for entry in _cache_entries(state) if not entry["running"]
-        ),
-        "running": sum(load.nbytes for load in _own_loads(state)),
-    }
-
-
-def _own_loads(state: ServerState) -> list[RequestLoad]:
-    loads = state.engine.loads
-    return [load for load in loads if is_seen_by(state.tenant, load.tenant)]
-
-
 def metrics_text(state: ServerState) -> bytes:
     """GET /metrics: counters, histograms and figures of the status, for Prometheus."""
     status = status_body(state)
-    memory: Mapping[str, Any] = status["memory"]
-    gauges = {f"memory_{kind}_bytes": size for kind, size in memory.items()}
-    for name in ("queued", "prefilling", "decoding", "lines"):
-        gauges[name] = status["engine"].get(name, 0)
+    gauges = {f"memory_{kind}_bytes": n for kind, n in status["memory"].items()}
+    phases = Counter(row["phase"] for row in status["requests"])
+    gauges["queued"] = phases["queued"]
+    gauges["prefilling"] = phases["prefill"]
+    gauges["decoding"] = phases["decode"]
+    gauges["lines"] = len(status["cache"])
     if "disk" in status:
         gauges["disk_bytes"] = status["disk"]["bytes"]
         gauges["disk_written_today_bytes"] = status["disk"]["written_today_bytes"]
@@ -26937,7 +26801,6 @@ _MODEL_DIED: Final = 1  # with EXIT_ON_ENGINE_DEATH only
 _CANNOT_START: Final = 2
 
 _WANTED_DESCRIPTORS: Final = 4096  # more than MAX_CONNECTIONS can need
-_SPARE_DESCRIPTORS: Final = 64  # for all but connections: weights, logs, LiteLLM
 _LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
 _LEDGER_PART: Final = 16  # all ledgers take at most a 16th of memory
 _LAST_WORDS_SECONDS: Final = 1.0  # for somebody to read the last lines of the log
@@ -27001,10 +26864,10 @@ def main() -> int:
     stop = _stop_on_signals()
     options = read_options(sys.argv[1:])
     _limit_arenas()
+    _raise_descriptor_limit()
 
     try:
         config = _read_config(options)
-        _raise_descriptor_limit(config)
         is_named = bool(config.model_path)
         place = find_rank(os.environ)
         cluster = None
@@ -27037,26 +26900,14 @@ def _fail(cause: object, *, status: int) -> int:
 # -- start -----------------------------------------------------------------------------
 
 
-def _raise_descriptor_limit(config: Config) -> None:
-    """Have this process open as many files as MAX_CONNECTIONS needs; macOS allows 256.
-
-    Raises ConfigError if the hard limit leaves too little.
-    """
+def _raise_descriptor_limit() -> None:
+    """Have this process open as many files as MAX_CONNECTIONS can need; macOS: 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
     limit = _WANTED_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
-    if soft < limit:
+    if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-    n_needed = config.max_connections + _SPARE_DESCRIPTORS
-    if limit < n_needed:
-        raise ConfigError(
-            f"{n_needed} open files are needed, and {limit} are allowed: raise the hard"
-            " limit (ulimit -Hn), or lower MAX_CONNECTIONS"
-        )
 
 
 def _limit_arenas() -> None:
@@ -27160,16 +27011,13 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
             is_missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
             if servers and is_missing:
                 continue
-            raise ConfigError(_bind_fault(host, config.mlx_port, error)) from error
+            port = config.mlx_port
+            fault = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                taken = f"port {port} on {host} is taken"
+                fault = f"{taken}: start-llm runs already? Or set MLX_PORT"
+            raise ConfigError(fault) from error
     return servers
-
-
-def _bind_fault(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
-        )
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 # -- serve -----------------------------------------------------------------------------
@@ -27188,7 +27036,11 @@ def _serve(
         accept.start()
     _print_line(f"start-llm {VERSION}: loading {state.config.model_path} ...")
     state.engine.start()
-    _wait_until_loaded(state, stop)
+    is_warming_up = False
+    while state.engine.state == "loading" and not stop.wait(0.1):
+        if state.engine.warm_up is not None and not is_warming_up:
+            is_warming_up = True
+            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
     is_loaded = state.engine.state == "ready"
     with ExitStack() as running:
@@ -27218,15 +27070,6 @@ def _serve(
 def _drain_on_signal(state: ServerState, _number: int, _frame: object) -> None:
     """SIGUSR1 is POST /v1/drain."""
     state.engine.is_draining = True
-
-
-def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
-    """Return when the model can be used, or cannot, or `stop` is set."""
-    is_warming_up = False
-    while state.engine.state == "loading" and not stop.wait(0.1):
-        if state.engine.warm_up is not None and not is_warming_up:
-            is_warming_up = True
-            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
 
 def _write_banner(state: ServerState) -> str:

@@ -151,7 +151,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
 
-    s._raise_descriptor_limit(s.Config())
+    s._raise_descriptor_limit()
 
     assert limits == ([] if raised is None else [(raised, hard)])
 

@@ -189,7 +189,7 @@ def plain(text: str, **fields: Any) -> dict[str, Any]:
 
 def is_decoding(served: Served, key: str) -> bool:
     _, status = ask(served, "GET", "/v1/status", **{"x-api-key": key})
-    return bool(status["engine"]["decoding"])
+    return "decode" in [request["phase"] for request in status["requests"]]
 
 
 def test_a_key_sees_nothing_of_what_another_does(folder):
@@ -214,9 +214,8 @@ def test_a_key_sees_nothing_of_what_another_does(folder):
     assert first_view == second_view == third_view == last_view
 
     status, metrics = first_view
-    assert status["engine"]["lines"] == len(status["cache"]) == 1
-    assert status["engine"]["cache_bytes"] == status["memory"]["cache"] > 0
-    assert set(status["memory"]) == {"limit", "model", "cache", "running"}
+    assert len(status["cache"]) == 1
+    assert status["engine"] == {"state": "ready"} and not status["memory"]
     assert status["totals"]["requests"] == len(status["recent"]) == 1
     assert "start_llm_ttft_seconds_count 1.0" in metrics
     assert anna_status["totals"]["requests"] == 3
