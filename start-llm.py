@@ -9373,10 +9373,10 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
 #          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
 #          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, LayerInputs, has_text_class,
-#          has_vision_class, load_vlm_model, mend_layers, load_image_processor,
-#          image_token_id, find_rope_index, see_images_both_ways, embed_text,
-#          embed_image, divide_model, read_gated_delta_in_chunks
+#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
+#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
+#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
 # Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
@@ -9934,6 +9934,13 @@ def read_tool_parser_source(tokenizer: Any) -> str:
     if tokenizer.tool_parser is None:
         return ""
     return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
+
+
+# Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
+def read_byte_letters() -> Mapping[str, int]:
+    """By the letter that a vocabulary of bytes (GPT-2's kind) has for it, each byte."""
+    letters: Mapping[str, int] = mlx_lm.tokenizer_utils._byte_decoder()
+    return letters
 
 
 # -- 4 vision --------------------------------------------------------------------------
@@ -19338,7 +19345,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
 # which sends the others a record of each that changes anything.
 #
-# Public   Engine, EngineReport, MemoryReport, RequestLoad
+# Public   Engine, EngineReport, MemoryReport
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
@@ -19380,15 +19387,6 @@ class EngineReport(TypedDict, total=False):
     capacity_tokens: int  # the longest prompt whose KV fits
     kv_bytes_per_token: int
     prefill_tokens_per_second: float  # of the last slice; absent until there was one
-
-
-class RequestLoad(NamedTuple):
-    """A request in the engine, as far as its tenant may see it."""
-
-    tenant: str
-    phase: Literal["queued", "prefilling", "decoding"]
-    nbytes: int = 0  # of its KV; of a prompt that is being read, what it will have
-    batch: int = -1  # number of its decode batch
 
 
 type _ModelTask = Callable[[Scheduler], object]  # for the model thread
@@ -19517,7 +19515,6 @@ class Engine:
         self.memory: MemoryReport = {}
         self.report: EngineReport = {}
         self.cache_entries: list[tuple[str, EntryReport]] = []  # (tenant, entry)
-        self.loads: list[RequestLoad] = []
         self.disk: DiskReport | None = None  # None: KV is not kept on the disk
         self.prefill_times = PrefillTimes(config.prefill_step_size)  # of no slice yet
 
@@ -19820,7 +19817,6 @@ class Engine:
         self.report = report
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = scheduler.describe_cache()
-        self.loads = _list_loads(scheduler)
         if scheduler.disk is not None:
             self.disk = scheduler.disk.files.report()
 
@@ -19907,23 +19903,6 @@ def _can_write_states(model: Any) -> bool:
     layer_caches = make_prompt_cache(model)
     model(mx.zeros((1, BUFFER_STEP_TOKENS), mx.int32), cache=layer_caches)
     return can_write_state(list(copy_state(layer_caches).leaves))
-
-
-def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
-    loads = [
-        RequestLoad(handle.request.owner.tenant, "queued")
-        for handle in scheduler.waiting
-    ]
-    prompt_bytes = scheduler.budget.prompt_bytes
-    for running in scheduler.prefilling:
-        n_bytes = prompt_bytes(running.request.n_prompt)
-        loads.append(RequestLoad(running.request.owner.tenant, "prefilling", n_bytes))
-    for number, batch in enumerate(scheduler.batches):
-        for running in batch.requests:
-            n_bytes = prompt_bytes(running.num_computed_tokens)
-            tenant = running.request.owner.tenant
-            loads.append(RequestLoad(tenant, "decoding", n_bytes, number))
-    return loads
 
 
 # region REASONING PARSER ======================================================
@@ -23546,8 +23525,8 @@ def _without_container(choice: CallParts) -> CallParts:
 # even by time. Who has the key of several users sees all of their stores (`views`).
 #
 # Public   ServerState, Proxy, ProxyBody, ProxyPhase, ReplicaReport, Tenants,
-#          TenantStores, RecentRequest, LiveRequest, LiveReply, Divergence,
-#          note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
+#          TenantStores, RequestRow, Divergence, MAX_RECENT, MAX_DIVERGENCES,
+#          MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -23557,49 +23536,29 @@ MAX_DIVERGENCES: Final = 20
 MAX_REFUSALS: Final = 50
 
 
-class RecentRequest(RequestFacts):
-    """A request that has ended, on the status page."""
+class RequestRow(RequestFacts):
+    """A request on the status page: what it is, did and waits for.
 
-    time: float  # Unix seconds: when it ended
+    Until it has ended, `finish` is "", and its figures are those of now.
+    """
+
+    time: float | None  # Unix seconds: when it ended; None: it has not
     started_at: float  # the same: when it came
+    seconds: float  # since it came, or that it took
+    phase: str  # "queued", "prefill", "decode", "ended"
+    max_tokens: int  # the most that `out` can be
+    done: int  # tokens of the prompt that have KV
+    first_token_seconds: float | None  # after it came; None before its first token
+    tokens_per_second: float | None  # of the reply; None: there is none
     waited_seconds: float  # as `waited`
     waited_for_request: str | None  # the id of the request whose prefix it waited for
-    tokens_per_second: float | None  # of the reply; None if there was none
+    waiting_for: WaitReason | None  # None: it waits no more
+    waiting_for_request: str | None  # the id of the request whose prefix it waits for
+    prefill_left_seconds: float | None  # None: it does not prefill, or nobody knows
     disk_tokens: int  # of those cached: found on the disk
     cold_seconds: float | None  # that its cached tokens would have taken to read
     client: str  # by its User-Agent
     title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class LiveRequest(TypedDict):
-    """A request that has not ended, on the status page."""
-
-    id: str
-    api: str  # "chat", "completion", "messages"
-    session: str
-    prompt: int  # tokens, as are the next three
-    out: int
-    max_tokens: int  # the most that `out` can be
-    cached: int
-    done: int  # of the prompt: they have KV
-    phase: str  # "queued", "prefill", "decode"
-    match: str  # what is reused; "-" until it runs
-    tokens_per_second: float | None  # of the reply; None before it begins
-    seconds: float  # since it came
-    first_token_seconds: float | None  # from then to its first token; None before that
-    waited_seconds: float
-    waiting_for: WaitReason | None  # None: it waits no more
-    waiting_for_request: str | None  # the id of the request whose prefix it waits for
-    prefill_left_seconds: float | None  # None: it does not prefill, or nobody knows
-    client: str  # by its User-Agent
-    title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class LiveReply(Protocol):
-    """A request that has not ended."""
-
-    def describe(self) -> LiveRequest:
-        """Where it is by now. For any thread."""
 
 
 class Divergence(TypedDict):
@@ -23626,8 +23585,9 @@ class TenantStores:
     session_index: SessionIndex  # figures of the last requests
     session_turn_store: SessionTurnStore  # digests of the last messages
     history: RequestHistory  # requests to compare the next one with
-    live: dict[str, LiveReply]  # that have not ended, by request id
-    recent: deque[RecentRequest]  # that have ended, the oldest first
+    # Of requests that have not ended, by request id: what makes their row.
+    live: dict[str, Callable[[], RequestRow]]
+    recent: deque[RequestRow]  # that have ended, the oldest first
     divergences: deque[Divergence]  # the oldest first
     refusals: deque[Refusal]  # the oldest first
 
@@ -23787,25 +23747,15 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
     def for_tenant(self, tenant: str) -> ServerState:
-        """The same server with the stores of a tenant.
-
-        A tenant without stores gets new ones, which only keep() keeps: so nothing is
-        left of a name that somebody has only asked about.
-        """
-        if not tenant:
-            return self.keep()
-        state = self.tenants.get(tenant)
-        if state is not None:
-            return state
-        metrics = self.metrics.of_tenant(tenant)
-        records = self.records.of_tenant(tenant)
-        stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
-        return replace(self, tenant=tenant, stores=stores, metrics=metrics)
-
-    def keep(self) -> ServerState:
-        """Keep these stores; or return those that their tenant has got meanwhile."""
-        state = self.tenants.keep(self)
+        """The same server with the stores of a tenant, who has used them last now."""
+        state = self.tenants.get(tenant) if tenant else self
+        if state is None:
+            metrics = self.metrics.of_tenant(tenant)
+            records = self.records.of_tenant(tenant)
+            stores = TenantStores.empty(self.config, metrics, records)
+            stores.load()
+            state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
+        state = self.tenants.keep(state)  # or that which another thread has made
         state.metrics.keep()
         return state
 
@@ -23825,17 +23775,6 @@ class ServerState:
         self.tenants.limit_ledgers(self.config.ledger_max_bytes)
 
 
-def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -> None:
-    """Log a request that got an error, and keep it for the status page.
-
-    `was_submitted`: the engine had it, so it is counted among those that have ended.
-    """
-    logger.warning("%s", format_refusal(refusal))
-    state.stores.refusals.append(refusal)
-    if not was_submitted:
-        state.metrics.add_refused()
-
-
 # region REQUEST HANDLING ======================================================
 # One request, from its parsed body to the bodies of its response.
 #
@@ -23846,11 +23785,11 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
 #     bodies           ResponseFormatter of the API that was called
 #
-# Whatever is wrong with a request is found before it is submitted: as a rule nothing of
-# the response has been sent, so it can have a status code. (A stream that had to wait
-# for memory has got pings. Its error is an event.) A reply is recorded before its last
-# events are sent, because the client's next request may follow at once. A failed reply
-# is only reported; of one that its client has left, what was shown is recorded (L-121).
+# Whatever is wrong with a request is found before it is submitted: nothing of the
+# response has been sent, so it can have a status code. A reply is recorded before its
+# last events are sent, because the client's next request may follow at once. A failed
+# reply is only reported; of one that its client has left, what was shown is recorded
+# (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -23911,7 +23850,12 @@ def plan_request(
         n_least = max(n_least, len(request.messages))  # each has a token at least
         if n_least > max_counted:
             raise ContextTooLong(n_least, context)
-    plan = _plan_prompt(state, model, request)
+    is_chat = request.kind != "completion"
+    if is_chat and state.config.cache_canonicalize_tool_context:
+        room = model.max_context_tokens - 1
+        plan = state.stores.planner.plan(request, model.template, room=room)
+    else:
+        plan = PromptPlan(rendered=model.template.render_prompt(request))
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
 
@@ -23947,16 +23891,6 @@ def _replace_images(
     ]
     texts = {image.digest: (image.text, image.marker_ids) for image in images}
     return replace(request, image_tokens=texts), images
-
-
-def _plan_prompt(
-    state: ServerState, model: LoadedModel, request: ChatRequest
-) -> PromptPlan:
-    is_chat = request.kind != "completion"
-    if not is_chat or not state.config.cache_canonicalize_tool_context:
-        return PromptPlan(rendered=model.template.render_prompt(request))
-    room = model.max_context_tokens - 1
-    return state.stores.planner.plan(request, model.template, room=room)
 
 
 class PreparedRequest(NamedTuple):
@@ -23995,41 +23929,23 @@ class PreparedRequest(NamedTuple):
         """A reason whose message has the index that it has in the client's request."""
         if reason is None or reason.message_index is None:
             return reason
-        index = self._find_sent_message(reason.message_index)
+        canonical = self.plan.conversation.messages
+        digest = canonical[reason.message_index].digest
+        n_before = sum(m.digest == digest for m in canonical[: reason.message_index])
+        canonicalize = self.model.template.canonicalize
+        indexes = [
+            index
+            for index, message in enumerate(self.request.messages)
+            if digest in [m.digest for m in canonicalize((message,))]
+        ]
+        if len(indexes) <= n_before:  # it is made of notes, which are several messages
+            return reason._replace(message_index=None)
+        index = indexes[n_before]
         return reason._replace(
             message_index=index,
             role=self.request.messages[index]["role"],
             sentence=f"message {index}: {reason.sentence}",
         )
-
-    def _find_sent_message(self, canonical_index: int) -> int:
-        """The index of the client's message that became a canonical message.
-
-        Notes are messages of the client, too, and are folded into other canonical ones.
-        So beginnings of the conversation are canonicalized: the message is the last of
-        the shortest beginning that has this canonical message.
-        """
-        messages = self.request.messages
-        canonicalize = self.model.template.canonicalize
-
-        def n_canonical_messages(end: int) -> int:
-            return len(canonicalize(messages[:end]))
-
-        ends = range(1, len(messages) + 1)
-        first = bisect_left(ends, canonical_index + 1, key=n_canonical_messages)
-        digest = self.plan.conversation.messages[canonical_index].digest
-        for end in ends[first:]:
-            if canonicalize(messages[:end])[canonical_index].digest == digest:
-                return end - 1
-        raise AssertionError("the whole conversation has this canonical message")
-
-
-def _advise_packing(n_prompt: int, model: LoadedModel) -> str:
-    """What is added to the refusal of a prompt that would fit with KV_BITS=8; or ""."""
-    if n_prompt >= model.packed_context_tokens:
-        return ""
-    n_tokens = model.packed_context_tokens
-    return f" (With KV_BITS=8 in its .env, this server has room for {n_tokens} tokens.)"
 
 
 def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest:
@@ -24044,11 +23960,12 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
     rendered = planned.plan.rendered
     max_reply_tokens = model.max_context_tokens - rendered.n_tokens
     if max_reply_tokens < 1:
-        raise ContextTooLong(
-            rendered.n_tokens,
-            model.max_context_tokens,
-            advice=_advise_packing(rendered.n_tokens, model),
-        )
+        n_packed = model.packed_context_tokens
+        advice = ""
+        if rendered.n_tokens < n_packed:
+            room = f"this server has room for {n_packed} tokens"
+            advice = f" (With KV_BITS=8 in its .env, {room}.)"
+        raise ContextTooLong(rendered.n_tokens, model.max_context_tokens, advice=advice)
     if any(token_id >= model.vocab_size for token_id in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", field="logit_bias")
 
@@ -24066,26 +23983,33 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
             request, tool_format, shown_tools=planned.plan.tools
         ),
     )
+    starts = image_starts(rendered.ids)
+    # The token after which the reply may be over, though the model goes on (L-120).
+    call_end_ids: list[int] = []
+    if not request.parallel_tool_calls and model.tokenizer.tool_call_end:
+        call_end_ids = model.template.encode(model.tokenizer.tool_call_end)
     engine_request = EngineRequest(
         key=_make_token_key(state, planned),
-        images=_place_images(planned),
+        # In the order of the prompt, each after its position.
+        images=tuple((n, planned.images[int(rendered.ids[n])]) for n in starts),
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
-        request_id=_shown_id(request),
+        request_id=request.request_id[:8],  # as log and status show it
         checkpoint_positions=_checkpoint_positions(rendered.positions),
-        checkpoint_ids=_call_end_ids(model, request),
+        checkpoint_ids=frozenset(call_end_ids if len(call_end_ids) == 1 else ()),
         # The first token comes with the last of the prompt, wanted or not.
         max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
         sampling=model.complete_sampling(request),
         top_logprobs=request.top_logprobs if request.logprobs else -1,
         constraints=constraints,
     )
-    _log_diagnostics(state.config, planned)
+
+    messages = planned.plan.conversation.messages
+    if state.config.cache_norm_safety_check and not keeps_most_text(messages):
+        logger.warning("the canonical messages lack more than a tenth of the text")
+    if state.config.vlm_cache_debug and planned.images:
+        first_ids = rendered.ids[:64].tolist()
+        logger.info("images at %s, tokens %s", starts, first_ids)
     return PreparedRequest(request, model, planned.plan, tool_format, engine_request)
-
-
-def _shown_id(request: ChatRequest) -> str:
-    """The id of a request in log and status."""
-    return request.request_id[:8]
 
 
 def _find_call_forms(
@@ -24130,13 +24054,6 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     return TokenKey(salt, ids, hashes)
 
 
-def _place_images(planned: PlannedRequest) -> tuple[tuple[int, ImageTokens], ...]:
-    """The images in the order of the prompt, each after its position."""
-    ids = planned.plan.rendered.ids
-    starts = image_starts(ids)
-    return tuple((start, planned.images[int(ids[start])]) for start in starts)
-
-
 def _find_session_id(planned: PlannedRequest) -> str:
     conversation = planned.plan.conversation
     start_key = b""  # of the messages up to the first one of the user
@@ -24167,24 +24084,6 @@ def _checkpoint_positions(positions: PromptPositions) -> tuple[int, ...]:
         positions.generation_start,
     }
     return tuple(sorted(n for n in chosen if n >= positions.system_end))
-
-
-def _call_end_ids(model: LoadedModel, request: ChatRequest) -> frozenset[int]:
-    """The token after which the reply may be over, though the model goes on (L-120)."""
-    tag = model.tokenizer.tool_call_end
-    if request.parallel_tool_calls or not tag:
-        return frozenset()
-    ids = model.template.encode(tag)
-    return frozenset(ids) if len(ids) == 1 else frozenset()
-
-
-def _log_diagnostics(config: Config, planned: PlannedRequest) -> None:
-    messages = planned.plan.conversation.messages
-    if config.cache_norm_safety_check and not keeps_most_text(messages):
-        logger.warning("the canonical messages lack more than a tenth of the text")
-    if config.vlm_cache_debug and planned.images:
-        ids = planned.plan.rendered.ids
-        logger.info("images at %s, tokens %s", image_starts(ids), ids[:64].tolist())
 
 
 # -- from tokens to deltas -------------------------------------------------------------
@@ -24236,6 +24135,11 @@ class StopStrings:
         return len(text)
 
 
+# Why a reply is over although the model would go on: a stop string came; it has all the
+# calls that its client takes; or a call cannot be read. "open": it is not.
+TextEnd = Literal["open", "stop_string", "call_limit", "broken"]
+
+
 class ReplyDecoder:
     """Makes the deltas of one reply from its tokens.
 
@@ -24245,95 +24149,57 @@ class ReplyDecoder:
 
     def __init__(self, prepared: PreparedRequest) -> None:
         request = prepared.request
-        template = prepared.model.template
-        tags = _ReplyTags.of(prepared)
+        tools = request.tools + request.deferred_tools
+        tags, self._tag_ids = find_tags(prepared)
 
+        self.end: TextEnd = "open"
         self.token_ids: list[int] = []
         self.shown_ends: list[ShownEnd] = []  # in the content
         self.n_reasoning_tokens = 0
-        self.was_over = False  # before finish(), which may find a stop string, too
         self._n_letters = 0  # of the content, as emitted
         self.stops = StopStrings(request.stop)
         self._detokenizer = _make_detokenizer(prepared)
-        self._tag_ids = tags.token_ids(template)
         self._max_calls = sys.maxsize if request.parallel_tool_calls else 1
         self.splitter = ReasoningStreamSplitter(
-            tags.patterns(prepared),
-            in_reasoning=prepared.plan.rendered.starts_in_reasoning,
+            tags, in_reasoning=prepared.plan.rendered.starts_in_reasoning
         )
         self.parser = ReplyParser(
             self.splitter,
             prepared.tool_format,
-            tools=request.tools + request.deferred_tools,
+            tools=tools,
             ids=_make_call_ids(),
             max_calls=self._max_calls,
         )
 
     @property
-    def is_over(self) -> bool:
-        """Whether the reply is complete, although the model would go on."""
-        return self.is_stopped or self._has_all_calls
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string ended it, or a call that cannot be read."""
-        return bool(self.stops.hit) or self.parser.is_broken
-
-    @property
     def ends_with_call(self) -> bool:
         """Whether its tokens end with the last call that the client is given."""
-        return self._has_all_calls and not self.parser.has_more
-
-    @property
-    def _has_all_calls(self) -> bool:
-        return self.parser.n_calls >= self._max_calls
+        return self.end == "call_limit" and not self.parser.has_more
 
     def feed(self, token_id: int) -> list[JsonObject]:
         """The deltas that are certain with this token; none once the reply is over."""
-        if self.is_over:
+        if self.end != "open":
             return []
         self.token_ids.append(token_id)
         if self.splitter.is_thinking:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
-        is_literal = self._is_literal(token_id)  # before more text is held back
-        text = self._end_at_stop(token_id, text)
-        deltas = self.parser.feed(text, literal=is_literal)
+        # A tag that the model means is one token; in other tokens it is a quotation.
+        # Where tags have several, or text waited for a stop string, nobody can tell.
+        can_tell = bool(self._tag_ids) and not self.stops.held
+        is_literal = can_tell and token_id not in self._tag_ids
+        cut = self.stops.feed if self._can_stop(token_id, text) else self.stops.skip
+        deltas = self.parser.feed(cut(text), literal=is_literal)
+
+        if self.parser.is_broken:
+            self.end = "broken"
+        elif self.parser.n_calls >= self._max_calls:
+            self.end = "call_limit"
+        elif self.stops.hit:
+            self.end = "stop_string"
         self._note_shown(deltas)
         return deltas
-
-    def _note_shown(self, deltas: list[JsonObject]) -> None:
-        """Note an end of the reply if nothing of its text so far is held back.
-
-        A client that leaves here has the text of all these tokens.
-        """
-        for delta in deltas:
-            self._n_letters += len(delta.get("content", ""))
-        is_in_content = bool(deltas) and "content" in deltas[-1]
-        holds_text = (
-            self.splitter.holds_text
-            or bool(self.stops.held.strip())
-            or self._detokenizer.is_inside_character
-        )
-        if is_in_content and not holds_text and not self.is_over:
-            end = ShownEnd(len(self.token_ids), self._n_letters)
-            self.shown_ends.append(end)
-
-    def _is_literal(self, token_id: int) -> bool:
-        """Whether a tag in this text is a quotation.
-
-        A tag that the model means is one token. Where tags have several, or text waited
-        for a stop string, nobody can tell.
-        """
-        if not self._tag_ids or self.stops.held:
-            return False
-        return token_id not in self._tag_ids
-
-    def _end_at_stop(self, token_id: int, text: str) -> str:
-        if self._can_stop(token_id, text):
-            return self.stops.feed(text)
-        return self.stops.skip(text)
 
     def _can_stop(self, token_id: int, text: str) -> bool:
         """Whether a stop string in this text counts. why(L-80): only in content.
@@ -24348,57 +24214,65 @@ class ReplyDecoder:
         is_after_tag = self.splitter.after_tag or is_behind_call
         return not (is_after_tag and is_white_space)
 
+    def _note_shown(self, deltas: list[JsonObject]) -> None:
+        """Note an end of the reply if nothing of its text so far is held back.
+
+        A client that leaves here has the text of all these tokens.
+        """
+        for delta in deltas:
+            self._n_letters += len(delta.get("content", ""))
+        is_in_content = bool(deltas) and "content" in deltas[-1]
+        holds_text = (
+            self.splitter.holds_text
+            or bool(self.stops.held.strip())
+            or self._detokenizer.is_inside_character
+        )
+        if is_in_content and not holds_text and self.end == "open":
+            end = ShownEnd(len(self.token_ids), self._n_letters)
+            self.shown_ends.append(end)
+
     def finish(self, *, closes: bool) -> list[JsonObject]:
         """The deltas of what was held back. `closes`: a call that was cut is closed."""
-        self.was_over = self.is_over
-        if self._has_all_calls:
+        if self.end == "call_limit":
             return []  # what was held back follows the last call
         text = self.stops.feed(self._detokenizer.finish(), is_last=True)
-        return self.parser.feed(text) + self.parser.finish(closes=closes)
+        deltas = self.parser.feed(text) + self.parser.finish(closes=closes)
+        if self.parser.is_broken:
+            self.end = "broken"
+        elif self.stops.hit:
+            self.end = "stop_string"
+        return deltas
 
 
-class _ReplyTags(NamedTuple):
-    """The tags that part a reply; "" for those that it cannot have."""
+def find_tags(prepared: PreparedRequest) -> tuple[Tags, set[int]]:
+    """What parts a reply, and the token of each tag; none if a tag has several."""
+    request = prepared.request
+    if request.kind == "completion":
+        return Tags(), set()
+    tokenizer = prepared.model.tokenizer
+    tool_format = prepared.tool_format
+    think_start = tokenizer.think_start or ""
+    think_end = tokenizer.think_end or ""
+    tool_start = tool_format.start if tool_format else ""
+    tool_end = tool_format.end.strip("\0") if tool_format else ""
 
-    think_start: str = ""
-    tool_start: str = ""
-    think_end: str = ""
-    tool_end: str = ""
-
-    @classmethod
-    def of(cls, prepared: PreparedRequest) -> _ReplyTags:
-        if prepared.request.kind == "completion":
-            return cls()
-        tokenizer = prepared.model.tokenizer
-        tool_format = prepared.tool_format
-        return cls(
-            think_start=tokenizer.think_start or "",
-            tool_start=tool_format.start if tool_format else "",
-            think_end=tokenizer.think_end or "",
-            tool_end=tool_format.end.strip("\0") if tool_format else "",
-        )
-
-    def token_ids(self, template: ChatTemplate) -> set[int]:
-        """The token of each tag; empty if one of them has several."""
-        encoded = [template.encode(tag) for tag in self if tag]
-        if any(len(ids) != 1 for ids in encoded):
-            return set()
-        return {ids[0] for ids in encoded}
-
-    def patterns(self, prepared: PreparedRequest) -> Tags:
-        """Regular expressions that match them."""
-        tool_format = prepared.tool_format
-        tools = prepared.request.tools + prepared.request.deferred_tools
-        untagged_call = None
-        # A reply that has to be JSON may look like a call without its tag.
-        if tool_format is not None and prepared.request.json_schema is None:
-            untagged_call = tool_format.untagged_pattern(tools)
-        return Tags(
-            think_start=think_tag_pattern(self.think_start) or None,
-            tool_start=regex.escape(self.tool_start) or None,
-            untagged_call=untagged_call,
-            think_end=think_tag_pattern(self.think_end) or None,
-        )
+    untagged_call = None
+    # A reply that has to be JSON may look like a call without its tag.
+    if tool_format is not None and request.json_schema is None:
+        tools = request.tools + request.deferred_tools
+        untagged_call = tool_format.untagged_pattern(tools)
+    tags = Tags(
+        think_start=think_tag_pattern(think_start) or None,
+        tool_start=regex.escape(tool_start) or None,
+        untagged_call=untagged_call,
+        think_end=think_tag_pattern(think_end) or None,
+    )
+    encode = prepared.model.template.encode
+    texts = (think_start, tool_start, think_end, tool_end)
+    encoded = [encode(text) for text in texts if text]
+    if any(len(ids) != 1 for ids in encoded):
+        return tags, set()
+    return tags, {ids[0] for ids in encoded}
 
 
 def _make_detokenizer(prepared: PreparedRequest) -> Detokenizer:
@@ -24441,34 +24315,19 @@ def _raw_bytes(token: str) -> bytes | None:
         return bytes.fromhex(match[1])
     if "\ufffd" in token:
         return token.encode()
-    byte_by_letter = _byte_letters()
+    byte_by_letter = read_byte_letters()
     if not byte_by_letter.keys() >= set(token):
         return None
     return bytes(byte_by_letter[letter] for letter in token)
 
 
-@lru_cache(maxsize=1)
-def _byte_letters() -> dict[str, int]:
-    """By the letter that a vocabulary of bytes (GPT-2's kind) has for it, each byte.
-
-    Bytes that are visible in Latin-1 stand for themselves; letters from U+0100 on for
-    the others, in their order.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(0x100)) - set(visible))
-    letters = {chr(byte): byte for byte in visible}
-    for offset, byte in enumerate(hidden):
-        letters[chr(0x100 + offset)] = byte
-    return letters
-
-
-# -- how a reply ends, and what is recorded --------------------------------------------
+# -- how a reply ends ------------------------------------------------------------------
 
 EndingKind = Literal["finished", "stopped", "cut", "left", "failed"]
 
 
 class ReplyEnding(NamedTuple):
-    """How a reply ended, and what there is of it. It is made once, at the end.
+    """How a reply ended. It is made once, at the end.
 
     finished   the model ended it
     stopped    this program did, at a stop string or before one call too many
@@ -24478,67 +24337,48 @@ class ReplyEnding(NamedTuple):
     """
 
     kind: EndingKind
-    event: FinishedEvent  # what the engine says of it
     finish_reason: FinishReason  # for the client
-    message: JsonObject  # the reply, as OpenAI's API shows it
-    token_ids: Sequence[int]
-    shown_ends: Sequence[ShownEnd]  # where its client may have left it
-    has_end_token: bool  # they end with one
-    is_thinking: bool  # it ends inside its thinking
-    ends_with_call: bool  # it was stopped, and the client has all of its tokens
-    first_token_seconds: float | None  # from the request on; None: there was none
-    n_read: int  # prompt tokens that have KV; fewer than all if a limit cut it early
-    waits: Mapping[WaitCause, float]  # seconds that the request waited
 
 
-def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
-    """`is_over`: the reply was complete before the model ended it."""
-    if reason == "failed":
-        return "failed"
-    if reason == "cancelled":
-        return "left"
-    if is_over:
-        return "stopped"
-    return "finished" if reason == "stop" else "cut"
+def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
+    """By what the engine says of it, and why its text was over before."""
+    match reason, text_end:
+        case "failed", _:
+            return ReplyEnding("failed", "length")
+        case "cancelled", _:
+            return ReplyEnding("left", "length")
+        case _, "broken":  # as cut: the call must not be run
+            return ReplyEnding("stopped", "length")
+        case _, "stop_string":
+            return ReplyEnding("stopped", "stop")
+        case _, "call_limit":
+            return ReplyEnding("stopped", "tool_calls")
+        case "stop", _:
+            return ReplyEnding("finished", "tool_calls" if n_calls else "stop")
+    return ReplyEnding("cut", "length")
 
 
-class Recording(NamedTuple):
-    """Where a reply is recorded."""
+def can_be_replayed(
+    kind: EndingKind,
+    message: JsonObject,
+    *,
+    has_end_token: bool,
+    is_thinking: bool,
+    ends_with_call: bool,
+) -> bool:
+    """Whether the client has the tokens of a reply, as the template prints them.
 
-    in_sessions: bool = False  # session index and log, the messages of the session
-    in_history: bool = False  # to be compared with the next request
-    in_ledger: bool = False  # to be replayed
-    in_healing_store: bool = False  # its thinking
-
-
-def decide_recording(ending: ReplyEnding, *, is_chat: bool) -> Recording:
-    """Where to record a reply. why(L-45): the ledger needs what the client has.
-
-    `is_chat`: it has messages, and they were canonicalized.
+    why(L-45): the ledger needs what the client has. `is_thinking`: it ends inside its
+    thinking. `ends_with_call`: it was stopped, and the client has all of its tokens.
     """
-    if ending.kind in ("left", "failed"):
-        return Recording()
-    if not is_chat:
-        return Recording(in_sessions=True)
-
-    return Recording(
-        in_sessions=True,
-        in_history=True,
-        in_ledger=_can_be_replayed(ending),
-        in_healing_store=not ending.is_thinking,  # then it is complete
-    )
-
-
-def _can_be_replayed(ending: ReplyEnding) -> bool:
-    """Whether the client has the tokens of a reply, as the template prints them."""
-    if ending.kind == "stopped":
+    if kind == "stopped":
         # The client has less of it than the model generated, as a rule (L-120).
-        return ending.ends_with_call
-    if ending.has_end_token:
+        return ends_with_call
+    if has_end_token:
         return True
     # Cut in its thinking or in a call, the template would print it differently.
-    has_calls = "tool_calls" in ending.message
-    return bool(ending.message["content"]) and not ending.is_thinking and not has_calls
+    has_calls = "tool_calls" in message
+    return bool(message["content"]) and not is_thinking and not has_calls
 
 
 class SessionTurn(RequestFacts):
@@ -24557,247 +24397,6 @@ class SessionRecord(SessionTurn):
     head: str | None  # stands for template, tools and settings
     n_messages: int
     rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
-
-
-class RequestOrigin(NamedTuple):
-    """Where a request came from, and when, for people."""
-
-    came_at: float  # Unix seconds
-    client: str  # by its User-Agent
-    title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
-
-
-class ReplyRecorder:
-    """Remembers and reports one reply: record() once, as soon as it has ended."""
-
-    def __init__(
-        self, state: ServerState, prepared: PreparedRequest, origin: RequestOrigin
-    ) -> None:
-        self._state = state
-        self._prepared = prepared
-        self._request = prepared.request
-        self._origin = origin
-        self._is_chat = prepared.plan.can_be_recorded
-
-    def record(self, ending: ReplyEnding) -> None:
-        """Put it wherever it belongs, and tell console, metrics and status page."""
-        recording = decide_recording(ending, is_chat=self._is_chat)
-        self._record_reply(ending, recording)
-        facts = self._report(ending)
-        if recording.in_sessions:
-            self._record_turn(facts)
-        if recording.in_history:
-            self._compare_with_history(ending)
-
-    def record_left(self, ending: ReplyEnding) -> None:
-        """Record a reply that was not sent whole, as far as its client may have it.
-
-        why(L-121): a user who stops an agent sends what was shown. A reply that failed
-        is not recorded: its KV is gone, as a rule.
-        """
-        if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
-            return
-        # A client that got the calls would send them back: this one left before them.
-        text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
-        generated = self._generated_reply(ending, is_cut=True)._replace(
-            shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
-        )
-        reply = self._canonical_reply(text_alone)
-        plan = self._prepared.plan
-        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
-
-    def _record_reply(self, ending: ReplyEnding, recording: Recording) -> None:
-        """Record the reply in the ledger, and its thinking."""
-        if not recording.in_ledger and not recording.in_healing_store:
-            return
-        stores = self._state.stores
-        plan = self._prepared.plan
-        reply = self._canonical_reply(ending.message)
-        if recording.in_ledger:
-            generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
-            stores.ledger.record(plan, reply=reply, generated=generated)
-        if recording.in_healing_store:
-            conversation = plan.conversation
-            contexts = reply_contexts(conversation.messages, conversation.session)
-            stores.healing_store.remember(
-                reply.original, contexts[-1], session_id=self._prepared.session_id
-            )
-
-    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
-        original = {**message, "content": message["content"] or ""}
-        template = self._prepared.model.template
-        return template.canonicalize(OriginalMessages((original,)))[0]
-
-    def _generated_reply(self, ending: ReplyEnding, *, is_cut: bool) -> GeneratedReply:
-        return GeneratedReply(
-            ids=np.asarray(ending.token_ids, np.int32),
-            is_cut=is_cut,
-            block_hashes=self._prepared.engine_request.key.block_hashes,
-            session_id=self._prepared.session_id,
-            finished_at=time.monotonic(),
-        )
-
-    def _record_turn(self, facts: RequestFacts) -> None:
-        """Record the request in the session index and the session log."""
-        session_id = self._prepared.session_id
-        conversation = self._prepared.plan.conversation
-        digests = [message.digest for message in conversation.messages]
-        stores = self._state.stores
-        turn: SessionTurn = {
-            **facts,
-            "parent": self._request.session.parent_session_id,
-            "stable_prefix_msg_count": stores.session_turn_store.advance(
-                session_id, digests
-            ),
-        }
-        stores.session_index.note(session_id, turn, now=time.monotonic())
-
-        record: SessionRecord = {
-            **turn,
-            "effort_sent": self._request.effort,
-            "effort": self._prepared.model.template.find_effort(self._request)
-            if self._request.thinking
-            else "none",
-            "head": conversation.context_key.hex()[:12] if self._is_chat else None,
-            "n_messages": len(self._request.messages),
-            "rules": self._found_rules,
-        }
-        # The log has messages as they were sent: these are compared, by hashes.
-        sent_hashes = [hash(marshal.dumps(m, 2)) for m in self._request.messages]
-        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
-        counters = self._state.metrics.snapshot()
-        self._state.session_log.write(
-            session_id, {**record, **self._logged_content(n_logged), **counters}
-        )
-
-    def _logged_content(self, n_logged: int) -> dict[str, object]:
-        """What settings add to a record. `n_logged`: messages of the record before."""
-        config = self._state.config
-        content: dict[str, object] = {}
-        if config.enable_request_logging:
-            content["messages"] = self._request.messages[n_logged:]
-        if config.log_prompt_tokens:
-            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
-        return content
-
-    def _compare_with_history(self, ending: ReplyEnding) -> None:
-        """Give a reason if much that the session had sent was prefilled again."""
-        stores = self._state.stores
-        end = ending.event
-        request = self._prepared.as_sent(ending.token_ids, n_read=ending.n_read)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
-        if earlier is None:
-            return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=end.reuse.cached_tokens
-        )
-        if n_reread < MIN_REPORTED_TOKENS:
-            return
-
-        reason = explain_miss(
-            earlier,
-            request,
-            cached_tokens=end.reuse.cached_tokens,
-            matched_tokens=end.reuse.matched_tokens,
-        )
-        reason = self._prepared.in_client_terms(reason)
-        sentence = (
-            reason.sentence if reason else "the same messages are now at other places"
-        )
-        # Neither page nor console quote a client, unless a setting wants it. Whoever
-        # asks /v1/cache/explain has brought the text, and is told both versions.
-        quotes = self._state.config.enable_request_logging
-        if quotes and reason is not None and reason.change is not None:
-            change = reason.change
-            sentence += f": {change.earlier!r} is now {change.current!r}"
-        stores.divergences.append(
-            {
-                "time": time.time(),
-                "id": _shown_id(self._request),
-                "session": request.session_id,
-                "again": n_reread,
-                "why": sentence,
-            }
-        )
-        logger.warning(
-            "id=%s: about %d tokens were prefilled again: %s",
-            _shown_id(self._request),
-            n_reread,
-            sentence,
-        )
-
-    def _report(self, ending: ReplyEnding) -> RequestFacts:
-        """Tell console, metrics and status page that it has ended."""
-        waits = ending.waits
-        longest = max(waits, key=lambda cause: waits[cause], default=None)
-        facts = self._facts(ending, waited_for=longest)
-        self._log_end(facts, n_calls=len(ending.message.get("tool_calls", ())))
-        self._count_end(facts, waits)
-
-        decode_seconds = ending.event.seconds.decoding
-        decode_speed = facts["out"] / decode_seconds if decode_seconds else 0.0
-        self._state.stores.recent.append(
-            {
-                **facts,
-                "time": time.time(),
-                "started_at": self._origin.came_at,
-                "waited_seconds": facts["waited"],
-                "waited_for_request": longest.request_id if longest else None,
-                "tokens_per_second": round(decode_speed, 1) or None,
-                "disk_tokens": ending.event.reuse.disk_tokens,
-                "cold_seconds": self._state.engine.prefill_times.cold_seconds(
-                    facts["cached"]
-                ),
-                "client": self._origin.client,
-                "title": self._origin.title,
-            }
-        )
-        return facts
-
-    def _facts(
-        self, ending: ReplyEnding, *, waited_for: WaitCause | None
-    ) -> RequestFacts:
-        end = ending.event
-        n_out = len(ending.token_ids)  # a client that left was not sent all
-        return {
-            "id": _shown_id(self._request),
-            "api": self._request.kind,
-            "session": self._prepared.session_id,
-            "prompt": self._prepared.engine_request.n_prompt,
-            "out": n_out,
-            "cached": end.reuse.cached_tokens,
-            "saved_steps": max(0, min(end.saved_steps, n_out - 1)),
-            "match": end.reuse.hit_kind,
-            "finish": end.reason,
-            "prefill": round(end.seconds.prefilling, 3),
-            "decode": round(end.seconds.decoding, 3),
-            "waited": round(end.seconds.waiting, 3),
-            "waited_for": waited_for.reason if waited_for else None,
-            "ttft_ms": round(1000 * (ending.first_token_seconds or 0.0)),
-            "replayed": self._prepared.plan.n_replayed,
-            "fallback": self._prepared.plan.refusal or None,
-        }
-
-    def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
-        """A line for people. Of a failed one HTTP SERVER logs the error, as its line."""
-        if facts["finish"] != "failed":
-            client = self._origin.client
-            logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
-
-    @cached_property
-    def _found_rules(self) -> dict[str, int]:
-        return count_rules(self._prepared.plan.conversation.messages)
-
-    def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
-        metrics = self._state.metrics
-        cold_seconds = self._state.engine.prefill_times.cold_seconds(facts["cached"])
-        n_at_work = sum(len(view.stores.live) for view in self._state.views())
-        metrics.observe(
-            facts, saved_seconds=cold_seconds or 0.0, n_at_work=max(1, n_at_work)
-        )
-        for cause, seconds in waits.items():
-            metrics.observe_wait(cause.reason, seconds)
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -24831,7 +24430,7 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
 class ReplyGeneration:
     """One request from its submission to its last event; close() it in any case.
 
-    Read either whole() or chunks(), once, to the end.
+    Read bodies(), once, to the end.
     """
 
     def __init__(
@@ -24842,8 +24441,11 @@ class ReplyGeneration:
         `client`: who sent it, for the log and the status page.
         """
         self._began_at = time.monotonic()
-        title = _find_title(request) if state.config.enable_request_logging else ""
-        self._origin = RequestOrigin(time.time(), client, title)
+        self._came_at = time.time()
+        self._client = client
+        self._title = ""
+        if state.config.enable_request_logging:
+            self._title = _find_title(request)
         _lower_thread_priority()
         self._state = state
         self._prepared, self._handle = _submit(state, request)
@@ -24854,42 +24456,50 @@ class ReplyGeneration:
         except BaseException:
             self._handle.stop_reason = "cancelled"  # nobody will close it
             raise
-        self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._ending: ReplyEnding | None = None  # None: it goes on
+        self._event: FinishedEvent | None = None  # None: it goes on
+        self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
-        state.stores.live[request.request_id] = self
-        state.keep()  # its user may have been dropped since the request came
+        state.stores.live[request.request_id] = self.row
 
     def close(self) -> None:
         """Stop the request if it still runs. It is in no list of live requests then."""
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
         try:
-            ending = self._ending or self._cut_short("cancelled")
+            if self._ending is None:
+                self._end(self._handle.finished_event("cancelled"))
             if self._request.stream and not self._is_sent:
-                self._recorder.record_left(ending)
+                self._record_left()
         except Exception:
             logger.exception("the end of a reply could not be recorded")
 
-    def whole(self) -> Iterator[JsonObject | None]:
-        """None until the reply has ended, then its body."""
-        with self._noting_failures():
-            for deltas in self._read_deltas():
-                for delta in deltas:
-                    self._formatter.delta_events(delta)  # full_body() has them all
-                yield None
-            message = self._decoder.parser.message()
-            yield self._formatter.full_body(message, self._reply_end())
+    def bodies(self) -> Iterator[JsonObject | None]:
+        """The events of a stream, with pings, or one whole body.
 
-    def chunks(self) -> Iterator[JsonObject | None]:
-        """The events of a stream, with pings; None if there is nothing to send."""
-        with self._noting_failures():
-            yield from self._stream()
+        None if there is nothing to send. Raises ServerError: it failed; ClientGone: it
+        was cancelled.
+        """
+        try:
+            yield from self._stream() if self._request.stream else self._whole()
+        except (ClientGone, ServerError):
+            raise
+        except Exception:  # of our own; close() would take it for a leaving
+            if self._ending is None:
+                self._end(self._handle.finished_event("failed"))
+            raise
         self._is_sent = True
+
+    def _whole(self) -> Iterator[JsonObject | None]:
+        for deltas in self._read_deltas():
+            for delta in deltas:
+                self._formatter.delta_events(delta)  # full_body() has them all
+            yield None
+        message = self._decoder.parser.message()
+        yield self._formatter.full_body(message, self._reply_end())
 
     def _stream(self) -> Iterator[JsonObject | None]:
         has_started = False
@@ -24897,13 +24507,20 @@ class ReplyGeneration:
         sent_at = time.monotonic()
         for deltas in self._read_deltas():
             events: list[JsonObject] = []
+            n_read = self._n_read or 0
             if self._n_read is not None and not has_started:
                 events += self._formatter.start_events(self._usage())
                 has_started = True
-            progress = self._progress()
-            if has_started and progress.processed > n_shown:
+            if has_started and n_read > n_shown:
+                n_shown = n_read
+                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                progress = PromptProgress(
+                    total=self._prepared.engine_request.n_prompt,
+                    cache=self._handle.reuse.cached_tokens,
+                    processed=n_read,
+                    time_ms=round(1000 * prefill_seconds),
+                )
                 events += self._formatter.progress_events(progress)
-                n_shown = progress.processed
             for delta in deltas:
                 events += self._formatter.delta_events(delta, self._take_logprobs())
 
@@ -24917,75 +24534,8 @@ class ReplyGeneration:
             yield from events
         yield from self._formatter.end_events(self._reply_end())
 
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """An exception of our own is a failure; else close() takes it for a leaving."""
-        try:
-            yield
-        except (ClientGone, ServerError):
-            raise
-        except Exception:
-            if self._ending is None:
-                self._cut_short("failed")
-            raise
-
-    def describe(self) -> LiveRequest:
-        """Where it is by now. For any thread."""
-        now = time.monotonic()
-        times = self._handle.times
-        cause = times.cause
-        if cause is None and times.state == "waiting":
-            cause = WaitCause("queue")  # the scheduler has not looked at it yet
-        phase = "queued" if cause else _PHASES[times.state]
-        n_out = len(self._decoder.token_ids)
-        decode_speed = None
-        if phase == "decode":
-            decode_speed = round(n_out / max(now - times.since, 1e-3), 1)
-        return {
-            "id": _shown_id(self._request),
-            "api": self._request.kind,
-            "session": self._prepared.session_id,
-            "prompt": self._prepared.engine_request.n_prompt,
-            "out": n_out,
-            "max_tokens": self._prepared.engine_request.max_tokens,
-            "cached": self._handle.reuse.cached_tokens,
-            "done": self._n_read or 0,
-            "phase": phase,
-            "match": self._handle.reuse.hit_kind,
-            "tokens_per_second": decode_speed,
-            "seconds": round(now - self._began_at, 1),
-            "first_token_seconds": self._first_token_seconds,
-            "waited_seconds": round(times.seconds(now).waiting, 3),
-            "waiting_for": cause.reason if cause else None,
-            "waiting_for_request": cause.request_id if cause else None,
-            "prefill_left_seconds": (
-                self._prefill_left_seconds(now) if phase == "prefill" else None
-            ),
-            "client": self._origin.client,
-            "title": self._origin.title,
-        }
-
-    def _prefill_left_seconds(self, now: float) -> float | None:
-        """By what slices cost at their depth, and how this prompt has fared so far.
-
-        It waits while others prefill and decode: as much in the rest as until now.
-        """
-        times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
-        n_read = max(self._n_read or 0, n_cached)
-        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
-        if seconds is None:
-            return None
-        expected_so_far = times.expected_seconds(n_cached, n_read)
-        if expected_so_far:
-            seconds *= (now - self._handle.times.since) / expected_so_far
-        return round(seconds, 1)
-
     def _read_deltas(self) -> Iterator[list[JsonObject]]:
-        """The deltas of each event, often none, until the reply is recorded.
-
-        Raises ServerError: it failed, and ClientGone: it was cancelled.
-        """
+        """The deltas of each event, often none, until the reply is recorded."""
         with kept_awake(self._state.config):
             while self._ending is None:
                 event = self._handle.next_event(CLIENT_LOOK_SECONDS)
@@ -25003,15 +24553,19 @@ class ReplyGeneration:
                     case FinishedEvent(reason="cancelled"):
                         raise ClientGone
                     case FinishedEvent():
-                        yield self._finish(event)
+                        is_whole = event.reason == "stop"
+                        closes = is_whole or self._formatter.closes_cut_calls
+                        deltas = self._decoder.finish(closes=closes)
+                        self._end(event)
+                        yield deltas
                     case ServerError():
-                        self._cut_short("failed")
+                        self._end(self._handle.finished_event("failed"))
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
         self._n_read = n_read
         show_prefill_progress(
-            _shown_id(self._request),
+            self._prepared.engine_request.request_id,
             n_read=n_read,
             n_prompt=self._prepared.engine_request.n_prompt,
         )
@@ -25022,7 +24576,7 @@ class ReplyGeneration:
             self._note_progress(self._prepared.engine_request.n_prompt)
         if self._request.max_tokens == 0:
             return []
-        if event.logprob is not None and not self._decoder.is_over:
+        if event.logprob is not None and self._decoder.end == "open":
             tokenizer = self._prepared.model.tokenizer
             logprob, alternatives = event.logprob
             entry = format_logprob(tokenizer, event.token_id, logprob)
@@ -25032,71 +24586,13 @@ class ReplyGeneration:
             self._logprobs.append(entry)
 
         deltas = self._decoder.feed(event.token_id)
-        if self._decoder.is_over:
+        if self._decoder.end != "open":
             self._handle.stop_reason = "stop"
         elif self._prepared.model.is_demo and is_repeating(self._decoder.token_ids):
             self._handle.stop_reason = "repeated"
         return deltas
 
-    def _finish(self, event: FinishedEvent) -> list[JsonObject]:
-        """Record and report the reply; the last deltas."""
-        can_close = event.reason == "stop" or self._formatter.closes_cut_calls
-        deltas = self._decoder.finish(closes=can_close)
-        if self._decoder.parser.is_broken:
-            logger.warning("a call cannot be read: the reply ends there, as cut")
-        self._end_with(event)
-        return deltas
-
-    def _cut_short(self, reason: Literal["cancelled", "failed"]) -> ReplyEnding:
-        """End a reply that nobody waits for, or that failed, as it is now."""
-        return self._end_with(self._handle.finished_event(reason))
-
-    def _end_with(self, event: FinishedEvent) -> ReplyEnding:
-        """Make the ending, and record it."""
-        decoder = self._decoder
-        token_ids = decoder.token_ids
-        eos_ids = self._prepared.model.eos_ids
-        is_over = decoder.was_over or decoder.is_stopped
-        ending = ReplyEnding(
-            kind=find_ending_kind(event.reason, is_over=is_over),
-            event=event,
-            finish_reason=self._finish_reason(event),
-            message=decoder.parser.message(),
-            token_ids=token_ids,
-            shown_ends=decoder.shown_ends,
-            has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
-            is_thinking=decoder.splitter.is_thinking,
-            ends_with_call=decoder.was_over and decoder.ends_with_call,
-            first_token_seconds=self._first_token_seconds,
-            n_read=max(self._n_read or 0, self._handle.reuse.cached_tokens),
-            waits=self._handle.times.wait_seconds(time.monotonic()),
-        )
-        self._ending = ending
-        try:
-            self._recorder.record(ending)
-        except Exception:  # the client has its reply, whatever becomes of our notes
-            logger.exception("a reply could not be recorded")
-        return ending
-
-    def _finish_reason(self, event: FinishedEvent) -> FinishReason:
-        is_cut = event.reason != "stop" and not self._decoder.was_over
-        is_cut = is_cut or self._request.max_tokens == 0
-        if is_cut or self._decoder.parser.is_broken:
-            return "length"  # a call in it was cut, and must not be run
-        if self._decoder.parser.n_calls and not self._decoder.stops.hit:
-            return "tool_calls"
-        return "stop"
-
     # -- what the response says of the reply -------------------------------------------
-
-    def _progress(self) -> PromptProgress:
-        _, prefill_seconds, _ = self._handle.times.seconds(time.monotonic())
-        return PromptProgress(
-            total=self._prepared.engine_request.n_prompt,
-            cache=self._handle.reuse.cached_tokens,
-            processed=self._n_read or 0,
-            time_ms=round(1000 * prefill_seconds),
-        )
 
     def _take_logprobs(self) -> JsonObject | None:
         if not self._request.logprobs:
@@ -25120,6 +24616,276 @@ class ReplyGeneration:
             self._usage(),
             self._decoder.stops.hit or None,
             self._take_logprobs(),
+        )
+
+    # -- what the status page shows ----------------------------------------------------
+
+    def row(self) -> RequestRow:
+        """Where it is by now, or was when it ended. For any thread."""
+        now = time.monotonic()
+        engine_request = self._prepared.engine_request
+        prefill_times = self._state.engine.prefill_times
+        times = self._handle.times
+        has_ended = self._event is not None
+        event = self._event or self._handle.finished_event("stop")  # as if it were now
+
+        waits = times.wait_seconds(now)
+        longest = max(waits, key=lambda cause: waits[cause], default=None)
+        phase = "ended" if has_ended else _PHASES[times.state]
+        cause = None
+        if phase == "queued":  # or the scheduler has not looked at it yet
+            cause = times.cause or WaitCause("queue")
+        n_out = len(self._decoder.token_ids)  # a client that left was not sent all
+        cached_tokens = event.reuse.cached_tokens
+        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+
+        return {
+            "id": engine_request.request_id,
+            "api": self._request.kind,
+            "session": self._prepared.session_id,
+            "prompt": engine_request.n_prompt,
+            "out": n_out,
+            "cached": cached_tokens,
+            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
+            "match": event.reuse.hit_kind,
+            "finish": event.reason if has_ended else "",
+            "prefill": round(event.seconds.prefilling, 3),
+            "decode": round(event.seconds.decoding, 3),
+            "waited": round(event.seconds.waiting, 3),
+            "waited_for": longest.reason if longest else None,
+            "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
+            "replayed": self._prepared.plan.n_replayed,
+            "fallback": self._prepared.plan.refusal or None,
+            "time": time.time() if has_ended else None,
+            "started_at": self._came_at,
+            "seconds": round(now - self._began_at, 1),
+            "phase": phase,
+            "max_tokens": engine_request.max_tokens,
+            "done": self._n_read or 0,
+            "first_token_seconds": self._first_token_seconds,
+            "tokens_per_second": round(decode_speed, 1) or None,
+            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_for_request": longest.request_id if longest else None,
+            "waiting_for": cause.reason if cause else None,
+            "waiting_for_request": cause.request_id if cause else None,
+            "prefill_left_seconds": (
+                self._prefill_left_seconds(now) if phase == "prefill" else None
+            ),
+            "disk_tokens": event.reuse.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "client": self._client,
+            "title": self._title,
+        }
+
+    def _prefill_left_seconds(self, now: float) -> float | None:
+        """By what slices cost at their depth, and how this prompt has fared so far.
+
+        It waits while others prefill and decode: as much in the rest as until now.
+        """
+        times = self._state.engine.prefill_times
+        n_cached = self._handle.reuse.cached_tokens
+        n_read = max(self._n_read or 0, n_cached)
+        seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
+        if seconds is None:
+            return None
+        expected_so_far = times.expected_seconds(n_cached, n_read)
+        if expected_so_far:
+            seconds *= (now - self._handle.times.since) / expected_so_far
+        return round(seconds, 1)
+
+    # -- what is recorded of it --------------------------------------------------------
+
+    def _end(self, event: FinishedEvent) -> None:
+        """Note how it has ended, and put it wherever it belongs."""
+        decoder = self._decoder
+        if decoder.end == "broken":
+            logger.warning("a call cannot be read: the reply ends there, as cut")
+        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
+        reason: EndReason = "length" if is_read_only else event.reason
+        n_calls = decoder.parser.n_calls
+        self._event = event
+        self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
+        try:
+            self._record(self._ending.kind)
+        except Exception:  # the client has its reply, whatever becomes of our notes
+            logger.exception("a reply could not be recorded")
+
+    def _record(self, kind: EndingKind) -> None:
+        row = self.row()
+        message = self._decoder.parser.message()
+        is_answered = kind not in ("left", "failed")
+        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
+        if is_answered and is_chat:
+            self._remember_reply(kind, message)
+
+        if kind != "failed":  # of these HTTP SERVER logs the error
+            n_calls = len(message.get("tool_calls", ()))
+            summary = format_summary(row, client=self._client, n_calls=n_calls)
+            logger.info("%s", summary)
+        metrics = self._state.metrics
+        n_at_work = sum(len(view.stores.live) for view in self._state.views())
+        saved_seconds = row["cold_seconds"] or 0.0
+        metrics.observe(row, saved_seconds=saved_seconds, n_at_work=max(1, n_at_work))
+        waits = self._handle.times.wait_seconds(time.monotonic())
+        for cause, seconds in waits.items():
+            metrics.observe_wait(cause.reason, seconds)
+        self._state.stores.recent.append(row)
+
+        if is_answered:
+            self._record_turn(row)
+        if is_answered and is_chat:
+            self._compare_with_history(row)
+
+    def _remember_reply(self, kind: EndingKind, message: JsonObject) -> None:
+        """Record the reply in the ledger, and its thinking."""
+        token_ids = self._decoder.token_ids
+        eos_ids = self._prepared.model.eos_ids
+        has_end_token = bool(token_ids) and token_ids[-1] in eos_ids
+        is_thinking = self._decoder.splitter.is_thinking
+        is_replayed = can_be_replayed(
+            kind,
+            message,
+            has_end_token=has_end_token,
+            is_thinking=is_thinking,
+            ends_with_call=self._decoder.ends_with_call,
+        )
+        if not is_replayed and is_thinking:
+            return
+        stores = self._state.stores
+        plan = self._prepared.plan
+        reply = self._canonical_reply(message)
+        if is_replayed:
+            generated = self._generated_reply(is_cut=not has_end_token)
+            stores.ledger.record(plan, reply=reply, generated=generated)
+        if not is_thinking:  # then the thinking is complete
+            conversation = plan.conversation
+            contexts = reply_contexts(conversation.messages, conversation.session)
+            stores.healing_store.remember(
+                reply.original, contexts[-1], session_id=self._prepared.session_id
+            )
+
+    def _record_left(self) -> None:
+        """Record a reply that was not sent whole, as far as its client may have it.
+
+        why(L-121): a user who stops an agent sends what was shown. A reply that failed
+        is not recorded: its KV is gone, as a rule.
+        """
+        assert self._ending is not None
+        shown_ends = self._decoder.shown_ends
+        plan = self._prepared.plan
+        has_failed = self._ending.kind == "failed"
+        if has_failed or not shown_ends or not plan.can_be_recorded:
+            return
+        # A client that got the calls would send them back: this one left before them.
+        text_alone = self._decoder.parser.message()
+        text_alone.pop("tool_calls", None)
+        generated = self._generated_reply(is_cut=True)._replace(
+            shown_text=text_alone["content"], shown_ends=tuple(shown_ends)
+        )
+        reply = self._canonical_reply(text_alone)
+        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
+
+    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
+        original = {**message, "content": message["content"] or ""}
+        template = self._prepared.model.template
+        return template.canonicalize(OriginalMessages((original,)))[0]
+
+    def _generated_reply(self, *, is_cut: bool) -> GeneratedReply:
+        return GeneratedReply(
+            ids=np.asarray(self._decoder.token_ids, np.int32),
+            is_cut=is_cut,
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+            session_id=self._prepared.session_id,
+            finished_at=time.monotonic(),
+        )
+
+    def _record_turn(self, row: RequestRow) -> None:
+        """Record the request in the session index and the session log."""
+        request = self._request
+        config = self._state.config
+        stores = self._state.stores
+        session_id = self._prepared.session_id
+        plan = self._prepared.plan
+        digests = [message.digest for message in plan.conversation.messages]
+        n_stable = stores.session_turn_store.advance(session_id, digests)
+        names = RequestFacts.__annotations__
+        facts = {name: value for name, value in row.items() if name in names}
+        turn: SessionTurn = {
+            **cast(RequestFacts, facts),
+            "parent": request.session.parent_session_id,
+            "stable_prefix_msg_count": n_stable,
+        }
+        stores.session_index.note(session_id, turn, now=time.monotonic())
+
+        effort = "none"
+        if request.thinking:
+            effort = self._prepared.model.template.find_effort(request)
+        head = plan.conversation.context_key.hex()[:12]
+        record: SessionRecord = {
+            **turn,
+            "effort_sent": request.effort,
+            "effort": effort,
+            "head": head if plan.can_be_recorded else None,
+            "n_messages": len(request.messages),
+            "rules": count_rules(plan.conversation.messages),
+        }
+        # The log has messages as they were sent: these are compared, by hashes.
+        sent_hashes = [hash(marshal.dumps(m, 2)) for m in request.messages]
+        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
+        content: dict[str, object] = {}
+        if config.enable_request_logging:
+            content["messages"] = request.messages[n_logged:]
+        if config.log_prompt_tokens:
+            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
+        counters = self._state.metrics.snapshot()
+        self._state.session_log.write(session_id, {**record, **content, **counters})
+
+    def _compare_with_history(self, row: RequestRow) -> None:
+        """Give a reason if much that the session had sent was prefilled again."""
+        stores = self._state.stores
+        reuse = self._handle.reuse
+        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
+        earlier = stores.history.find_nearest(request, session_only=True)
+        stores.history.add(request)
+        if earlier is None:
+            return
+        n_reread = count_reread_tokens(
+            earlier, request, cached_tokens=reuse.cached_tokens
+        )
+        if n_reread < MIN_REPORTED_TOKENS:
+            return
+
+        reason = explain_miss(
+            earlier,
+            request,
+            cached_tokens=reuse.cached_tokens,
+            matched_tokens=reuse.matched_tokens,
+        )
+        reason = self._prepared.in_client_terms(reason)
+        sentence = (
+            reason.sentence if reason else "the same messages are now at other places"
+        )
+        # Neither page nor console quote a client, unless a setting wants it. Whoever
+        # asks /v1/cache/explain has brought the text, and is told both versions.
+        quotes = self._state.config.enable_request_logging
+        if quotes and reason is not None and reason.change is not None:
+            change = reason.change
+            sentence += f": {change.earlier!r} is now {change.current!r}"
+        stores.divergences.append(
+            {
+                "time": time.time(),
+                "id": row["id"],
+                "session": row["session"],
+                "again": n_reread,
+                "why": sentence,
+            }
+        )
+        logger.warning(
+            "id=%s: about %d tokens were prefilled again: %s",
+            row["id"],
+            n_reread,
+            sentence,
         )
 
 
@@ -25179,9 +24945,7 @@ def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
 
     A sub-agent belongs to the session that has started it.
     """
-    known_ids = [
-        reply.describe()["session"] for reply in list(state.stores.live.values())
-    ]
+    known_ids = [row()["session"] for row in list(state.stores.live.values())]
     index = state.stores.session_index
     parent_id = prepared.request.session.parent_session_id
     for session_id in (prepared.session_id, parent_id):
@@ -25243,8 +25007,8 @@ def kept_awake(config: Config) -> Iterator[None]:
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drain, drop_cache
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, SAVED RECORDS, PREFIX CACHE,
-#          DISK CACHE, SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
+#          SESSIONS, CLUSTER, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -25255,16 +25019,9 @@ class HealthBody(TypedDict):
     """The body of GET /health."""
 
     status: Literal["ok", "draining", "loading", "error"]
-    warm_up: NotRequired[WarmUpBody]
+    warm_up: NotRequired[dict[str, int]]  # steps that are `done`, and all `steps`
     error: NotRequired[str]
     proxy: ProxyBody
-
-
-class WarmUpBody(TypedDict):
-    """How far the warm-up is; the model is loaded already."""
-
-    done: int
-    steps: int
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
@@ -25276,64 +25033,34 @@ def health_body(state: ServerState) -> tuple[int, HealthBody]:
         case "ready":
             return 200, {"status": "ok", "proxy": proxy}
         case "loading":
+            body: HealthBody = {"status": "loading", "proxy": proxy}
             progress = state.engine.warm_up
-            if progress is None:
-                return 503, {"status": "loading", "proxy": proxy}
-            steps: WarmUpBody = {"done": progress.n_done, "steps": progress.n_steps}
-            return 503, {"status": "loading", "warm_up": steps, "proxy": proxy}
+            if progress is not None:  # the model is loaded
+                body["warm_up"] = {"done": progress.n_done, "steps": progress.n_steps}
+            return 503, body
     sentence = "the model cannot be used; the server's log says why"
     return 503, {"status": "error", "error": sentence, "proxy": proxy}
 
 
-class ModelBody(TypedDict):
-    """A model as GET /v1/models shows it."""
-
-    id: str
-    object: Literal["model"]
-    created: int  # Unix seconds: when the server started
-    owned_by: str
-    context_length: int  # tokens of prompt and reply
-    max_model_len: int  # the same, as vLLM calls it
-
-
-class ModelsBody(TypedDict):
-    """The body of GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[ModelBody]
-
-
-def models_body(state: ServerState) -> ModelsBody:
+def models_body(state: ServerState) -> JsonObject:
     """GET /v1/models: the one model that is loaded. Raises NotReady."""
     model = state.engine.model
-    entry: ModelBody = {
+    entry = {
         "id": model.model_id,
         "object": "model",
         "created": state.started,
         "owned_by": "start-llm",
         "context_length": model.max_context_tokens,
-        "max_model_len": model.max_context_tokens,
+        "max_model_len": model.max_context_tokens,  # the same, as vLLM calls it
     }
     return {"object": "list", "data": [entry]}
 
 
-def model_body(state: ServerState, model_id: str) -> ModelBody:
+def model_body(state: ServerState, model_id: str) -> JsonObject:
     """GET /v1/models/ID. Raises NotReady, and NotServed if another model is loaded."""
     check_model_id(state.engine.model, model_id)
-    return models_body(state)["data"][0]
-
-
-class StatusMemory(MemoryReport):
-    """Bytes by kind, and what the system counts. One tenant of several sees less."""
-
-    process: NotRequired[int]
-
-
-class RankReport(TypedDict):
-    """The machines that have a part of the model each."""
-
-    hosts: list[str]  # of each rank
-    link: str  # how fast they exchange sums
+    entry: JsonObject = models_body(state)["data"][0]
+    return entry
 
 
 class StatusBody(HealthBody):
@@ -25343,17 +25070,19 @@ class StatusBody(HealthBody):
     started: int  # Unix seconds
     uptime_seconds: int
     model: NotRequired[JsonObject]  # once it is loaded
-    engine: JsonObject  # requests by phase, and the size of the cache
-    memory: StatusMemory
-    requests: list[LiveRequest]  # the oldest first, as in the next three
-    recent: list[RecentRequest]
+    # Requests by phase, the size of the cache, and bytes by kind: one tenant of several
+    # sees only the state of the engine.
+    engine: JsonObject
+    memory: JsonObject
+    requests: list[RequestRow]  # that run; the oldest first, as in the next three
+    recent: list[RequestRow]  # that have ended
     divergences: list[Divergence]
     refusals: list[Refusal]
     totals: Totals
     cache: list[EntryReport]
     disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
     replicas: NotRequired[list[ReplicaReport]]  # behind the proxy, if several; likewise
-    ranks: NotRequired[RankReport]  # if each has a part of the model; likewise
+    ranks: NotRequired[JsonObject]  # if each has a part of the model; likewise
     layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
@@ -25386,7 +25115,27 @@ def status_body(state: ServerState) -> StatusBody:
     """
     engine = state.engine
     now = time.monotonic()
-    views = [view.stores for view in state.views()]
+    requests: list[RequestRow] = []
+    recent: list[RequestRow] = []
+    divergences: list[Divergence] = []
+    refusals: list[Refusal] = []
+    sessions: list[SessionRow] = []
+    ledger: Counter[str] = Counter()
+    for view in state.views():
+        stores = view.stores
+        requests += [row() for row in list(stores.live.values())]
+        recent += stores.recent
+        divergences += stores.divergences
+        refusals += stores.refusals
+        sessions += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
+        ledger.update(stores.ledger.snapshot())
+        ledger["healing"] += len(stores.healing_store)
+    requests.sort(key=lambda row: row["started_at"])
+    recent.sort(key=lambda row: row["time"] or 0.0)
+    divergences.sort(key=lambda divergence: divergence["time"])
+    refusals.sort(key=lambda refusal: refusal["at"])
+    sessions.sort(key=lambda row: row["idle_seconds"])
+
     _, health = health_body(state)
     body: StatusBody = {
         "status": health["status"],
@@ -25394,42 +25143,30 @@ def status_body(state: ServerState) -> StatusBody:
         "version": VERSION,
         "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
-        "engine": {"state": engine.state, **_engine_report(state)},
-        "memory": _memory_report(state),
-        "requests": _merge(
-            [
-                [reply.describe() for reply in list(view.live.values())]
-                for view in views
-            ],
-            age=lambda request: request["seconds"],
-        ),
-        "recent": _merge(
-            [list(view.recent) for view in views],
-            age=lambda request: -request["time"],
-            newest=MAX_RECENT,
-        ),
-        "divergences": _merge(
-            [list(view.divergences) for view in views],
-            age=lambda divergence: -divergence["time"],
-            newest=MAX_DIVERGENCES,
-        ),
-        "refusals": _merge(
-            [list(view.refusals) for view in views],
-            age=lambda refusal: -refusal["at"],
-            newest=MAX_REFUSALS,
-        ),
+        "engine": {"state": engine.state},
+        "memory": {},
+        "requests": requests,
+        "recent": recent[-MAX_RECENT:],
+        "divergences": divergences[-MAX_DIVERGENCES:],
+        "refusals": refusals[-MAX_REFUSALS:],
         "totals": state.metrics.totals(),
-        "cache": _cache_entries(state),
-        "sessions": _newest_sessions(views, now),
-        "ledger": _ledger_report(views),
+        "cache": _own_entries(state, engine.cache_entries),
+        "sessions": sessions[:MAX_SESSIONS],
+        "ledger": dict(ledger),
         "counters": state.metrics.snapshot(),
     }
     if "error" in health:
         body["error"] = health["error"]
     if "warm_up" in health:
         body["warm_up"] = health["warm_up"]
+    if not state.tenant:
+        body["engine"].update(engine.report)
+        process_bytes = psutil.Process().memory_info().rss
+        body["memory"] = {**engine.memory, "process": process_bytes}
     if engine.disk is not None and not state.tenant:
-        body["disk"] = _with_records(engine.disk, state.records)
+        body["disk"] = engine.disk.copy()
+        if state.records.failure:
+            body["disk"]["records_off"] = state.records.failure
     if state.proxy.replicas and not state.tenant:
         body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
@@ -25446,37 +25183,9 @@ def status_body(state: ServerState) -> StatusBody:
             },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
-            body["ranks"] = _describe_ranks(model.lockstep)
+            ranks = model.lockstep
+            body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
     return body
-
-
-def _with_records(report: DiskReport, records: RecordFile) -> DiskReport:
-    """The same report; it says why records are not saved now."""
-    if not records.failure:
-        return report
-    return {**report, "records_off": records.failure}
-
-
-def _describe_ranks(cluster: ClusterRank) -> RankReport:
-    return {"hosts": cluster.hosts, "link": cluster.link_report}
-
-
-def _merge[Row](
-    lists: list[list[Row]],
-    *,
-    age: Callable[[Row], float],
-    newest: int | None = None,
-) -> list[Row]:
-    """The rows of several tenants, the oldest first; the newest ones of them only."""
-    if len(lists) == 1:
-        return lists[0]
-    rows = [row for tenant_rows in lists for row in tenant_rows]
-    rows.sort(key=age, reverse=True)
-    return rows if newest is None else rows[-newest:]
-
-
-def _cache_entries(state: ServerState) -> list[EntryReport]:
-    return _own_entries(state, state.engine.cache_entries)
 
 
 def _own_entries(
@@ -25490,73 +25199,15 @@ def _own_entries(
     return own
 
 
-def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
-    rows: list[SessionRow] = []
-    for stores in views:
-        rows += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
-    rows.sort(key=lambda row: row["idle_seconds"])
-    return rows[:MAX_SESSIONS]
-
-
-def _ledger_report(views: list[TenantStores]) -> dict[str, int]:
-    report: Counter[str] = Counter()
-    for stores in views:
-        report.update(stores.ledger.snapshot())
-        report["healing"] += len(stores.healing_store)
-    return dict(report)
-
-
-def _engine_report(state: ServerState) -> EngineReport:
-    """The engine's report; for one tenant of several with its own counts in it."""
-    report = state.engine.report
-    if not state.tenant or not report:
-        return report
-    loads = _own_loads(state)
-    phases = Counter(load.phase for load in loads)
-    decode_batches = {load.batch for load in loads if load.phase == "decoding"}
-    entries = _cache_entries(state)
-    own: EngineReport = {
-        **report,
-        "queued": phases["queued"],
-        "prefilling": phases["prefilling"],
-        "decoding": phases["decoding"],
-        "groups": len(decode_batches),
-        "lines": len(entries),
-        "cache_bytes": sum(entry["bytes"] for entry in entries),
-    }
-    own.pop("prefill_tokens_per_second", None)  # of a slice that may be another's
-    return own
-
-
-def _memory_report(state: ServerState) -> StatusMemory:
-    """Bytes by kind; of one tenant of several only what is the model's or its own."""
-    memory = state.engine.memory
-    if not state.tenant:
-        return {**memory, "process": psutil.Process().memory_info().rss}
-    if not memory:
-        return {}
-    return {
-        "limit": memory["limit"],
-        "model": memory["model"],
-        "cache": sum(
-            entry["bytes"] for entry in _cache_entries(state) if not entry["running"]
-        ),
-        "running": sum(load.nbytes for load in _own_loads(state)),
-    }
-
-
-def _own_loads(state: ServerState) -> list[RequestLoad]:
-    loads = state.engine.loads
-    return [load for load in loads if is_seen_by(state.tenant, load.tenant)]
-
-
 def metrics_text(state: ServerState) -> bytes:
     """GET /metrics: counters, histograms and figures of the status, for Prometheus."""
     status = status_body(state)
-    memory: Mapping[str, Any] = status["memory"]
-    gauges = {f"memory_{kind}_bytes": size for kind, size in memory.items()}
-    for name in ("queued", "prefilling", "decoding", "lines"):
-        gauges[name] = status["engine"].get(name, 0)
+    gauges = {f"memory_{kind}_bytes": n for kind, n in status["memory"].items()}
+    phases = Counter(row["phase"] for row in status["requests"])
+    gauges["queued"] = phases["queued"]
+    gauges["prefilling"] = phases["prefill"]
+    gauges["decoding"] = phases["decode"]
+    gauges["lines"] = len(status["cache"])
     if "disk" in status:
         gauges["disk_bytes"] = status["disk"]["bytes"]
         gauges["disk_written_today_bytes"] = status["disk"]["written_today_bytes"]
@@ -25687,7 +25338,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # ClientGone, and nobody is answered.
 #
 # Public   LLMServer, Handler, advice_by_path, own_host_names
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST BODIES,
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
 
@@ -25717,16 +25368,13 @@ class LLMServer(ThreadingTCPServer):
         self.state = state
         self._slots = slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._check_address(address)
-        super().__init__(address, Handler)
-
-    def _check_address(self, address: tuple[str, int]) -> None:
         with socket.socket(self.address_family) as probe:
             # At another machine's address somebody else could listen: it is not called.
             probe.bind((address[0], 0))
             # On macOS a second server can bind to an address that is taken.
             if probe.connect_ex(address) == 0:
                 raise OSError(errno.EADDRINUSE, "in use")
+        super().__init__(address, Handler)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Raises OSError while no slot is free."""
@@ -25758,20 +25406,6 @@ class LLMServer(ThreadingTCPServer):
 
 # -- the gate --------------------------------------------------------------------------
 # Pure functions of the headers; _pass_gate() calls them in this order.
-
-
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
-
-def _check_values(headers: HttpHeaders) -> None:
-    """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
-
-    A line break is allowed: the standard library ends a header at LF and CR, and leaves
-    one in a value only where the next line continues it.
-    """
-    for name, value in headers.items():
-        if _CONTROL.search(value):
-            raise BadRequest(f"the header {name[:60]!r} has a control character in it")
 
 
 def _header(headers: HttpHeaders, name: str) -> str:
@@ -25836,29 +25470,7 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     }
 
 
-class _BodyLimit(NamedTuple):
-    """How large a body may be."""
-
-    n_bytes: int
-    source: str  # of the limit, for people
-
-    @classmethod
-    def of(cls, state: ServerState) -> _BodyLimit:
-        """That of a setting, or less where little memory is left for bodies."""
-        n_bytes = state.config.max_body_bytes
-        affordable_bytes = state.body_memory.max_body_bytes
-        if affordable_bytes < n_bytes:
-            return cls(affordable_bytes, "what MEMORY_LIMIT_BYTES leaves for one")
-        return cls(n_bytes, "MAX_BODY_BYTES")
-
-    def check(self, n_bytes: int) -> None:
-        """Raise NotServed if that is more."""
-        if n_bytes > self.n_bytes:
-            sentence = f"the body is larger than {self.source} ({self.n_bytes} bytes)"
-            raise NotServed(413, sentence, code="request_too_large")
-
-
-def _check_length(headers: HttpHeaders, limit: _BodyLimit) -> int | None:
+def _check_length(headers: HttpHeaders, *, max_bytes: int) -> int | None:
     """The bytes of the body; None if it comes in chunks, and only its end shows them.
 
     Raises BadRequest if it is not plain where the body ends: what one program takes for
@@ -25873,42 +25485,35 @@ def _check_length(headers: HttpHeaders, limit: _BodyLimit) -> int | None:
         )
     if _header(headers, "Content-Encoding") not in ("", "identity"):
         raise NotServed(415, "compressed bodies are not accepted; send plain JSON")
-    if "Transfer-Encoding" in headers:
-        _check_coding(headers)
-        return None
-    limit.check(int(length))
-    return int(length)
+    if "Transfer-Encoding" not in headers:
+        _check_size(int(length), max_bytes)
+        return int(length)
+    if _header(headers, "Transfer-Encoding") != "chunked":
+        raise NotServed(501, "Transfer-Encoding can only be chunked; or leave it out")
+    return None
 
 
-def _check_coding(headers: HttpHeaders) -> None:
-    """Raise BadRequest or NotServed for any Transfer-Encoding but chunked.
-
-    RFC 9112 sections 6.1 and 6.3; the coding `identity` of older ones is none any more.
-    """
-    codings = split_list(",".join(headers.get_all("Transfer-Encoding", [])).lower())
-    if codings == ["chunked"]:
-        return
-    sentence = "Transfer-Encoding can only be chunked; leave it out for a plain body"
-    if codings[-1:] == ["chunked"] and codings.count("chunked") == 1:
-        raise NotServed(501, sentence)
-    raise BadRequest(sentence)
+def _check_size(n_bytes: int, max_bytes: int) -> None:
+    """Raise NotServed for more bytes of a body than are allowed."""
+    if n_bytes > max_bytes:
+        limits = "MAX_BODY_BYTES, and what MEMORY_LIMIT_BYTES leaves for one"
+        sentence = f"the body is larger than {max_bytes} bytes ({limits})"
+        raise NotServed(413, sentence, code="request_too_large")
 
 
 def _check_key(headers: HttpHeaders, config: Config) -> str:
     """The key that came with a request; "" if the server has no keys.
 
-    Raises NotServed if it is none of them. All are compared, each in constant time, so
-    that the time until the response says nothing about a key.
+    Raises NotServed if it is none of them. Each is compared in constant time, so that
+    the time until the response says nothing about it.
     """
     keys = split_list(config.api_key)
     if not keys:
         return ""
-    matches = []
     sent_keys = _sent_keys(headers)
-    for sent_key in sent_keys:
-        matches += [key for key in keys if hmac.compare_digest(sent_key, key.encode())]
-    if matches:
-        return matches[0]
+    for key in keys:
+        if any(hmac.compare_digest(sent, key.encode()) for sent in sent_keys):
+            return key
 
     fault = "a key is needed"
     if any(sent_keys):
@@ -25937,40 +25542,45 @@ def _sent_keys(headers: HttpHeaders) -> list[bytes]:
 
 # What to use instead of some paths that are not served, and of all below them.
 _ADVICE: Final[Mapping[str, str]] = {
-    "/": "people find a page at {server}/; the base URL of OpenAI's clients is "
-    "{server}/v1, that of Anthropic's {server}",
-    "/v1": "the base URL of OpenAI's clients is {server}/v1. They add a path to it, as "
-    "in {server}/v1/chat/completions. People find a page at {server}/",
-    "/v1/responses": "LiteLLM serves it, with ENABLE_PROXY, at {proxy}/v1/responses",
-    "/v1beta": "LiteLLM serves Google's API, with ENABLE_PROXY; the base URL is "
-    "{proxy}",
-    "/v1/complete": "Anthropic's clients find the Messages API at {server}/v1/messages",
-    "/v1/messages": "the Messages API is {server}/v1/messages and "
-    "{server}/v1/messages/count_tokens, one request at a time",
+    "/": "people find a page at /; the base URL of OpenAI's clients ends with /v1, "
+    "that of Anthropic's has no path",
+    "/v1": "the base URL of OpenAI's clients ends with /v1. They add a path to it, as "
+    "in /v1/chat/completions. People find a page at /",
+    "/v1/responses": "LiteLLM serves it, with ENABLE_PROXY, on PROXY_PORT (4000)",
+    "/v1beta": "LiteLLM serves Google's API, with ENABLE_PROXY, on PROXY_PORT (4000)",
+    "/v1/complete": "Anthropic's clients find the Messages API at /v1/messages",
+    "/v1/messages": "the Messages API is /v1/messages and /v1/messages/count_tokens, "
+    "one request at a time",
     "/v1/threads /v1/assistants /v1/conversations": "no conversation is stored here: "
-    "send all of its messages, each time, to {server}/v1/chat/completions",
+    "send all of its messages, each time, to /v1/chat/completions",
     "/v1/embeddings /v1/rerank /api/embed /api/embeddings": "this server writes text "
     "and makes no embeddings: run another server for these. Chats are at "
-    "{server}/v1/chat/completions",
-    "/v1/audio /v1/images": "this server writes text only, at "
-    "{server}/v1/chat/completions",
+    "/v1/chat/completions",
+    "/v1/audio /v1/images": "this server writes text only, at /v1/chat/completions",
     "/api": "this is neither Ollama nor LM Studio. Where the client has the choice, "
-    "take `OpenAI compatible` with the base URL {server}/v1",
-    "/api/v0 /api/v1": "this is not LM Studio. OpenAI's API is here: the base URL is "
-    "{server}/v1, chats go to {server}/v1/chat/completions, and {server}/v1/models "
-    "names the model",
+    "take `OpenAI compatible` with a base URL that ends with /v1",
+    "/api/v0 /api/v1": "this is not LM Studio. OpenAI's API is here: the base URL ends "
+    "with /v1, chats go to /v1/chat/completions, and /v1/models names the model",
     "/completion /props /slots /tokenize /infill": "this is not llama.cpp's server, "
-    "but takes OpenAI's requests, as that one does: the base URL is {server}/v1",
+    "but takes OpenAI's requests, as that one does: the base URL ends with /v1",
     "/api/chat /api/generate": "this is not Ollama. OpenAI's API is here: the base URL "
-    "is {server}/v1, chats go to {server}/v1/chat/completions",
-    "/api/tags /api/show /api/ps": "this is not Ollama. {server}/v1/models names the "
-    "model; the base URL of OpenAI's clients is {server}/v1",
+    "ends with /v1, chats go to /v1/chat/completions",
+    "/api/tags /api/show /api/ps": "this is not Ollama. /v1/models names the model; "
+    "the base URL of OpenAI's clients ends with /v1",
     "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
     "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
     "server again",
-    "/docs /redoc /swagger /openapi.json": "{server}/openapi.json describes the API, README.md "
-    "explains it; people find a page at {server}/",
+    "/docs /redoc /swagger /openapi.json": "/openapi.json describes the API, README.md "
+    "explains it; people find a page at /",
 }
+
+
+def advice_by_path() -> dict[str, str]:
+    """What to use instead of a path that is not served; "/" is for any other."""
+    advice_of = {}
+    for paths, sentence in _ADVICE.items():
+        advice_of.update(dict.fromkeys(paths.split(), sentence))
+    return advice_of
 
 
 def _resolve_path(target: str) -> str:
@@ -25992,45 +25602,12 @@ def _route_path(path: str) -> str:
     return "/v1/models/*" if path.startswith("/v1/models/") else path
 
 
-def advice_by_path(config: Config, *, server_url: str = "") -> dict[str, str]:
-    """What to use instead of a path that is not served; "/" is for any other.
-
-    `server_url`: as the client calls this server; "": as this machine does.
-    """
-    proxy_url = write_url(config.proxy_host, config.proxy_port)
-    if server_url and config.proxy_host in ("0.0.0.0", "::"):  # where the server is
-        port = f":{config.proxy_port}"
-        proxy_url = re.sub(r"(:\d+)?$", port, server_url, count=1)
-    server_url = server_url or write_url(config.mlx_host, config.mlx_port)
-    advice_of = {}
-    for paths, sentence in _ADVICE.items():
-        advice = sentence.format(server=server_url, proxy=proxy_url)
-        advice_of.update(dict.fromkeys(paths.split(), advice))
-    return advice_of
-
-
-def _advise(path: str, headers: HttpHeaders, config: Config) -> str:
-    """The advice for a path or for the nearest one above it."""
-    server_url = f"http://{_header(headers, 'Host')}"
-    if not re.fullmatch(r"http://[\w.\[\]:-]{1,200}", server_url):
-        server_url = ""
-    advice = advice_by_path(config, server_url=server_url)
-    while path not in advice:
-        path = path.rpartition("/")[0] or "/"
-    return advice[path]
-
-
 # -- reading ---------------------------------------------------------------------------
 
 _PIECE_BYTES: Final = 1 << 17  # of a body, read at once
 _MAX_UNHELD_BYTES: Final = 1 << 16  # of a body, before memory is reserved for it
-# While others wait for memory, a body has so many seconds, and one more for so many
-# bytes that have come. Who is slower gives way.
-_GRACE_SECONDS: Final = 2.0
-_BYTES_PER_SECOND: Final = 1_000_000
+_HELD_GAP_SECONDS: Final = 5.0  # between two bytes of a body that memory is held for
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
-_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
-_MALFORMED_CHUNKS: Final = "the chunked body is malformed"
 
 
 class _TimedInput(socket.SocketIO):
@@ -26041,20 +25618,12 @@ class _TimedInput(socket.SocketIO):
 
     max_gap_seconds = 0.0  # between two bytes
     deadline = 0.0  # of the whole request, on the monotonic clock
-    check_pace: Callable[[], None] | None = None  # called often; ends it if it raises
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read what has come, or wait for it. Raises what `check_pace` does."""
-        silent_until = min(time.monotonic() + self.max_gap_seconds, self.deadline)
-        is_readable = False
-        while not is_readable:
-            seconds = silent_until - time.monotonic()
-            if seconds <= 0:
-                raise TimeoutError("the request is late")
-            if self.check_pace is not None:
-                self.check_pace()
-                seconds = min(seconds, CLIENT_LOOK_SECONDS)
-            is_readable = _is_readable(self, seconds)
+        """Read what has come, or wait for it."""
+        seconds = min(self.max_gap_seconds, self.deadline - time.monotonic())
+        if seconds <= 0 or not _is_readable(self, seconds):
+            raise TimeoutError("the request is late")
         return super().readinto(buffer)
 
 
@@ -26076,7 +25645,7 @@ def _read_pieces(stream: io.BufferedIOBase, n_bytes: int) -> Iterator[bytes]:
         yield piece
 
 
-def _read_chunks(stream: io.BufferedIOBase, limit: _BodyLimit) -> Iterator[bytes]:
+def _read_chunks(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
     """What is in the chunks of a body, as it comes; RFC 9112 section 7.1:
 
         4       a size in hexadecimal; `;name=value` may follow it
@@ -26085,62 +25654,27 @@ def _read_chunks(stream: io.BufferedIOBase, limit: _BodyLimit) -> Iterator[bytes
         :1}
         0       the end; trailers may follow it, up to an empty line
 
+    The connection closes after it: whatever is written otherwise hides no request.
     Raises BadRequest: it is no chunked body; NotServed: it is too large; ClientGone: it
     ends before its end.
     """
     n_bytes = 0
-    while True:
-        match = _CHUNK_SIZE.fullmatch(_read_line(stream))
+    size = -1
+    while size:
+        line = stream.readline(_MAX_LINE_BYTES)
+        match = re.match(rb"[0-9a-fA-F]{1,8}", line)
+        if not line:
+            raise ClientGone
         if match is None:
-            raise BadRequest(_MALFORMED_CHUNKS)
-        size = int(match[1], 16)
-        if size == 0:
-            break
+            raise BadRequest("the chunked body is malformed")
+        size = int(match[0], 16)
         n_bytes += size
-        limit.check(n_bytes)
+        _check_size(n_bytes, max_bytes)
         yield from _read_pieces(stream, size)
-        if _read_line(stream):
-            raise BadRequest(_MALFORMED_CHUNKS)
-    while _read_line(stream):
-        pass  # trailers, up to an empty line
-
-
-def _read_line(stream: io.BufferedIOBase) -> bytes:
-    """A line of a chunked body, without its end, which is CR LF.
-
-    Raises BadRequest for another end: what one program takes for the end of a line, and
-    another does not, can hide a second request. Raises ClientGone: there is no end.
-    """
-    line = stream.readline(_MAX_LINE_BYTES)
-    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
-        raise ClientGone
-    if not line.endswith(b"\r\n") or b"\r" in line[:-2]:
-        raise BadRequest(_MALFORMED_CHUNKS)
-    return line[:-2]
-
-
-_BODY_MARK: Final = re.compile(  # a string, and what follows a key; a bracket
-    rb"""(?xs: "( [^"\\]*+ (?: \\. [^"\\]*+ )*+ )"
-        (?: \s*+ : \s*+ (true|false)? )?
-    | ([\[{]) | [\]}] )"""
-)
-
-
-def wants_stream(payload: bytes) -> bool:
-    """Whether the object in `payload` has the member `"stream": true`.
-
-    Nothing is parsed: that would take the memory which its request waits for.
-    """
-    if not re.search(rb'"stream"\s*:\s*true', payload):
-        return False
-    is_stream = False
-    depth = 0
-    for mark in _BODY_MARK.finditer(payload):
-        if mark[1] is None:
-            depth += 1 if mark[3] else -1
-        elif depth == 1 and mark[1] == b"stream" and mark[2]:
-            is_stream = mark[2] == b"true"
-    return is_stream
+        if size:
+            stream.readline(_MAX_LINE_BYTES)  # the end of the line
+    while stream.readline(_MAX_LINE_BYTES).strip():
+        pass  # trailers
 
 
 # -- responses -------------------------------------------------------------------------
@@ -26228,9 +25762,7 @@ class ResponseWriter:
             connection.end_headers()
 
     def begin_stream(self) -> None:
-        """Send the head of a stream, unless a ping has begun it already."""
-        if self.state == "stream":
-            return
+        """Send the head of a stream."""
         self.state = "stream"
         headers = {"Content-Type": "text/event-stream; charset=utf-8"}
         if self._connection.is_http_1_1:
@@ -26262,8 +25794,6 @@ _CLIENT_HEADERS: Final[Mapping[str, str]] = {  # that only one client sends
     "x-codex-": "Codex",
     "x-claude-code-": "Claude Code",
 }
-_MAX_REQUEST_LINE_BYTES: Final = 65_536  # as the standard library has it
-_ABSOLUTE_TARGET: Final = re.compile(r"(?i:https?)://([^/?#]+)(.*)")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26279,7 +25809,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # even garbage gets a status line
     disable_nagle_algorithm = True
-    raw_requestline: bytes  # of the standard library
 
     # Of the request that is being answered; the first two as the gate finds them.
     is_unread: bool  # bytes of it may still come; then the response closes
@@ -26299,7 +25828,6 @@ class Handler(BaseHTTPRequestHandler):
         self.input.max_gap_seconds = idle_seconds
         # At most one idle time until it begins, and three until all of it is there.
         self.input.deadline = time.monotonic() + 3 * idle_seconds
-        self.input.check_pace = None
         self.is_unread = True
         self.passed = None
         self.response = ResponseWriter(self)
@@ -26310,36 +25838,6 @@ class Handler(BaseHTTPRequestHandler):
         self.headers = HttpHeaders()
         super().handle_one_request()
 
-    def parse_request(self) -> bool:
-        """Read the request line and the headers; what the standard library does not do.
-
-        An empty line before a request counts for nothing (RFC 9112 section 2.2). The
-        host of a target in absolute form takes the place of Host (section 3.2.2).
-        """
-        if self.raw_requestline in (b"\r\n", b"\n"):
-            self.raw_requestline = self.rfile.readline(_MAX_REQUEST_LINE_BYTES + 1)
-            if len(self.raw_requestline) > _MAX_REQUEST_LINE_BYTES:
-                self.send_error(414)
-                return False
-        if not super().parse_request():
-            return False
-        match = _ABSOLUTE_TARGET.fullmatch(self.path)
-        if match is not None:
-            del self.headers["Host"]
-            self.headers["Host"] = match[1]
-            self.path = f"/{match[2].removeprefix('/')}"
-        return True
-
-    def handle_expect_100(self) -> bool:
-        """Invite no body yet: invite_body() does, after the gate and with a route."""
-        return True
-
-    def invite_body(self) -> None:
-        """Tell a client to send its body that waits to be told."""
-        if self.is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
-            with _noting_loss():
-                super().handle_expect_100()
-
     def finish(self) -> None:
         """Wait until the client has read the last response, and close.
 
@@ -26347,7 +25845,6 @@ class Handler(BaseHTTPRequestHandler):
         can take a response from a client that has not read it yet.
         """
         self.input.max_gap_seconds = 1.0
-        self.input.check_pace = None
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while self.is_unread and self.rfile.read1(1 << 16):
@@ -26450,9 +25947,12 @@ class Handler(BaseHTTPRequestHandler):
             "client": self.client,
             "sentence": printable(sentence, max_length=300),
         }
-        was_submitted = self.passed is not None and self.passed.was_submitted
-        state = self.passed.state if self.passed else self.server.state
-        note_refusal(state.keep(), refusal, was_submitted=was_submitted)
+        logger.warning("%s", format_refusal(refusal))
+        passed = self.passed
+        state = passed.state if passed else self.server.state.for_tenant("")
+        state.stores.refusals.append(refusal)
+        if passed is None or not passed.was_submitted:
+            state.metrics.add_refused()  # the engine counts those that it had
 
     def send_error(
         self, code: int, message: str | None = None, _explain: str | None = None
@@ -26476,7 +25976,6 @@ def _pass_gate(connection: Handler) -> HttpRequest:
 
     The order of the checks matters:
 
-    0 values  a name that is cut at a NUL is another name elsewhere
     1 host    a page that calls us by its own name learns nothing but that
     2 origin  an allowed page can read what follows, such as that its key is wrong
     3 length  from here on a refusal can leave the connection open
@@ -26484,15 +25983,14 @@ def _pass_gate(connection: Handler) -> HttpRequest:
     """
     state = connection.server.state
     headers = connection.headers
-    _check_values(headers)
     _check_host(headers, state.config)
     cors_headers = _check_origin(headers, state.config)
     connection.response.cors_headers = cors_headers
-    body_limit = _BodyLimit.of(state)
-    body_length = _check_length(headers, body_limit)
+    max_bytes = min(state.config.max_body_bytes, state.body_memory.max_body_bytes)
+    body_length = _check_length(headers, max_bytes=max_bytes)
     connection.is_unread = body_length != 0
-    if body_length is None and "Content-Length" in headers:
-        connection.close_connection = True  # both: RFC 9112 section 6.3
+    if body_length is None:
+        connection.close_connection = True  # where it ends, nobody can be sure
 
     method = "GET" if connection.command == "HEAD" else connection.command
     path = _resolve_path(connection.path)
@@ -26510,7 +26008,7 @@ def _pass_gate(connection: Handler) -> HttpRequest:
         route=route,
         key=key,
         state=state,
-        body_limit=body_limit,
+        max_body_bytes=max_bytes,
         body_length=body_length,
     )
 
@@ -26525,11 +26023,9 @@ class HttpRequest:
     route: _Route | None  # None: nothing is served there
     key: str  # of API_KEY, that came with it; "" if none is needed
     state: ServerState  # the stores that it may use: all, or those of its tenant
-    body_limit: _BodyLimit
+    max_body_bytes: int
     body_length: int | None  # None: it comes in chunks
     was_submitted: bool = False  # to the engine
-    _gets_pings: bool = False  # it is parsed, and wants a stream
-    _sent_at: float = 0.0  # when its body was read, or the last ping sent
     _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
     _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
 
@@ -26554,7 +26050,11 @@ class HttpRequest:
         """What is wrong with a path or a method that no route has."""
         method = self.connection.command
         path = _route_path(self.path)
-        advice = _advise(path, self.connection.headers, self.state.config)
+        advice_of = advice_by_path()
+        place = path  # or the nearest above it that there is advice for
+        while place not in advice_of:
+            place = place.rpartition("/")[0] or "/"
+        advice = advice_of[place]
         served = ", ".join(name for name, route_path in _ROUTES if route_path == path)
         if not served:
             return NotServed(404, f"there is nothing at {path[:200]}: {advice}")
@@ -26567,9 +26067,6 @@ class HttpRequest:
     # -- routes ------------------------------------------------------------------------
     # Each returns a body to be sent as JSON, or sends its response itself.
 
-    def allow_page(self) -> None:
-        self.response.send_head(204, {})
-
     def get_root(self) -> None:
         """The page for browsers, /health for programs."""
         if "text/html" in _header(self.connection.headers, "Accept"):
@@ -26581,73 +26078,45 @@ class HttpRequest:
         status, body = health_body(self.state)
         self.response.send_json(status, body)
 
-    def get_openapi(self) -> None:
-        self.response.send_file("openapi.json", "application/json")
-
     def get_metrics(self) -> None:
         text = metrics_text(self.state)
         self.response.send(200, text, content_type=prometheus.CONTENT_TYPE_LATEST)
 
     def get_status(self) -> object:
         """`?detail=cache` shows more of the cache; any other query is passed over."""
-        if self._parameters().get("detail") == "cache":
+        if dict(parse_qsl(self._query)).get("detail") == "cache":
             return detailed_status_body(self.state)
         return status_body(self.state)
 
     def delete_cache(self) -> object:
         """Without a query, of all sessions; `?session=ID` of one; any other of none."""
-        has_query = bool(self._query)
-        session = self._parameters().get("session", "") if has_query else None
+        session = None
+        if self._query:
+            session = dict(parse_qsl(self._query)).get("session", "")
         return drop_cache(self.state, session)
 
     @property
     def _query(self) -> str:
         return self.connection.path.partition("?")[2]
 
-    def _parameters(self) -> dict[str, str]:
-        """Those of the query; of two with one name the last."""
-        return dict(parse_qsl(self._query))
-
-    def begin_drain(self) -> object:
-        return drain(self.state, is_draining=True)
-
-    def end_drain(self) -> object:
-        return drain(self.state, is_draining=False)
-
     def explain(self) -> object:
-        request = self._read_request(parse_any_request)
+        request = self.read(parse_any_request)
         return explain_body(self.state, request)
 
-    def get_version(self) -> object:
-        return {"version": VERSION}
-
-    def get_models(self) -> object:
-        return models_body(self.state)
-
-    def get_model(self) -> object:
-        name = self.path.removeprefix("/v1/models/")
-        return model_body(self.state, unquote(name))
-
-    def chat(self) -> None:
-        self._generate(self._read_request(parse_chat_request, can_stream=True))
-
-    def complete(self) -> None:
-        self._generate(self._read_request(parse_completion_request, can_stream=True))
+    def count_tokens(self) -> object:
+        request = self.read(parse_anthropic_request)
+        return count_tokens_body(self.state, request)
 
     def reply_to_messages(self) -> None:
-        request = self._read_request(parse_anthropic_request, can_stream=True)
+        request = self.read(parse_anthropic_request)
         if request.messages[-1]["role"] == "assistant":
             raise BadRequest(
                 "the last should be the user's: no reply can be begun here (prefill)",
                 field="messages",
             )
-        self._generate(request)
+        self.generate(request)
 
-    def count_tokens(self) -> object:
-        request = self._read_request(parse_anthropic_request)
-        return count_tokens_body(self.state, request)
-
-    def _generate(self, request: ChatRequest) -> None:
+    def generate(self, request: ChatRequest) -> None:
         """Send the reply to a request, whole or as a stream.
 
         The request is under way until its last byte has been sent, even if that is an
@@ -26657,49 +26126,33 @@ class HttpRequest:
         with closing(generation), self.connection.error_boundary():
             self.was_submitted = True
             self._work_memory.close()  # the prompt is made
-            if not request.stream:
-                for body in self._while_connected(generation.whole()):
+            if request.stream:
+                self.response.begin_stream()
+            for body in generation.bodies():
+                if body is None:  # there is nothing to send: is the client still there?
+                    self.connection.check_client()
+                elif request.stream:
+                    self.response.send_event(body)
+                else:
                     self.response.send_json(200, body)
-                return
-
-            self.response.begin_stream()
-            for body in self._while_connected(generation.chunks()):
-                self.response.send_event(body)
-            if request.kind != "messages":
+            if request.stream and request.kind != "messages":
                 self.response.send_chunk(b"data: [DONE]\n\n")
-            self.response.send_chunk(b"")
-
-    def _while_connected(
-        self, bodies: Iterable[JsonObject | None]
-    ) -> Iterator[JsonObject]:
-        """All but the Nones, which come while there is nothing to send.
-
-        At each of them it looks for the client. Raises ClientGone: it has closed.
-        """
-        for body in bodies:
-            if body is not None:
-                yield body
-            else:
-                self.connection.check_client()
+            if request.stream:
+                self.response.send_chunk(b"")
 
     # -- its body ----------------------------------------------------------------------
 
-    def _read_request(
-        self, parse: Callable[..., ChatRequest], *, can_stream: bool = False
-    ) -> ChatRequest:
+    def read(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
         """The body, parsed, when its turn comes.
 
         Its user may be named in it, so only now its tenant is certain. Raises
         BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
-        response. `can_stream`: pings may be sent meanwhile if the body wants a stream.
+        response.
         """
         payload = self.read_body()
-        self._sent_at = time.monotonic()
-        unparsed = payload if can_stream else b""
         memory = self.state.body_memory
-        work = memory.work.reserve(
-            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, unparsed)
-        )
+        check_client = self.connection.check_client
+        work = memory.work.reserve(memory.WORK_BYTES * len(payload), check_client)
         self._work_memory.enter_context(work)
 
         config = self.state.config
@@ -26710,9 +26163,8 @@ class HttpRequest:
             headers=dict(self.connection.headers),
         )
         tenant = name_tenant(config, key=self.key, user=request.user)
-        self.state = self.connection.server.state.for_tenant(tenant).keep()
-        self._gets_pings = can_stream and request.stream
-        return replace(request, check_client=self._keep_waiting)
+        self.state = self.connection.server.state.for_tenant(tenant)
+        return replace(request, check_client=check_client)
 
     def read_body(self) -> bytes:
         """The bytes of the body; what they take is held until the response is sent.
@@ -26720,11 +26172,10 @@ class HttpRequest:
         Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
         announced (L-131).
         """
-        self.connection.invite_body()
         stream = self.connection.rfile
         if self.body_length is None:
-            pieces = _read_chunks(stream, self.body_limit)
-            n_bytes = self.body_limit.n_bytes  # it may come to this
+            pieces = _read_chunks(stream, self.max_body_bytes)
+            n_bytes = self.max_body_bytes  # it may come to this
         else:
             pieces = _read_pieces(stream, self.body_length)
             n_bytes = self.body_length
@@ -26737,55 +26188,22 @@ class HttpRequest:
                     break  # the rest is read once memory is held for it
             else:
                 n_bytes = len(payload)  # the body has ended
-        held = self._hold(n_bytes)
-        started_at = time.monotonic()
-        self.connection.input.check_pace = lambda: self._check_pace(
-            held, time.monotonic() - started_at, len(payload)
+
+        memory = self.state.body_memory
+        check_client = self.connection.check_client
+        asked_at = time.monotonic()
+        held = self._held_memory.enter_context(
+            memory.held.reserve(memory.HELD_BYTES * n_bytes, check_client)
         )
+        limits = self.connection.input
+        limits.deadline += time.monotonic() - asked_at  # it was not the client's time
+        limits.max_gap_seconds = min(limits.max_gap_seconds, _HELD_GAP_SECONDS)
         with _noting_loss():
             for piece in pieces:
                 payload += piece
-
         self.connection.is_unread = False
-        self.connection.input.check_pace = None
-        held.shrink(self.state.body_memory.HELD_BYTES * len(payload))
+        held.shrink(memory.HELD_BYTES * len(payload))
         return bytes(payload)
-
-    def _hold(self, n_bytes: int) -> Reservation:
-        """Memory for so many bytes of the body, when its turn comes."""
-        memory = self.state.body_memory
-        asked_at = time.monotonic()
-        reservation = memory.held.reserve(
-            memory.HELD_BYTES * n_bytes, self.connection.check_client
-        )
-        held = self._held_memory.enter_context(reservation)
-        # It was not the client that took this time.
-        self.connection.input.deadline += time.monotonic() - asked_at
-        return held
-
-    def _check_pace(self, held: Reservation, seconds: float, n_bytes: int) -> None:
-        """Raise NotServed for a body that comes slowly while others wait for memory."""
-        max_seconds = _GRACE_SECONDS + n_bytes / _BYTES_PER_SECOND
-        if held.is_awaited and seconds > max_seconds:
-            raise NotServed(
-                408, "the body comes too slowly: others wait for the memory it holds"
-            )
-
-    def _keep_waiting(self, unparsed: bytes = b"") -> None:
-        """Look for the client of a request that the model does not have yet.
-
-        A stream gets pings, as comments: no formatter knows yet what it consists of.
-        Whether an `unparsed` body wants a stream is looked up when a ping is due.
-        Raises ClientGone.
-        """
-        self.connection.check_client()
-        silent_seconds = time.monotonic() - self._sent_at
-        if silent_seconds < self.state.config.keepalive_seconds:
-            return
-        self._sent_at = time.monotonic()
-        if self._gets_pings or wants_stream(unparsed):
-            self.response.begin_stream()
-            self.response.send_chunk(b": the request waits for its turn\n\n")
 
 
 class _Route(NamedTuple):
@@ -26794,21 +26212,30 @@ class _Route(NamedTuple):
 
 
 _ROUTES: Final = {
-    _PREFLIGHT: _Route(HttpRequest.allow_page, needs_key=False),
+    _PREFLIGHT: _Route(lambda r: r.response.send_head(204, {}), needs_key=False),
     ("GET", "/"): _Route(HttpRequest.get_root, needs_key=False),
     ("GET", "/health"): _Route(HttpRequest.get_health, needs_key=False),
-    ("GET", "/openapi.json"): _Route(HttpRequest.get_openapi, needs_key=False),
+    ("GET", "/openapi.json"): _Route(
+        lambda r: r.response.send_file("openapi.json", "application/json"),
+        needs_key=False,
+    ),
     ("GET", "/metrics"): _Route(HttpRequest.get_metrics),
     ("GET", "/v1/status"): _Route(HttpRequest.get_status),
     ("DELETE", "/v1/cache"): _Route(HttpRequest.delete_cache),
     ("POST", "/v1/cache/explain"): _Route(HttpRequest.explain),
-    ("POST", "/v1/drain"): _Route(HttpRequest.begin_drain),
-    ("DELETE", "/v1/drain"): _Route(HttpRequest.end_drain),
-    ("GET", "/version"): _Route(HttpRequest.get_version),
-    ("GET", "/v1/models"): _Route(HttpRequest.get_models),
-    ("GET", "/v1/models/*"): _Route(HttpRequest.get_model),
-    ("POST", "/v1/chat/completions"): _Route(HttpRequest.chat),
-    ("POST", "/v1/completions"): _Route(HttpRequest.complete),
+    ("POST", "/v1/drain"): _Route(lambda r: drain(r.state, is_draining=True)),
+    ("DELETE", "/v1/drain"): _Route(lambda r: drain(r.state, is_draining=False)),
+    ("GET", "/version"): _Route(lambda _: {"version": VERSION}),
+    ("GET", "/v1/models"): _Route(lambda r: models_body(r.state)),
+    ("GET", "/v1/models/*"): _Route(
+        lambda r: model_body(r.state, unquote(r.path.removeprefix("/v1/models/")))
+    ),
+    ("POST", "/v1/chat/completions"): _Route(
+        lambda r: r.generate(r.read(parse_chat_request))
+    ),
+    ("POST", "/v1/completions"): _Route(
+        lambda r: r.generate(r.read(parse_completion_request))
+    ),
     ("POST", "/v1/messages"): _Route(HttpRequest.reply_to_messages),
     ("POST", "/v1/messages/count_tokens"): _Route(HttpRequest.count_tokens),
 }
@@ -26846,7 +26273,6 @@ _MODEL_DIED: Final = 1  # with EXIT_ON_ENGINE_DEATH only
 _CANNOT_START: Final = 2
 
 _WANTED_DESCRIPTORS: Final = 4096  # more than MAX_CONNECTIONS can need
-_SPARE_DESCRIPTORS: Final = 64  # for all but connections: weights, logs, LiteLLM
 _LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
 _LEDGER_PART: Final = 16  # all ledgers take at most a 16th of memory
 _LAST_WORDS_SECONDS: Final = 1.0  # for somebody to read the last lines of the log
@@ -26910,10 +26336,10 @@ def main() -> int:
     stop = _stop_on_signals()
     options = read_options(sys.argv[1:])
     _limit_arenas()
+    _raise_descriptor_limit()
 
     try:
         config = _read_config(options)
-        _raise_descriptor_limit(config)
         is_named = bool(config.model_path)
         place = find_rank(os.environ)
         cluster = None
@@ -26945,26 +26371,14 @@ def _fail(cause: object, *, status: int) -> int:
 # -- start -----------------------------------------------------------------------------
 
 
-def _raise_descriptor_limit(config: Config) -> None:
-    """Have this process open as many files as MAX_CONNECTIONS needs; macOS allows 256.
-
-    Raises ConfigError if the hard limit leaves too little.
-    """
+def _raise_descriptor_limit() -> None:
+    """Have this process open as many files as MAX_CONNECTIONS can need; macOS: 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
     limit = _WANTED_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
-    if soft < limit:
+    if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-    n_needed = config.max_connections + _SPARE_DESCRIPTORS
-    if limit < n_needed:
-        raise ConfigError(
-            f"{n_needed} open files are needed, and {limit} are allowed: raise the hard"
-            " limit (ulimit -Hn), or lower MAX_CONNECTIONS"
-        )
 
 
 def _limit_arenas() -> None:
@@ -27068,16 +26482,13 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
             is_missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
             if servers and is_missing:
                 continue
-            raise ConfigError(_bind_fault(host, config.mlx_port, error)) from error
+            port = config.mlx_port
+            fault = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                taken = f"port {port} on {host} is taken"
+                fault = f"{taken}: start-llm runs already? Or set MLX_PORT"
+            raise ConfigError(fault) from error
     return servers
-
-
-def _bind_fault(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
-        )
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 # -- serve -----------------------------------------------------------------------------
@@ -27096,7 +26507,11 @@ def _serve(
         accept.start()
     _print_line(f"start-llm {VERSION}: loading {state.config.model_path} ...")
     state.engine.start()
-    _wait_until_loaded(state, stop)
+    is_warming_up = False
+    while state.engine.state == "loading" and not stop.wait(0.1):
+        if state.engine.warm_up is not None and not is_warming_up:
+            is_warming_up = True
+            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
     is_loaded = state.engine.state == "ready"
     with ExitStack() as running:
@@ -27126,15 +26541,6 @@ def _serve(
 def _drain_on_signal(state: ServerState, _number: int, _frame: object) -> None:
     """SIGUSR1 is POST /v1/drain."""
     state.engine.is_draining = True
-
-
-def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
-    """Return when the model can be used, or cannot, or `stop` is set."""
-    is_warming_up = False
-    while state.engine.state == "loading" and not stop.wait(0.1):
-        if state.engine.warm_up is not None and not is_warming_up:
-            is_warming_up = True
-            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
 
 def _write_banner(state: ServerState) -> str:
@@ -27288,7 +26694,7 @@ def _make_order(
         "servers": [server._asdict() for server in servers],
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
         "host_names": own_host_names(config, config.proxy_host),
-        "advice": advice_by_path(config),
+        "advice": advice_by_path(),
     }
 
 

@@ -100,7 +100,7 @@ class InProcess:
         request = self._server.parse_chat_request(
             body, self._state.config, request_id="bench", headers={}
         )
-        answers = list(self._server.ReplyGeneration(self._state, request).whole())
+        answers = list(self._server.ReplyGeneration(self._state, request).bodies())
         usage: Body = answers[-1]["usage"]
         return {**usage, "message": answers[-1]["choices"][0]["message"]}
 
@@ -125,7 +125,7 @@ class InProcess:
             )
             with closing(server.ReplyGeneration(state, request)) as answer:
                 seconds = time.perf_counter() - began  # submitted
-                message: Body = list(answer.whole())[-1]
+                message: Body = list(answer.bodies())[-1]
         return {"seconds": seconds + max(find_seconds), "message": message}
 
     def ask_together(self, bodies: list[Body]) -> list[Body]:

@@ -6,14 +6,21 @@ import io
 import json
 import socket
 import tracemalloc
-import types
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
 import start_llm as s
-from http_client import open_connection, read_response, request_bytes, status
+from http_client import (
+    answer,
+    listening,
+    message_of,
+    open_connection,
+    read_response,
+    request_bytes,
+    status,
+)
 from server_fixture import Served, connections, wait_until
 from tiny_models import DENSE, tiny_model
 
@@ -49,20 +56,6 @@ def parsed(monkeypatch) -> list[bytes]:
     return bodies
 
 
-@pytest.fixture
-def looks(monkeypatch) -> list[bool]:
-    """An item for each look at a client that waits; after the first a ping is due."""
-    noted: list[bool] = []
-    look = s.HttpRequest._keep_waiting
-
-    def noted_look(*args):
-        noted.append(True)
-        look(*args)
-
-    monkeypatch.setattr(s.HttpRequest, "_keep_waiting", noted_look)
-    return noted
-
-
 def lanes(memory: s.BodyMemory) -> list[s.WorkBudget]:
     work, held = memory.work, memory.held
     return [work.for_small, work.for_large, held.for_small, held.for_large]
@@ -90,19 +83,6 @@ def sent(port: int, body: dict[str, Any], line: str = CHAT) -> socket.socket:
     connection.settimeout(120)
     connection.sendall(request_bytes(port, line=line, body=json.dumps(body).encode()))
     return connection
-
-
-PING = b"22\r\n: the request waits for its turn\n\n\r\n"
-
-
-def received(connection: socket.socket, end: bytes) -> bytes:
-    """What comes, up to `end`."""
-    text = b""
-    while not text.endswith(end):
-        piece = connection.recv(1)
-        assert piece, text
-        text += piece
-    return text
 
 
 @pytest.fixture
@@ -174,93 +154,61 @@ def chunked_status(port: int, *pieces: bytes) -> int:
         return read_response(connection, method="POST")[0]
 
 
-def test_who_stalls_gives_way_to_those_who_wait(memory, port, monkeypatch):
-    monkeypatch.setattr(s, "_GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(s, "_BYTES_PER_SECOND", float("inf"))
-    lane = memory.held.for_large
-    n_large = memory.held.max_small_bytes // memory.HELD_BYTES + 1
-    with (
-        announced(port, N_UNHELD, Content_Length=n_large) as first,
-        announced(port, N_UNHELD, Content_Length=n_large) as second,
-    ):
-        wait_until(lambda: lane.n_free <= lane.n_units - 6 * n_large)
-        with lane.reserve(lane.n_free, s.assume_client):
-            last = sent(port, {**QUESTION, "user": "a" * n_large})
-            codes = [read_response(c, method="POST")[0] for c in (first, second)]
-        assert codes == [408, 408]
-        assert read_response(last, method="POST")[0] == 200
+def test_who_stalls_holds_no_memory_for_long(memory, port, monkeypatch):
+    monkeypatch.setattr(s, "_HELD_GAP_SECONDS", 0.2)
+    with announced(port, N_UNHELD), announced(port, N_UNHELD):
+        wait_until(lambda: not is_free(memory))
+        wait_until(lambda: is_free(memory))
 
 
-def test_nobody_is_hurried_while_nobody_waits(memory, port, monkeypatch):
-    n_looks = []
-    check = s.HttpRequest._check_pace
-
-    def look(*args):
-        n_looks.append(args)
-        check(*args)
-
-    monkeypatch.setattr(s.HttpRequest, "_check_pace", look)
-    monkeypatch.setattr(s, "_GRACE_SECONDS", 0.0)
-    payload = json.dumps(LARGE).encode()
-    with announced(port, 0, Content_Length=len(payload)) as connection:
-        connection.sendall(payload[:N_UNHELD])
-        wait_until(lambda: len(n_looks) > 2)
-        connection.sendall(payload[N_UNHELD:])
-        assert read_response(connection, method="POST")[0] == 200
+@pytest.mark.parametrize(
+    "body",
+    [QUESTION, {**QUESTION, "stream": True}, {"messages": 5, "stream": True}],
+)
+def test_what_has_waited_has_a_status_of_its_own(memory, port, body):
+    with taken(memory.work):
+        connection = sent(port, body)
+        wait_until(lambda: n_waiting(memory) == 1)
+    expected = 400 if body["messages"] == 5 else 200
+    assert read_response(connection, method="POST")[0] == expected
 
 
 def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
     """An object for each of them would take 18 times as much."""
     n = 60_000
     stream = io.BufferedReader(io.BytesIO(chunks(*[b"abc"] * (n // 3)) + b"0\r\n\r\n"))
-    connection = types.SimpleNamespace(
-        rfile=stream, invite_body=lambda: None, input=types.SimpleNamespace()
-    )
-    request = types.SimpleNamespace(
-        connection=connection,
-        body_length=None,
-        body_limit=s._BodyLimit(n, "it"),
-        state=types.SimpleNamespace(body_memory=s.BodyMemory(0)),
-    )
-    request._hold = lambda n_bytes: held.append(n_bytes) or s.Reservation(budget, 0)
-    held: list[int] = []
-    budget = s.WorkBudget(0)
-
     tracemalloc.start()
-    payload = s.HttpRequest.read_body(request)
+    payload = bytearray()
+    for piece in s._read_chunks(stream, n):
+        payload += piece
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert payload == b"abc" * (n // 3) and held == [n]
+    assert payload == b"abc" * (n // 3)
     assert peak < s.BodyMemory.HELD_BYTES * n + s._PIECE_BYTES * 2
 
 
-@pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"2\r\n{}", b"2\r\n{}\r\n0\r\n"])
+@pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"2\r\n{}"])
 def test_a_client_that_leaves_in_its_chunks_is_no_bad_request(rest):
     stream = io.BufferedReader(io.BytesIO(rest))
     with pytest.raises(s.ClientGone):
-        list(s._read_chunks(stream, s._BodyLimit(1_000, "it")))
+        list(s._read_chunks(stream, 1_000))
 
 
-def test_a_body_that_no_memory_is_enough_for_is_refused_before_it_is_read(port):
+def test_a_body_that_no_memory_is_enough_for_is_refused_before_it_is_read():
     memory = s.BodyMemory(1_000_000_000)
     assert memory.max_body_bytes * memory.WORK_BYTES <= 250_000_000
 
-    def refusal(state):
-        with pytest.raises(s.NotServed) as refused:
-            limit = s._BodyLimit.of(state)
-            limit.check(limit.n_bytes)
-            limit.check(limit.n_bytes + 1)
-        return refused.value.status, str(refused.value)
-
-    config = s.Config()
-    state = types.SimpleNamespace(config=config, body_memory=memory)
-    code, sentence = refusal(state)
-    assert code == 413 and "MEMORY_LIMIT_BYTES" in sentence and "5208333" in sentence
-
-    state.body_memory = s.BodyMemory(100_000_000_000)
-    code, sentence = refusal(state)
-    assert code == 413 and f"MAX_BODY_BYTES ({config.max_body_bytes}" in sentence
+    limits = {
+        5_208_333: {"memory_limit_bytes": 1_000_000_000},
+        900: {"max_body_bytes": 900},
+    }
+    for n_bytes, settings in limits.items():
+        with listening(**settings) as small_port:
+            code, _, body = answer(small_port, line=CHAT, Content_Length=n_bytes + 1)
+            assert code == 413
+            assert f"larger than {n_bytes} bytes" in message_of(body)
+            assert status(small_port, line=CHAT, body=b" " * 900) == 400
 
 
 def test_who_has_gone_waits_no_more_and_is_not_parsed(memory, port, parsed):
@@ -270,53 +218,6 @@ def test_who_has_gone_waits_no_more_and_is_not_parsed(memory, port, parsed):
         connection.close()
         wait_until(lambda: n_waiting(memory) == 0)
     assert not parsed
-
-
-def test_a_stream_gets_pings_while_it_waits_and_then_its_reply(memory, port, parsed):
-    with taken(memory.work):
-        connection = sent(port, {**QUESTION, "stream": True})
-        head = received(connection, PING + PING)
-        assert b"text/event-stream" in head and not parsed
-
-    reply = head + received(connection, b"\r\n0\r\n\r\n")
-    assert reply.count(b"HTTP/1.1 200") == 1
-    assert b'"finish_reason": "length"' in reply
-    assert b"data: [DONE]" in reply
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [(CHAT, b'data: {"error"'), ("POST /v1/messages", b"event: error\n")],
-)
-def test_an_error_of_a_stream_that_has_waited_is_its_last_event(
-    memory, port, line, error
-):
-    with taken(memory.work):
-        connection = sent(port, {"messages": 5, "stream": True}, line)
-        received(connection, PING)
-    assert error in received(connection, b"\r\n0\r\n\r\n")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [QUESTION, {**QUESTION, "messages": 5}, {**QUESTION, "metadata": {"stream": True}}],
-)
-def test_a_whole_reply_has_its_own_status_after_the_wait(memory, port, looks, body):
-    with taken(memory.work):
-        connection = sent(port, body)
-        wait_until(lambda: len(looks) > 3)
-    expected = 400 if body["messages"] == 5 else 200
-    assert read_response(connection, method="POST")[0] == expected
-
-
-def test_what_cannot_stream_never_begins_one(memory, port, looks):
-    with taken(memory.work):
-        connection = sent(
-            port, {**QUESTION, "stream": True}, "POST /v1/messages/count_tokens"
-        )
-        wait_until(lambda: len(looks) > 3)
-    code, _, body = read_response(connection, method="POST")
-    assert code == 200 and json.loads(body)["input_tokens"] > 0
 
 
 def test_small_requests_pass_large_ones_that_wait(memory, port):

@@ -76,7 +76,7 @@ def test_only_a_request_without_a_query_forgets_all(folder, query):
 
 
 def test_codex_at_the_servers_own_port_is_told_where_its_api_is(folder):
-    url = r"http://127\.0\.0\.1:4000/v1/responses"
+    url = r"LiteLLM serves it, with ENABLE_PROXY, on PROXY_PORT"
     with (
         closing(Served(folder)) as served,
         pytest.raises(openai.NotFoundError, match=url),
@@ -151,7 +151,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
 
-    s._raise_descriptor_limit(s.Config())
+    s._raise_descriptor_limit()
 
     assert limits == ([] if raised is None else [(raised, hard)])
 
@@ -272,41 +272,41 @@ def test_a_route_without_v1_needs_a_key_as_well():
 
 
 OLLAMA = [
-    ("POST /api/chat", 404, "{url}/v1/chat/completions"),
-    ("POST /api/generate", 404, "{url}/v1/chat/completions"),
-    ("GET /api/tags", 404, "{url}/v1/models"),
-    ("POST /api/show", 404, "{url}/v1/models"),
-    ("GET /api/ps", 404, "{url}/v1/models"),
-    ("GET /api/version", 404, "{url}/v1"),
+    ("POST /api/chat", 404, "/v1/chat/completions"),
+    ("POST /api/generate", 404, "/v1/chat/completions"),
+    ("GET /api/tags", 404, "/v1/models"),
+    ("POST /api/show", 404, "/v1/models"),
+    ("GET /api/ps", 404, "/v1/models"),
+    ("GET /api/version", 404, "/v1"),
     ("POST /api/pull", 404, "MODEL_PATH"),
     ("POST /api/embed", 404, "no embeddings"),
 ]
 LM_STUDIO = [
     ("GET /api/v0/models", 404, "not LM Studio"),
-    ("POST /api/v0/chat/completions", 404, "{url}/v1/chat/completions"),
+    ("POST /api/v0/chat/completions", 404, "/v1/chat/completions"),
     ("POST /api/v1/chat", 404, "not LM Studio"),
     ("GET /api/nothing", 404, "neither Ollama nor LM Studio"),
 ]
 OPENAI = [
     ("POST /completion", 404, "not llama.cpp's server"),
-    ("GET /props", 404, "{url}/v1"),
+    ("GET /props", 404, "/v1"),
     ("POST /v1/embeddings", 404, "no embeddings"),
-    ("POST /v1/responses", 404, "{proxy}/v1/responses"),
-    ("GET /v1/responses/resp_1", 404, "{proxy}/v1/responses"),
+    ("POST /v1/responses", 404, "PROXY_PORT"),
+    ("GET /v1/responses/resp_1", 404, "PROXY_PORT"),
     ("POST /v1/threads/thread_1/messages", 404, "no conversation is stored here"),
-    ("GET /v1", 404, "{url}/v1/chat/completions"),
-    ("GET /v1/", 404, "{url}/v1/chat/completions"),
-    ("GET /v1/chat/completions", 405, "{url}/v1/chat/completions"),
-    ("POST /v1/chat/completions/chat/completions", 404, "{url}/v1"),
-    ("GET /docs", 404, "{url}/openapi.json"),
-    ("GET /swagger/index.html", 404, "{url}/openapi.json"),
-    ("POST /v1beta/models/gemini:generateContent", 404, "{proxy}"),
-    ("GET /nothing/at/all", 404, "{url}/v1"),
+    ("GET /v1", 404, "/v1/chat/completions"),
+    ("GET /v1/", 404, "/v1/chat/completions"),
+    ("GET /v1/chat/completions", 405, "/v1/chat/completions"),
+    ("POST /v1/chat/completions/chat/completions", 404, "/v1"),
+    ("GET /docs", 404, "/openapi.json"),
+    ("GET /swagger/index.html", 404, "/openapi.json"),
+    ("POST /v1beta/models/gemini:generateContent", 404, "PROXY_PORT"),
+    ("GET /nothing/at/all", 404, "/v1"),
 ]
 ANTHROPIC = [
-    ("POST /v1/messages/batches", 404, "{url}/v1/messages"),
-    ("GET /v1/messages", 405, "{url}/v1/messages"),
-    ("GET /messages", 405, "{url}/v1/messages"),
+    ("POST /v1/messages/batches", 404, "/v1/messages"),
+    ("GET /v1/messages", 405, "/v1/messages"),
+    ("GET /messages", 405, "/v1/messages"),
 ]
 
 
@@ -314,16 +314,10 @@ ANTHROPIC = [
     ("line", "code", "advice"), OLLAMA + LM_STUDIO + OPENAI + ANTHROPIC
 )
 def test_a_path_that_is_not_served_is_answered_with_what_to_use(line, code, advice):
-    proxy_port = free_port()
-    with listening(proxy_port=proxy_port) as port:
+    with listening() as port:
         found, _, body = answer(port, line=line)
-        urls = {
-            "url": f"http://localhost:{port}",
-            "proxy": f"http://127.0.0.1:{proxy_port}",
-        }
-
-        assert found == code
-        assert advice.format(**urls) in message_of(body)
+    assert found == code
+    assert advice in message_of(body)
 
 
 def test_the_advice_has_the_shape_of_the_api_that_was_asked_for():
@@ -341,29 +335,6 @@ def test_the_advice_has_the_shape_of_the_api_that_was_asked_for():
     with listening(api_key="k") as port:
         body = json.loads(answer(port, line="GET /api/tags")[2])
         assert "a key is needed" in body["error"]
-
-
-def test_advice_names_a_proxy_at_an_address_that_the_client_can_open():
-    line = "POST /v1/responses"
-    networks = {"mlx_host": "0.0.0.0", "proxy_host": "0.0.0.0", "proxy_port": 4001}
-    with listening(**networks, api_key="k") as port:
-        called = {"mac.lan": "mac.lan", "[::2]:8": "[::2]", "a b": "127.0.0.1"}
-        for host, name in called.items():
-            body = answer(port, line=line, Host=host, x_api_key="k")[2]
-            assert f"http://{name}:4001/v1/responses" in message_of(body)
-
-
-def test_advice_names_the_configured_address_where_the_host_header_is_none():
-    with listening() as port:
-        sentence = message_of(answer(port, line="GET /v1", Host=None)[2])
-        assert f"http://127.0.0.1:{port}/v1/" in sentence
-        assert status(port, line="GET /v1", Host="bad host/{0}") == 403
-
-    with listening(mlx_host="0.0.0.0", api_key="k") as port:
-        headers = {"Host": "a b/{server}", "x_api_key": "k"}
-        sentence = message_of(answer(port, line="GET /v1", **headers)[2])
-        assert "a b/" not in sentence
-        assert f"http://127.0.0.1:{port}/v1/" in sentence
 
 
 # -- fields that stand for messages which are not stored here --------------------------

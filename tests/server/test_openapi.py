@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import schemathesis
 import start_llm as s
@@ -145,6 +146,33 @@ def check_it_is_decent(payload: bytes) -> None:
 def check_it_serves(served) -> None:
     served.state.engine.is_draining = False  # by POST /v1/drain
     assert ask(served, "POST", CHAT, {"messages": HELLO})[0] == 200
+
+
+TYPES = {  # of bodies, as the server writes them
+    "Status": s.StatusBody,
+    "Request": s.RequestRow,
+    "Health": s.HealthBody,
+    "Proxy": s.ProxyBody,
+    "Replica": s.ReplicaReport,
+}
+PARTS = {  # of the status
+    "divergences": s.Divergence,
+    "refusals": s.Refusal,
+    "totals": s.Totals,
+    "cache": s.EntryReport,
+    "sessions": s.SessionRow,
+    "disk": s.DiskReport,
+}
+
+
+@pytest.mark.parametrize("name", [*TYPES, *PARTS])
+def test_the_file_describes_the_fields_of_the_servers_own_types(name):
+    schemas = DESCRIPTION["components"]["schemas"]
+    described = schemas.get(name) or schemas["Status"]["properties"][name]
+    described = described.get("items", described)
+    own = pydantic.TypeAdapter({**TYPES, **PARTS}[name]).json_schema()
+    assert set(described["properties"]) == set(own["properties"])
+    assert set(described["required"]) == set(own["required"])
 
 
 # -- the file --------------------------------------------------------------------------------------

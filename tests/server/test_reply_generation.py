@@ -56,7 +56,7 @@ def test_a_stream_that_failed_is_not_recorded_as_left(served):
 
     with served.holding(fail_late), closing(generation):
         with pytest.raises(s.ServerError):
-            list(generation.chunks())
+            list(generation.bodies())
         assert generation._decoder.shown_ends
 
     assert transcripts(served) == 0
@@ -65,7 +65,7 @@ def test_a_stream_that_failed_is_not_recorded_as_left(served):
 def test_a_stream_that_its_client_left_is_recorded_as_far_as_it_was_shown(served):
     generation = generate(served, stream=True)
     with closing(generation):
-        for _ in generation.chunks():
+        for _ in generation.bodies():
             if generation._decoder.shown_ends:
                 break
 
@@ -117,7 +117,7 @@ def test_a_fault_of_our_own_is_a_failure_and_no_leaving(served, monkeypatch):
     monkeypatch.setattr(generation._decoder, "feed", fail)
 
     with closing(generation), pytest.raises(RuntimeError, match="planted"):
-        list(generation.chunks())
+        list(generation.bodies())
 
     assert status(served)["recent"][-1]["finish"] == "failed"
     wait_until(lambda: n_running(served) == 0)

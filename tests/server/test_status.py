@@ -38,8 +38,8 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
 
     def look(_fed):
         time.sleep(0.02)
-        for reply in list(served.state.stores.live.values()):
-            request = reply.describe()
+        for row in list(served.state.stores.live.values()):
+            request = row()
             requests_by_phase[request["phase"]].append(request)
 
     messages = opening(1500)
@@ -60,7 +60,7 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
     n_done = [request["done"] for request in prefilling]
     assert n_done == sorted(n_done)
     assert len(set(n_done)) > 1
-    assert any(request["tokens_per_second"] > 0 for request in decoding)
+    assert any(request["tokens_per_second"] for request in decoding)
 
     wait_until(lambda: not status(served)["requests"])
     last = status(served)["recent"][-1]
@@ -76,7 +76,7 @@ def test_a_request_that_runs_has_its_first_token_and_the_limit_of_its_reply(serv
 
     def look(_fed):
         replies = list(served.state.stores.live.values())
-        seen.extend(reply.describe() for reply in replies)
+        seen.extend(row() for row in replies)
 
     with served.holding(look):
         served.ask(opening(300), max_tokens=30)

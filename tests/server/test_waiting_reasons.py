@@ -82,7 +82,7 @@ def pool():
 
 def live(served: Served) -> list[Any]:
     replies = list(served.state.stores.live.values())
-    return [reply.describe() for reply in replies]
+    return [row() for row in replies]
 
 
 def begin(

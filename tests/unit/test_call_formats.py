@@ -888,11 +888,12 @@ def test_a_reply_that_has_to_be_json_is_no_call_without_its_tag(schema: Any) -> 
             kind="chat", tools=TOOLS, deferred_tools=[], json_schema=schema
         ),
         model=SimpleNamespace(
-            tokenizer=SimpleNamespace(think_start="<think>", think_end="</think>")
+            tokenizer=SimpleNamespace(think_start="<think>", think_end="</think>"),
+            template=SimpleNamespace(encode=lambda _: [1]),
         ),
         tool_format=FORMATS["hermes"].detect(),
     )
-    tags = start_llm._ReplyTags.of(prepared).patterns(prepared)
+    tags = start_llm.find_tags(prepared)[0]
     splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, count())
     parser = ReplyParser(splitter, prepared.tool_format, tools=TOOLS, ids=ids)

@@ -220,7 +220,7 @@ def test_a_reply_ends_with_its_call_unless_its_last_tokens_have_more(monkeypatch
     for ending, is_all in endings.items():
         how = {"form": MINIMAX, "parallel_tool_calls": False, "thinks": False}
         decoder = decoder_of(monkeypatch, [*block, ending, "more"], **how)
-        assert decoder.is_over
+        assert decoder.end == "call_limit"
         assert len(decoder.token_ids) == len(block) + 1
         assert decoder.ends_with_call == is_all
     decoder = decoder_of(monkeypatch, [*CALL, "</tool_call>"], thinks=False)
@@ -347,75 +347,61 @@ def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one(
     assert positions == (10, 40, 60, 80, 90)
 
 
-def ending(reason="stop", *, is_over=False, content="Hi", has_calls=False, **fields):
+ENDINGS = {  # what the engine says, why the text was over before: kind, finish_reason
+    ("stop", "open", 0): ("finished", "stop"),
+    ("stop", "open", 2): ("finished", "tool_calls"),
+    ("length", "open", 2): ("cut", "length"),
+    ("deadline", "open", 0): ("cut", "length"),
+    ("repeated", "open", 0): ("cut", "length"),
+    ("stop", "stop_string", 1): ("stopped", "stop"),
+    ("length", "stop_string", 0): ("stopped", "stop"),
+    ("stop", "call_limit", 1): ("stopped", "tool_calls"),
+    ("length", "call_limit", 1): ("stopped", "tool_calls"),
+    ("stop", "broken", 1): ("stopped", "length"),
+    ("cancelled", "open", 0): ("left", "length"),
+    ("cancelled", "stop_string", 0): ("left", "length"),
+    ("failed", "call_limit", 1): ("failed", "length"),
+}
+
+
+@pytest.mark.parametrize(("told", "expected"), ENDINGS.items())
+def test_an_ending_is_one_row_of_a_table(told, expected):
+    reason, text_end, n_calls = told
+    assert s.find_ending(reason, text_end, n_calls=n_calls) == expected
+
+
+def is_replayed(kind="finished", *, content="Hi", has_calls=False, **fields):
     """A reply that the model ended after some text, but for these fields."""
     message = {"role": "assistant", "content": content}
     if has_calls:
         message["tool_calls"] = [{}]
-    ordinary = {
-        "kind": s.find_ending_kind(reason, is_over=is_over),
-        "event": s.FinishedEvent(reason),
-        "finish_reason": "stop",
-        "message": message,
-        "token_ids": [1, 2],
-        "shown_ends": [],
-        "has_end_token": True,
-        "is_thinking": False,
-        "ends_with_call": False,
-        "first_token_seconds": 0.1,
-        "n_read": 10,
-        "waits": {},
-    }
-    return s.ReplyEnding(**{**ordinary, **fields})
+    ordinary = {"has_end_token": True, "is_thinking": False, "ends_with_call": False}
+    return s.can_be_replayed(kind, message, **{**ordinary, **fields})
 
 
-def recording_of(*args, is_chat=True, **fields):
-    return s.decide_recording(ending(*args, **fields), is_chat=is_chat)
-
-
-@pytest.mark.parametrize("reason", ["cancelled", "failed"])
-def test_a_reply_that_was_not_finished_is_recorded_nowhere(reason):
-    assert not any(recording_of(reason))
-
-
-def test_a_completion_is_recorded_in_the_sessions_only():
-    recording = recording_of(is_chat=False)
-    assert recording == s.Recording(in_sessions=True)
-
-
-def test_a_whole_reply_is_recorded_everywhere():
+def test_a_reply_that_the_model_ended_is_replayed():
     for fields in ({}, {"has_calls": True}, {"content": ""}):
-        assert all(recording_of(**fields))
+        assert is_replayed(**fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "in_ledger", "in_healing_store"),
+    ("fields", "expected"),
     [
-        ({}, True, True),
-        ({"has_calls": True}, False, True),
-        ({"content": ""}, False, True),
-        ({"is_thinking": True, "content": ""}, False, False),
+        ({}, True),
+        ({"has_calls": True}, False),
+        ({"content": ""}, False),
+        ({"is_thinking": True, "content": ""}, False),
     ],
 )
-def test_a_reply_cut_at_a_limit_is_replayed_if_it_was_cut_in_its_text(
-    fields, in_ledger, in_healing_store
-):
-    recording = recording_of("length", has_end_token=False, **fields)
-    assert recording_of("deadline", has_end_token=False, **fields) == recording
-    assert recording.in_ledger == in_ledger
-    assert recording.in_healing_store == in_healing_store
+def test_a_reply_cut_at_a_limit_is_replayed_if_it_was_cut_in_its_text(fields, expected):
+    assert is_replayed("cut", has_end_token=False, **fields) == expected
 
 
-def test_a_reply_that_ended_with_its_only_call_is_replayed():
-    fields = {"is_over": True, "has_end_token": False, "has_calls": True}
-    assert all(recording_of(ends_with_call=True, **fields))
-    assert not recording_of(**fields).in_ledger
-
-
-def test_a_reply_ended_by_a_stop_string_is_not_replayed():
-    recording = recording_of(is_over=True, has_end_token=False)
-    assert not recording.in_ledger
-    assert recording.in_healing_store and recording.in_history
+def test_a_reply_that_was_stopped_is_replayed_if_it_ended_with_its_only_call():
+    fields = {"has_end_token": False, "has_calls": True}
+    assert is_replayed("stopped", ends_with_call=True, **fields)
+    assert not is_replayed("stopped", **fields)
+    assert not is_replayed("stopped", has_end_token=False)  # at a stop string
 
 
 # -- how a conversation is named -------------------------------------------------------

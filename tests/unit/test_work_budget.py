@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import pytest
 import start_llm as s
 from server_fixture import MAX_WAIT_SECONDS, wait_until
 
@@ -140,64 +137,3 @@ def test_a_tenth_of_the_limit_is_for_bodies() -> None:
         budgets = [memory.work, memory.held]
         units = [b.for_small.n_units + b.for_large.n_units for b in budgets]
         assert 0.09 * limit < sum(units) <= 0.1 * limit
-
-
-# -- streams are known by their bytes
-
-
-def body(**fields: object) -> bytes:
-    return json.dumps({"messages": [], **fields}).encode()
-
-
-@pytest.mark.parametrize(
-    ("payload", "expected"),
-    [
-        (body(stream=True), True),
-        (body(stream=False), False),
-        (body(stream="true"), False),
-        (body(), False),
-        (b"", False),
-        (b'{"stream": true', True),
-        (b'{"stream" :\n true, "x": "\\""}', True),
-        (b'{"stream": true, "stream": false}', False),
-        (b'{"stream": false, "stream": true}', True),
-        (body(metadata={"stream": True}), False),
-        (body(metadata=[{"stream": True}], stream=True), True),
-        (body(text='"stream": true'), False),
-        (body(text='\\"stream": true, {', stream=True), True),
-        (body(text="stream", x=True), False),
-        (b'["stream", true]', False),
-    ],
-)
-def test_a_stream_is_known_before_anything_is_parsed(
-    payload: bytes, expected: bool
-) -> None:
-    assert s.wants_stream(payload) is expected
-
-
-def random_value(rng: random.Random, depth: int) -> object:
-    kind = rng.randrange(3 if depth == 4 else 5)
-    if kind == 3:
-        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-    if kind == 4:
-        return random_object(rng, depth + 1)
-    return [rng.choice(TEXTS), rng.choice([True, False, None]), rng.random()][kind]
-
-
-def random_object(rng: random.Random, depth: int = 0) -> dict[str, object]:
-    keys = rng.choices([*TEXTS, "stream", "stream"], k=rng.randrange(5))
-    return {key: random_value(rng, depth) for key in keys}
-
-
-TEXTS = ["stream", '"', "\\", '\\"', '"stream": true', "}", "[{", "\n", "\u00e9", ""]
-
-
-def test_of_any_object_the_member_is_found() -> None:
-    rng = random.Random(3)
-    n_streams = 0
-    for _ in range(5_000):
-        fields = random_object(rng)
-        payload = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode()
-        assert s.wants_stream(payload) is (fields.get("stream") is True)
-        n_streams += fields.get("stream") is True
-    assert n_streams > 100
