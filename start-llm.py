@@ -682,7 +682,7 @@ def describe_fault(details: ErrorDetails) -> str:
 #
 # Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
 #          ReplicaAddress, read_replicas, has_tenants, name_tenant, key_of_tenant,
-#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty
+#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty, RuleName
 # Uses     ERRORS
 # Thread   any; pure
 
@@ -713,9 +713,23 @@ _KVBits = Annotated[Literal["off", "2", "2.5", "3", "3.5", "4", "6", "8"], _Lowe
 _KVScheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
-_RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
-_NoteClass = Annotated[Literal["transient", "off"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], _Upper]
+# The rules of CANONICALIZATION, each for a kind of volatile field.
+RuleName = Literal[
+    "billing_header",  # x-anthropic-billing-header: ...
+    "message_id",  # "message_id": "..." in a system prompt
+    "inbound_context",  # a section of OpenClaw's system prompt
+    "user_message_id",  # the same in front of a user's text
+    "timestamp",  # [Wed 2026-02-18 20:48 UTC] before a text
+    "current_time",  # Current time is ...
+    "current_date",  # Current date: ..., Today is ...
+    "git_status",  # gitStatus: ... ends a system prompt
+    "runtime",  # Stats: runtime ...
+    "session_line",  # Runtime: agent=...
+    "reminder",  # <system-reminder>...</system-reminder>
+    "internal_context",  # OpenClaw's last message
+    "late_system",  # a system message after a user message, or LiteLLM's form of it
+]
 
 
 class ConfigError(ValueError):
@@ -726,6 +740,13 @@ def split_list(text: str) -> list[str]:
     """The parts of a comma-separated setting; empty parts are dropped."""
     parts = [part.strip() for part in text.split(",")]
     return [part for part in parts if part]
+
+
+def _split_names(text: str) -> list[str]:
+    return split_list(text.lower())
+
+
+_RuleNames = Annotated[frozenset[RuleName], BeforeValidator(_split_names)]
 
 
 def is_loopback(host: str) -> bool:
@@ -860,21 +881,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cache_disk_max_bytes: _Count = 0  # 0: 32 GiB, but a tenth of the free disk at most
     cache_disk_max_bytes_per_day: _Count = 0  # written; 0: four times the one above
 
-    # Classes of volatile fields: see CANONICALIZATION
-    rule_billing_header: _RuleClass = "telemetry"  # x-anthropic-billing-header: ...
-    rule_message_id: _RuleClass = "pinned"  # "message_id": "..." in a system prompt
-    rule_inbound_context: _RuleClass = "pinned"  # a section of OpenClaw's system prompt
-    rule_user_message_id: _RuleClass = "pinned"  # the same in front of a user's text
-    rule_timestamp: _RuleClass = "pinned"  # [Wed 2026-02-18 20:48 UTC] before a text
-    rule_current_time: _RuleClass = "pinned"  # Current time is ...
-    rule_current_date: _RuleClass = "pinned"  # Current date: ..., Today is ...
-    rule_git_status: _RuleClass = "pinned"  # gitStatus: ... ends a system prompt
-    rule_runtime: _RuleClass = "pinned"  # Stats: runtime ...
-    rule_session_line: _RuleClass = "pinned"  # Runtime: agent=...
-    rule_reminder: _RuleClass = "transient"  # <system-reminder>...</system-reminder>
-    rule_internal_context: _RuleClass = "transient"  # OpenClaw's last message
-    rule_operator_note: _RuleClass = "transient"  # LiteLLM's form of a system message
-    rule_late_system: _NoteClass = "transient"  # a system message after a user message
+    rules_off: _RuleNames = frozenset()  # rules of CANONICALIZATION that are not used
 
     # Sampling, where a request does not say; None: as the model's makers say
     default_temperature: Temperature | None = None  # 0: greedy
@@ -1020,6 +1027,9 @@ def _short_digest(text: str) -> str:
 #     both         QUANTIZED_KV_START=9
 #                               "... nothing acts on it"
 #                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
+#
+# Each rule had a setting once: of RULE_TIMESTAMP=off it is asked whether RULES_OFF is
+# meant.
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
@@ -1074,6 +1084,8 @@ def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownNam
         setting = _find_typo(name, _SETTING_NAMES)
         if not setting and name.upper().startswith("MODEL"):
             setting = "MODEL_PATH"
+        if name.upper().startswith("RULE_"):
+            setting = "RULES_OFF"
         if not setting:
             others = _SETTING_NAMES - {"MODEL_PATH"}
             setting = _find_similar(name, others, ratio=_SIMILAR_RATIO)
@@ -4216,31 +4228,30 @@ def _gif_parts(data: bytes) -> Iterator[bytes]:
 #     [Fri 2026-11-20 14:16 UTC] list files      __STABLE_TIMESTAMP__list files
 #     <system-reminder>plan</system-reminder>
 #
-# A rule finds one kind of volatile field, here a timestamp and a reminder. The setting
-# RULE_<NAME> says what becomes of the field:
+# A rule finds one kind of volatile field, here a timestamp and a reminder. Its kind says
+# what becomes of the field:
 #   telemetry   It means nothing to the model, and is dropped from both copies.
 #   pinned      A value, such as an id or a date. The canonical copy has a placeholder
 #               (in place of a whole block, nothing). A prompt keeps the value that it
 #               had first; LEDGER restates another one.
 #   transient   A note: a block that comes and goes. The canonical copy has nothing in
 #               its place. LEDGER renders it where it is new.
-#   off         It is plain text.
+# What a rule of RULES_OFF would find is plain text.
 #
-# A rule looks at the text parts of a message one by one; only an operator's note goes
-# on in the next parts. Tool results and replies have no volatile fields, whatever is in
-# them. What begins in a code fence is data and stays (but see Rule.is_fenced).
+# A rule looks at the text parts of a message one by one. Tool results and replies have
+# no volatile fields, whatever is in them. What begins in a code fence is data and stays
+# (but see Rule.is_fenced).
 # No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
 #
-# To add a field: an entry in _RULES, a RULE_ setting (see CONFIG), a lesson, tests; if
-# it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS. Its pattern must
-# read any text in linear work (L-113): each repeat without a limit stops at a line end
-# or at the next opener, or is possessive. tests/unit/test_linear_work.py tries each.
+# To add a field: an entry in _RULES, its name in RuleName (see CONFIG), a lesson, tests;
+# if it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS. Its pattern
+# must read any text in linear work (L-113): each repeat without a limit stops at a line
+# end or at the next opener, or is possessive. tests/unit/test_linear_work.py tries it.
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, cut_thinking, text_parts,
-#          keeps_most_text, find_masking_rule
+#          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
@@ -4298,7 +4309,7 @@ _ROUTED: Final = r"""(?x:
 
 
 class Rule(NamedTuple):
-    """How one volatile field is found. `example` and `near_miss` are tested.
+    """How one volatile field is found, and what becomes of it.
 
     Groups of the pattern, each of which it may lack:
         value     what varies of the match; without this group the match is a block, of
@@ -4307,37 +4318,30 @@ class Rule(NamedTuple):
         private   if it has matched, the value may not cross sessions
     """
 
-    name: str
+    name: RuleName
+    kind: Literal["telemetry", "pinned", "transient"]
     roles: frozenset[str]  # of the messages in which it is looked for
     pattern: re.Pattern[str]
-    example: str  # a text in which the pattern finds the field
-    near_miss: str  # one in which it does not
+    example: str  # a text in which the pattern finds the field; tested
     # Whether a pinned value may stand in the prompts of other sessions: it identifies
     # nobody and directs nothing (L-106).
     crosses_sessions: bool = False
     is_fenced: bool = False  # its client writes it in a code fence
-    spans_parts: bool = False  # it goes on in the other text parts of its message
-    setting: str = "off"  # as configured
-
-    @property
-    def is_block(self) -> bool:
-        """Whether all that is found varies, and not only a value in it."""
-        return "value" not in self.pattern.groupindex
 
 
-# The usual class of each is the default of its setting in CONFIG.
 _RULES: Final = (
     # why(L-37): Claude Code's first system block; its cch= changes with each request.
     Rule(
         name="billing_header",
+        kind="telemetry",
         roles=SYSTEM_ROLES,
-        pattern=re.compile(r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
+        pattern=re.compile(r"\A\s*x-anthropic-billing-header: cc_[^\n\ufdd1]*\n*"),
         example="x-anthropic-billing-header: cc_version=2.1.121.dd4; cch=0d3a3;",
-        near_miss="x-anthropic-billing-header: is what some clients send.",
     ),
     # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
     Rule(
         name="message_id",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -4346,7 +4350,6 @@ _RULES: Final = (
             """
         ),
         example='  "message_id": "d9e7c8c5-1777",',
-        near_miss='{"message_id": "d9e7c8c5-1777"}',
         crosses_sessions=True,
         is_fenced=True,
     ),
@@ -4354,6 +4357,7 @@ _RULES: Final = (
     # names the sender and the chat.
     Rule(
         name="inbound_context",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -4366,11 +4370,11 @@ _RULES: Final = (
             """
         ),
         example='## Inbound Context (trusted)\nIt is:\n```json\n{"a": 1}\n```\n',
-        near_miss="## Inbound Context (trusted)\nThere is none.\n",
     ),
     # why(L-116): a question that is sent again has a new id.
     Rule(
         name="user_message_id",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(
             rf"""(?x)
@@ -4383,13 +4387,13 @@ _RULES: Final = (
         ),
         example='Conversation info (untrusted metadata):\n```json\n{\n  "message_id": '
         '"d9e7c8c5-1777"\n}\n```\n\nlist files',
-        near_miss='```json\n{\n  "message_id": "d9e7c8c5-1777"\n}\n```\n\nlist files',
         crosses_sessions=True,
     ),
     # why(L-39): it stands before a user's text. In later requests some stamps become
     # the other form, _ROUTED, which names a session.
     Rule(
         name="timestamp",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(
             rf"""(?x)
@@ -4398,11 +4402,11 @@ _RULES: Final = (
             """
         ),
         example="[Fri 2026-11-20 14:16 UTC] Read notes.txt",
-        near_miss="At [Fri 2026-11-20 14:16 UTC] it began",
         crosses_sessions=True,
     ),
     Rule(
         name="current_time",
+        kind="pinned",
         roles=_SYSTEM_OR_USER,
         pattern=re.compile(
             rf"""(?xm)
@@ -4412,12 +4416,12 @@ _RULES: Final = (
             """
         ),
         example="- **Current time (UTC)**: 10:05 PM. Be brief.",
-        near_miss="current times: 10:05",
         crosses_sessions=True,
     ),
     # why(L-40): a day ends, and all that stands after the date is prefilled again.
     Rule(
         name="current_date",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             rf"""(?xm)
@@ -4430,7 +4434,6 @@ _RULES: Final = (
             """
         ),
         example="Today is Friday, the 20th of November 2026. You help.",
-        near_miss="Today is the day we ship.",
         crosses_sessions=True,
     ),
     # why(L-103): a session that is resumed looks at its folder again. The status may
@@ -4438,6 +4441,7 @@ _RULES: Final = (
     # elsewhere in the prompt, so only prompts of one folder are the same without it.
     Rule(
         name="git_status",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -4455,30 +4459,30 @@ _RULES: Final = (
             """
         ),
         example="gitStatus: now\n\nStatus:\n M notes.txt",
-        near_miss="the gitStatus: (clean)",
         crosses_sessions=True,
     ),
     # why(L-41): figures on a sub-agent's run.
     Rule(
         name="runtime",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(rf"(?m)^Stats: runtime {_REST_OF_LINE}"),
         example="Stats: runtime 896ms, tokens 8.5k",
-        near_miss="Runtime: 896ms",
     ),
     # why(L-41): which agent, session and host; which chat.
     Rule(
         name="session_line",
+        kind="pinned",
         roles=_SYSTEM_OR_USER,
         pattern=re.compile(
             rf"(?m)^(?:Runtime: agent=|Inline buttons not enabled for ){_REST_OF_LINE}"
         ),
         example="Runtime: agent=main | session=agent:main:main | host=vm",
-        near_miss="Runtime: 896ms",
     ),
     # why(L-42): notes that move along with the newest message, and end without a trace.
     Rule(
         name="reminder",
+        kind="transient",
         roles=_USER,
         pattern=re.compile(
             r"""(?xm)
@@ -4488,10 +4492,10 @@ _RULES: Final = (
             """
         ),
         example="<system-reminder>\nplan mode\n</system-reminder>",
-        near_miss="in `<system-reminder>x</system-reminder>` blocks",
     ),
     Rule(
         name="internal_context",
+        kind="transient",
         roles=_USER,
         pattern=re.compile(
             r"""(?xm)
@@ -4504,22 +4508,12 @@ _RULES: Final = (
             "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job\n"
             "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
         ),
-        near_miss="<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job",
-    ),
-    # What LiteLLM's bridge makes of a late system message.
-    Rule(
-        name="operator_note",
-        roles=_USER,
-        pattern=re.compile(r"\AOperator note \(not from the user\)[\s\S]*\Z"),
-        example="Operator note (not from the user): it was\n9 tokens left",
-        near_miss="see: Operator note (not from the user): no",
-        spans_parts=True,
     ),
 )
-# A system message in mid-conversation: it is found by its place, not by a pattern, so
-# nothing in it can be pinned. It is too much to be dropped: transient or off.
+# A system message in mid-conversation is found by its place, not by a pattern. The
+# bridge of LiteLLM makes a user message of it, which begins with these words.
 _LATE_SYSTEM: Final = "late_system"
-_SYSTEM_NOTES: Final = frozenset({_LATE_SYSTEM, "operator_note"})
+_OPERATOR_NOTE: Final = "Operator note (not from the user)"
 
 
 # -- fields and messages ---------------------------------------------------------------
@@ -4556,11 +4550,12 @@ class CanonicalMessage:
     role: str
     # As sent, without telemetry; its content is one text, and thinking has its field.
     original: Message
-    canonical: Message
-    digest: bytes  # of `canonical`
+    canonical: str  # the content as compared
+    digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    pinned: tuple[PinnedValue, ...] = ()  # in the content of `original`, ascending
-    inline_notes: tuple[Note, ...] = ()  # the same
+    # In the content of `original`, ascending: a block, then the values in it.
+    pinned: tuple[PinnedValue, ...] = ()
+    inline_notes: tuple[Note, ...] = ()  # in the content, ascending
     notes_above: tuple[Note, ...] = ()  # are rendered before the content
     notes_below: tuple[Note, ...] = ()  # and after it
     dropped: tuple[str, ...] = ()  # the rule of each telemetry field
@@ -4584,34 +4579,28 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
 def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     """The text without these fields, which _find_fields() has found.
 
-    A pinned value becomes a placeholder. A pinned block is left out, with the fields
-    inside it. A note is left out, with the line breaks around it, which come and go
-    with it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
+    A pinned value becomes a placeholder. A pinned block is left out, with the values
+    in it. A note is left out, with the line breaks around it, which come and go with
+    it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
     """
     pieces: list[str] = []
     end = 0
-    for volatile in _outer_fields(fields):
+    for volatile in fields:
+        if volatile.start < end:
+            continue  # in a block
         pieces.append(text[end : volatile.start])
         end = volatile.end
+        if isinstance(volatile, PinnedValue):
+            if not volatile.block:
+                pieces.append(f"__STABLE_{volatile.rule.upper()}__")
+            continue
 
-        if isinstance(volatile, Note):
-            while text.startswith("\n", end):
-                end += 1
-            _strip_line_breaks(pieces)
-            if pieces and end < len(text):
-                pieces.append("\n\n")
-        elif not volatile.block:
-            pieces.append(_placeholder(volatile.rule))
+        while text.startswith("\n", end):
+            end += 1
+        _strip_line_breaks(pieces)
+        if pieces and end < len(text):
+            pieces.append("\n\n")
     return "".join([*pieces, text[end:]])
-
-
-def _outer_fields(fields: Iterable[VolatileField]) -> Iterator[VolatileField]:
-    """These fields, which ascend, but for those inside a pinned block."""
-    end = 0
-    for volatile in fields:
-        if volatile.start >= end:
-            end = volatile.end
-            yield volatile
 
 
 def _strip_line_breaks(pieces: list[str]) -> None:
@@ -4621,11 +4610,6 @@ def _strip_line_breaks(pieces: list[str]) -> None:
         if last:
             pieces.append(last)
             return
-
-
-def _placeholder(rule: str) -> str:
-    name = "MSG_ID" if rule == "message_id" else rule.upper()
-    return f"__STABLE_{name}__"
 
 
 def wrap_reminder(text: str) -> str:
@@ -4639,25 +4623,6 @@ def wrap_reminder(text: str) -> str:
 
 
 # -- digests ---------------------------------------------------------------------------
-
-
-def _digest_input(
-    message: Message, canonical_content: str, fields: Iterable[VolatileField]
-) -> bytes:
-    """The digest of a message that is no reply: role, name and canonical content.
-
-    Not the call that it answers: clients rewrite ids. Nor fields that we do not know,
-    so a replayed message keeps those that it had first.
-    """
-    role = message["role"]
-    # why(L-92): clients trim line breaks, except in tool results.
-    text = canonical_content if role == "tool" else canonical_content.strip("\n")
-    # A placeholder that the client wrote itself is text, and stands for no value.
-    outer_fields = _outer_fields(fields)
-    pinned = [found for found in outer_fields if isinstance(found, PinnedValue)]
-    n_placeholders = sum(1 for found in pinned if not found.block)
-    parts = [role, message.get("name", ""), text, str(n_placeholders)]
-    return sha256("\0".join(parts).encode()).digest()
 
 
 def reply_digest(message: Message) -> bytes:
@@ -4773,11 +4738,10 @@ class Canonicalizer:
         `thinking_tags`: the texts around the model's thinking; "" where there are none.
         """
         self.rules: list[Rule] = []  # but those that are off
-        for rule in _RULES:
-            setting = getattr(config, f"rule_{rule.name}")
-            if setting != "off":
-                self.rules.append(rule._replace(setting=setting))
-        self._moves_late_system = config.rule_late_system != "off"
+        self._moves_late_system = False
+        if config.cache_canonicalize_tool_context:
+            self.rules = [rule for rule in _RULES if rule.name not in config.rules_off]
+            self._moves_late_system = _LATE_SYSTEM not in config.rules_off
         self._part_separator = part_separator
         self._thinking_tags = thinking_tags
         self.memo: Memo[CanonicalMessage] = Memo(self.MEMO_BYTES)
@@ -4802,66 +4766,50 @@ class Canonicalizer:
 
         The message stands after the system prompt: a system message is a late one.
         """
-        if message.role == "user":
-            has_text = message.canonical["content"].strip()
-            # why(L-134): a block has no text in the canonical copy, and is not lost.
-            has_block = any(pinned.block for pinned in message.pinned)
-            return () if has_text or has_block else message.notes
-        if message.role not in SYSTEM_ROLES:
-            return ()
-
         text = message.original["content"]
         if self._moves_late_system and _IMAGE_MARK not in text:
-            return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
-        return ()
+            if message.role in SYSTEM_ROLES:
+                return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
+            if message.role == "user" and text.startswith(_OPERATOR_NOTE):
+                return (Note(_LATE_SYSTEM, text.strip()),)
+        is_note = message.role == "user" and not message.canonical.strip()
+        return message.notes if is_note else ()
 
     def _make(self, message: Message) -> CanonicalMessage:
         role = message["role"]
         if role == "assistant":
             return self._make_reply(message)
 
-        parts = self._read_parts(message)
-        texts = [part.text for part in parts]
-        content, starts = self._join_parts(texts, role)
+        rules = [rule for rule in self.rules if role in rule.roles]
+        parts = [_read_part(text, rules) for text in _text_parts(message["content"])]
+        content, starts = self._join_parts([part.text for part in parts], role)
         # Joined without its notes: a part that is a note leaves no line break behind.
-        canonical_texts = [part.canonical for part in parts]
-        canonical, _ = self._join_parts(canonical_texts, role)
+        canonical, _ = self._join_parts([part.canonical for part in parts], role)
         fields: list[VolatileField] = []
         dropped: list[str] = []
         for part, start in zip(parts, starts, strict=True):
+            fields += _move_fields(part.fields, start)
             dropped += part.dropped
-            fields += [_move_field(found, start) for found in part.fields]
-        original = {**message, "content": content}
-        return _make_input(original, canonical, fields, dropped=dropped)
-
-    def _read_parts(self, message: Message) -> list[_Part]:
-        role = message["role"]
-        texts = text_parts(message["content"])
-        rules = [rule for rule in self.rules if role in rule.roles]
-        spanning_rules = [rule for rule in rules if rule.spans_parts]
-        if any(rule.pattern.search(texts[0]) for rule in spanning_rules):
-            joined_text, _ = self._join_parts(texts, role)
-            texts = [joined_text]
-        return [_read_part(text, rules) for text in texts]
+        return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
-        content = self._part_separator.join(text_parts(message["content"]))
+        content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
         if not thinking:
-            thinking, content = cut_thinking(content, self._thinking_tags)
+            thinking, content = _cut_thinking(content, self._thinking_tags)
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
-        canonical = {**message, "content": content}
-        canonical.pop("reasoning_content", None)
-        original = canonical
+        original = {**message, "content": content}
+        original.pop("reasoning_content", None)
+        digest = reply_digest(original)
         if thinking.strip():
-            original = {**canonical, "reasoning_content": thinking}
+            original["reasoning_content"] = thinking
         return CanonicalMessage(
             role="assistant",
             original=original,
-            canonical=canonical,
-            digest=reply_digest(canonical),
+            canonical=content,
+            digest=digest,
             thinking=thinking.strip(),
         )
 
@@ -4887,7 +4835,7 @@ class Canonicalizer:
         return text, starts
 
 
-def cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
+def _cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
     """The thinking at the start of a reply, and the content after it.
 
     Some clients send a reply back as it was streamed, its thinking in the content.
@@ -4901,7 +4849,7 @@ def cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
     return "", content
 
 
-def text_parts(content: str | list[JsonObject]) -> list[str]:
+def _text_parts(content: str | list[JsonObject]) -> list[str]:
     """The texts of a message's content."""
     if isinstance(content, str):
         return [content]
@@ -4910,19 +4858,22 @@ def text_parts(content: str | list[JsonObject]) -> list[str]:
 
 def _make_input(
     original: Message,
-    canonical_content: str,
+    canonical: str,
     fields: Sequence[VolatileField] = (),
-    *,
     dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
     """The canonical message of a message whose content is text, and no reply."""
+    # The digest has neither the call that it answers, for clients rewrite ids, nor
+    # fields that we do not know: a replayed message keeps those that it had first.
+    # why(L-92): clients trim line breaks, except in tool results.
     role = original["role"]
-    name = original.get("name", "")
+    compared = canonical if role == "tool" else canonical.strip("\n")
+    parts = [role, original.get("name", ""), compared]
     return CanonicalMessage(
         role=role,
         original=original,
-        canonical={"role": role, "name": name, "content": canonical_content},
-        digest=_digest_input(original, canonical_content, fields),
+        canonical=canonical,
+        digest=sha256("\0".join(parts).encode()).digest(),
         pinned=tuple(found for found in fields if isinstance(found, PinnedValue)),
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
@@ -4935,19 +4886,27 @@ class _Part(NamedTuple):
     text: str  # without telemetry
     canonical: str
     fields: list[VolatileField]  # in `text`
-    dropped: list[str]  # the rule of each telemetry field
+    dropped: list[RuleName]  # the rule of each telemetry field
 
 
-def _read_part(text: str, rules: Sequence[Rule]) -> _Part:
-    telemetry = _find_fields(text, [r for r in rules if r.setting == "telemetry"])
-    text = mask_volatile(text, telemetry)
-    fields = _find_fields(text, [r for r in rules if r.setting != "telemetry"])
-    dropped = [found.rule for found in telemetry]
+def _read_part(text: str, rules: Iterable[Rule]) -> _Part:
+    dropped = []
+    lasting_rules = []
+    for rule in rules:
+        if rule.kind != "telemetry":
+            lasting_rules.append(rule)
+            continue
+        text, n_dropped = rule.pattern.subn("", text)
+        dropped += [rule.name] * n_dropped
+    fields = _find_fields(text, lasting_rules)
     return _Part(text, mask_volatile(text, fields), fields, dropped)
 
 
-def _move_field(found: VolatileField, distance: int) -> VolatileField:
-    return found._replace(start=found.start + distance, end=found.end + distance)
+def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[VolatileField]:
+    return [
+        found._replace(start=found.start + distance, end=found.end + distance)
+        for found in fields
+    ]
 
 
 # A code fence. The group `unclosed` is "" where it never ends, and None where it does.
@@ -4963,23 +4922,31 @@ _FENCE: Final = re.compile(
 
 
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
-    """The volatile fields of a text, as _drop_overlaps() leaves them.
+    """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    No field is what is data, in a code fence, nor what has an image in it: the model
-    must see this image (L-57).
+    A pinned block is followed by the values in it, which have places of their own. No
+    field is what is data, in a code fence, nor what has an image in it: the model must
+    see this image (L-57).
     """
     if not rules:
         return []
     unfenced_text = _FENCE.sub(_blank_fence, text)
-    found: list[VolatileField] = []
+    found: list[list[VolatileField]] = []
     for rule in rules:
         for match in rule.pattern.finditer(text):
             # Where the match begins, its context included.
             begins_in_fence = unfenced_text[match.start()] == "\0"
             is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
-                found.append(_make_field(rule, match, rules))
-    return _drop_overlaps(found)
+                found.append(_make_fields(rule, match, rules))
+
+    fields: list[VolatileField] = []
+    end = 0
+    for field_and_inner in sorted(found, key=lambda volatile: volatile[0].start):
+        if field_and_inner[0].start >= end:
+            fields += field_and_inner
+            end = field_and_inner[0].end
+    return fields
 
 
 def _blank_fence(fence: re.Match[str]) -> str:
@@ -4988,56 +4955,31 @@ def _blank_fence(fence: re.Match[str]) -> str:
     return "\0" * len(fence[0])
 
 
-def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
-    """The fields, ascending; of two that overlap, the first one.
+def _make_fields(
+    rule: Rule, match: re.Match[str], rules: Iterable[Rule]
+) -> list[VolatileField]:
+    """The field that a rule has found; of a block also the values in it, by `rules`."""
+    groups = match.groupdict()
+    if rule.kind == "transient":
+        return [Note(rule.name, match[0].strip(), *match.span())]
 
-    The values inside a pinned block stay, too: they have places of their own. A note
-    inside is a part of the block.
-    """
-    fields: list[VolatileField] = []
-    end = 0  # of the last field that is no block
-    block_end = 0
-    for volatile in sorted(found, key=lambda volatile: volatile.start):
-        is_pinned = isinstance(volatile, PinnedValue)
-        is_inner_value = is_pinned and volatile.end <= block_end
-        starts_in_block = volatile.start < block_end
-        if volatile.start < end or (starts_in_block and not is_inner_value):
-            continue
-        fields.append(volatile)
-        if isinstance(volatile, PinnedValue) and volatile.block:
-            block_end = max(block_end, volatile.end)
-        else:
-            end = volatile.end
-    return fields
-
-
-def _make_field(
-    rule: Rule, match: re.Match[str], rules: Sequence[Rule]
-) -> VolatileField:
-    """The field that a rule has found. `rules`: all, for the fields inside a block."""
-    has_context = "context" in rule.pattern.groupindex
-    start = match.end("context") if has_context else match.start()
-    end = match.end()
-    block = match.string[start:end]
-    if rule.setting == "transient":
-        return Note(rule.name, block.strip(), start, end)
-
-    if rule.is_block or rule.setting == "telemetry":
-        inner_rules = [r for r in rules if r.setting == "pinned" and r is not rule]
-        value = mask_volatile(block, _find_fields(block, inner_rules))
-    else:
+    is_private = not rule.crosses_sessions or groups.get("private") is not None
+    if "value" in groups:
         start, end = match.span("value")
         value = match["value"].strip()
-        block = ""
-    has_private_part = match.groupdict().get("private") is not None
-    return PinnedValue(
+        return [PinnedValue(rule.name, value, start, end, is_private=is_private)]
+
+    block = match[0]
+    inner = _find_fields(block, [other for other in rules if other is not rule])
+    pinned = PinnedValue(
         rule=rule.name,
-        value=value,
-        start=start,
-        end=end,
+        value=mask_volatile(block, inner),
+        start=match.start(),
+        end=match.end(),
         block=block,
-        is_private=has_private_part or not rule.crosses_sessions,
+        is_private=is_private,
     )
+    return [pinned, *_move_fields(inner, match.start())]
 
 
 # -- a conversation --------------------------------------------------------------------
@@ -5068,88 +5010,86 @@ def canonicalize_messages(
     Raises what `check_client` raises.
     """
     folding = _NoteFolding()
-    for index, message in enumerate(messages):
+    for index, sent_message in enumerate(messages):
         if index % _MESSAGES_BETWEEN_LOOKS == 0:
             check_client()
-        canonical_message = canonicalizer.canonicalize(message)
+        message = canonicalizer.canonicalize(sent_message)
         notes: tuple[Note, ...] = ()
         if folding.first is not None:  # after the system prompt
-            notes = canonicalizer.find_notes(canonical_message)
+            notes = canonicalizer.find_notes(message)
         if notes:
             folding.add_notes(notes)
         else:
-            folding.add_message(canonical_message)
+            folding.add_message(message)
     return folding.fold()
 
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """A message of a conversation, to which notes may still be added."""
+    """A message to which notes may be added: in linear work (L-113), so not a tuple."""
 
     message: CanonicalMessage
     notes_above: list[Note] = field(default_factory=list)
     notes_below: list[Note] = field(default_factory=list)
-    made_of: tuple[Note, ...] = ()  # the notes, if it stands for notes alone
-
-    def close(self) -> CanonicalMessage:
-        if not self.notes_above and not self.notes_below:
-            return self.message
-        return replace(
-            self.message,
-            notes_above=tuple(self.notes_above),
-            notes_below=tuple(self.notes_below),
-        )
 
 
 class _NoteFolding:
-    """The messages of a conversation so far, and where the next notes go.
-
-    Each step looks at the first and the last message only: ten times as many notes take
-    ten times as long, and no more (L-113).
-    """
+    """The messages of a conversation so far, and where the next notes go."""
 
     def __init__(self) -> None:
         self._messages: list[_OpenMessage] = []
         self.first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
-
-    def fold(self) -> tuple[CanonicalMessage, ...]:
-        """All messages, with the notes that belong to them."""
-        return tuple(message.close() for message in self._messages)
+        # Of messages of notes after a reply, or after a late system message. They go
+        # into the question that follows (L-101).
+        self._waiting: list[tuple[Note, ...]] = []
 
     def add_message(self, message: CanonicalMessage) -> None:
         added = _OpenMessage(message)
-        if self._messages and message.role == "user":
-            last = self._messages[-1]
-            if last.made_of:
-                # why(L-101): notes after a reply belong to the question that follows.
-                self._messages.pop()
-                added.notes_above = [*last.made_of, *last.notes_below]
+        if message.role == "user":
+            added.notes_above += chain.from_iterable(self._waiting)
+            self._waiting = []
+        self._close_waiting()
         self._messages.append(added)
         if self.first is None and message.role not in SYSTEM_ROLES:
             self.first = added
         self._has_reply = self._has_reply or message.role == "assistant"
 
     def add_notes(self, notes: tuple[Note, ...]) -> None:
-        """Add notes to a neighbour, after the first message that is no system message.
-
-        Not to what the model has said, nor to a late system message.
-        """
+        """Add the notes of a message after the first that is no system message."""
         last = self._messages[-1]
-        is_by_system = notes[0].rule in _SYSTEM_NOTES
-        if is_by_system and not self._has_reply:
+        if notes[0].rule == _LATE_SYSTEM and not self._has_reply:
             # So system prompt, tools and environment are one prefix for all sessions.
             # why(L-43): a client sends its environment after the user's first words.
             assert self.first is not None
             self.first.notes_above += notes
-        elif last.message.role in ("user", "tool"):
+        elif not self._waiting and last.message.role in ("user", "tool"):
             # why(L-43): there, a note keeps the whole prompt before it a prefix.
             last.notes_below += notes
         else:
-            # A message of the user's, which the next question takes the place of.
-            text = "\n\n".join(note.text for note in notes)
+            self._waiting.append(notes)
+
+    def fold(self) -> tuple[CanonicalMessage, ...]:
+        """All messages, with the notes that belong to them."""
+        self._close_waiting()
+        return tuple(
+            replace(
+                opened.message,
+                notes_above=tuple(opened.notes_above),
+                notes_below=tuple(opened.notes_below),
+            )
+            for opened in self._messages
+        )
+
+    def _close_waiting(self) -> None:
+        """Make a message of the user's of notes that no question has followed."""
+        if self._waiting:
+            first, *others = self._waiting
+            text = "\n\n".join(note.text for note in first)
             message = _make_input({"role": "user", "content": text}, text)
-            self._messages.append(_OpenMessage(message, made_of=notes))
+            below = [*chain.from_iterable(others)]
+            self._messages.append(_OpenMessage(message, notes_below=below))
+            self._waiting = []
 
 
 # -- for people ------------------------------------------------------------------------
@@ -5167,25 +5107,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
         folded_notes = [*message.notes_above, *message.notes_below]
         n_original += len(message.original["content"])
         n_original += sum(len(note.text) for note in folded_notes)
-        n_canonical += len(message.canonical["content"])
+        n_canonical += len(message.canonical)
     return 10 * n_canonical >= 9 * n_original
-
-
-def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
-    """The setting of a rule that finds all in which two texts differ, active or not.
-
-    `role`: of the messages whose texts these are. Rules look at some roles only.
-    """
-    for rule in _RULES:
-        if role not in rule.roles:
-            continue
-        setting = "transient" if rule.is_block else "pinned"
-        active = [rule._replace(setting=setting)]
-        old_masked = mask_volatile(old_text, _find_fields(old_text, active))
-        new_masked = mask_volatile(new_text, _find_fields(new_text, active))
-        if old_masked == new_masked:
-            return f"RULE_{rule.name.upper()}"
-    return None
 
 
 # region SAVED RECORDS =========================================================
@@ -6990,20 +6913,14 @@ class _MessageShaper:
     """Puts messages into a form that the template can print."""
 
     markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    part_separator: str
-    thinking_tags: tuple[str, str]  # "" if the model has none
     merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
     hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
 
     def shape(self, message: Message) -> Message:
         """A copy of a message in which all markup is broken."""
         role = message["role"]
-        content = self.part_separator.join(text_parts(message["content"]))
-        if role == "assistant" and "reasoning_content" not in message:
-            thinking, content = cut_thinking(content, self.thinking_tags)
-            if thinking:
-                message = {**message, "reasoning_content": thinking}
-        shaped = {**message, "content": content}
+        content = message["content"]
+        shaped = {**message}
         if role == "developer":
             shaped["role"] = "system"  # why(L-14)
 
@@ -7386,6 +7303,7 @@ class ChatTemplate:
         `ends`: the tokens that end a reply; without them no call can be spliced.
         """
         thinking_tags = (think_start, think_end)
+        self._thinking_tags = thinking_tags  # "" if the model has none
         self._config = config
         self._encoder = Encoder(tokenizer)
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
@@ -7393,8 +7311,6 @@ class ChatTemplate:
         self.traits = probe_traits(self._renderer, self._encoder)
         self.shaper = _MessageShaper(
             markup=self._encoder.find_markup(self.source, thinking_tags),
-            part_separator=self.traits.part_separator,
-            thinking_tags=thinking_tags,
             merges_thinking=self.traits.merges_thinking,
             hides_writes=config.normalize_write_tool_content_for_prompt,
         )
@@ -7508,7 +7424,10 @@ class ChatTemplate:
             raise BadRequest(
                 "this model has no chat template, only completions", field="messages"
             )
-        shaped = [self.shaper.shape(m) for m in messages or request.messages]
+        if messages is None:
+            canonical = map(self._canonicalizer.canonicalize, request.messages)
+            messages = [message.original for message in canonical]
+        shaped = [self.shaper.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
         self._log_losses(folded, request.tools, text)
@@ -7549,7 +7468,9 @@ class ChatTemplate:
             if self.shaper.hides_writes or not self.traits.has_tools:
                 return []
             return [call["function"] for call in message.get("tool_calls", ())]
-        return text_parts(message["content"])
+        return [
+            content if isinstance(content := message["content"], str) else str(content)
+        ]
 
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
@@ -7769,7 +7690,7 @@ class ChatTemplate:
 
     def _opens_thinking(self, generation_prompt: str) -> bool:
         """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self.shaper.thinking_tags
+        start_tag, end_tag = self._thinking_tags
         if not start_tag:
             return False
         last_start = generation_prompt.rfind(start_tag)
@@ -14136,7 +14057,7 @@ def count_reread_tokens(
     n_characters = 0
     n_repeated_characters = 0
     for message in request.messages[n_stable:]:
-        size = len(str(message.canonical))
+        size = len(str(message.original))
         n_characters += size
         if message.digest in earlier_digests:
             n_repeated_characters += size
@@ -14154,7 +14075,6 @@ class ChangedText(NamedTuple):
 
     earlier: str
     current: str
-    rule: str | None  # the RULE_... setting that could mask the difference, if one can
 
 
 class MissReason(NamedTuple):
@@ -14174,7 +14094,6 @@ class MissReason(NamedTuple):
         if self.change is not None:
             body["was"] = self.change.earlier
             body["is"] = self.change.current
-            body["rule"] = self.change.rule
         return body
 
 
@@ -14220,11 +14139,8 @@ def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason |
     if index == len(earlier.messages):
         return MissReason(_judge_reply(earlier, request, message), index, message.role)
 
-    change = _compare_texts(earlier.messages[index].canonical, message.canonical)
-    sentence = f"a {message.role} message differs"
-    if change.rule:
-        sentence += f", which {change.rule} could mask"
-    return MissReason(sentence, index, message.role, change)
+    change = _compare_texts(earlier.messages[index], message)
+    return MissReason(f"a {message.role} message differs", index, message.role, change)
 
 
 def _judge_reply(
@@ -14239,18 +14155,18 @@ def _judge_reply(
     return "the last reply came back changed, or is now rendered differently"
 
 
-def _compare_texts(earlier: Message, current: Message) -> ChangedText:
+def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> ChangedText:
     """The first difference of two contents; if they are equal, of whole messages."""
-    text = current["content"]
-    earlier_text = earlier["content"]
+    text = current.canonical
+    earlier_text = earlier.canonical
     if text == earlier_text:
-        text = str(current)
-        earlier_text = str(earlier)
+        no_thinking = {"reasoning_content": ""}  # which is not compared
+        text = str({**current.original, **no_thinking})
+        earlier_text = str({**earlier.original, **no_thinking})
 
     start = max(0, count_common(earlier_text, text) - EXCERPT_MARGIN)
     excerpt = slice(start, start + 3 * EXCERPT_MARGIN)
-    rule = find_masking_rule(current["role"], earlier_text, text)
-    return ChangedText(earlier_text[excerpt], text[excerpt], rule)
+    return ChangedText(earlier_text[excerpt], text[excerpt])
 
 
 # region VISION MODEL ==========================================================

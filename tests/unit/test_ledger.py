@@ -992,8 +992,10 @@ THINKS_AFTER_RESULTS = """\
 
 
 def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> None:
-    server = Server(rule_late_system="off")
-    server.speaker = spoken("chatml/tiny", THINKS_AFTER_RESULTS, rule_late_system="off")
+    server = Server(rules_off="late_system")
+    server.speaker = spoken(
+        "chatml/tiny", THINKS_AFTER_RESULTS, rules_off="late_system"
+    )
     past = server.answer([SYSTEM, USER], asks("x"))
     messages = [SYSTEM, USER, asks("x"), result("found it"), LATE]
 
@@ -1885,14 +1887,6 @@ def test_tools_of_one_sender_are_not_shown_to_another() -> None:
     for name, is_shown in (("alice", True), ("bob", False)):
         text = server.text(server.draft([*begun[name], *tail], tools=[]))
         assert ("the secret of alice" in text) is is_shown
-
-
-def test_notes_in_a_system_prompt_stay_in_their_session() -> None:
-    """With a rule configured so: a head is shared by those with the same notes."""
-    server = Server(rule_inbound_context="transient")
-    say_to(server, begun_by("alice", "inbound context"), "alice", "")
-    draft = server.draft(begun_by("bob", "inbound context"))
-    assert "alice" not in server.text(draft)
 
 
 def test_a_session_that_was_forgotten_renders_its_head_anew() -> None:
