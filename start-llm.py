@@ -170,6 +170,7 @@ from contextlib import (
     ExitStack,
     closing,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from copy import copy, deepcopy
@@ -2136,8 +2137,8 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any]  # for the chat template; never enable_thinking
     # Called between two pieces of long work. Raises ClientGone.
     check_client: Callable[[], None] = field(default=assume_client, compare=False)
-    # Tokens of a longer prompt are estimated from here on; it is refused anyway.
-    max_counted_tokens: int = sys.maxsize
+    # A longer prompt is refused, and not tokenized.
+    max_prompt_characters: int = sys.maxsize
 
 
 # -- replies ---------------------------------------------------------------------------
@@ -5845,18 +5846,17 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A
-# very long piece is cut where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens (Encoder).
 #
-# Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
-#          Encoder
-# Uses     ERRORS, WORK BUDGET, API TYPES, CANONICALIZATION
+# Public   token_pattern, break_markup, remove_breaks, Encoder
+# Uses     WORK BUDGET, API TYPES, CANONICALIZATION
 # Thread   any
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BREAKS: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # a client's own ones are doubled
 _NO_MATCH: Final = "(?!)"
 _ENCODER_MEMO_BYTES: Final = 64_000_000
+_LONG_CHARACTERS: Final = 1 << 18  # of longer texts one is tokenized at a time
 
 
 def token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -5905,102 +5905,6 @@ def remove_breaks(text: str) -> str:
     return _BREAKS.sub(r"\1", text)
 
 
-class EncodingLimit(NamedTuple):
-    """Where the encoding of a text may end early.
-
-    It ends after the first part with which the text has more than `max_tokens`.
-    `check_client` is called before each part; what it raises ends the encoding, too.
-    """
-
-    max_tokens: int = sys.maxsize
-    check_client: Callable[[], None] = assume_client
-    field: str = "messages"  # of the request, which has the text: for an error
-
-
-class EncodedPrompt(NamedTuple):
-    """The tokens of a text, or of its beginning."""
-
-    ids: TokenIds
-    n_left_out: int  # about so many tokens follow, which were not made
-
-    @property
-    def n_tokens(self) -> int:
-        """Of the whole text; if some were left out, an estimate."""
-        return len(self.ids) + self.n_left_out
-
-
-_PIECE_CHARACTERS: Final = 1 << 16  # of a text that is tokenized at once
-_LONG_PIECES: Final = 4  # a text of more pieces that cannot be cut is counted first
-_MAX_WHOLE_PIECES: Final = 64  # a text of more pieces that cannot be cut is refused
-_COMPARED_CHARACTERS: Final = 64  # are encoded before and after a place, to try a cut
-_MAX_CUT_TRIES: Final = 64
-# Where a text may be cut: at the space between two words, and between two lines.
-_WORD_END: Final = "(?<=[a-zA-Z][a-zA-Z])[ ](?=[a-zA-Z][a-zA-Z])"
-_LINE_END: Final = r"(?<=\n)(?=\S)"
-# Find tokens that go on at such a place. Vocabularies spell a space " ", "\u2581" or
-# "\u0120". "\0" stands between two tokens.
-_WORD_CROSSING: Final = re.compile("[a-zA-Z][ \u2581\u0120][a-zA-Z]")
-_LINE_CROSSING: Final = re.compile(r"[\n\u010a][^\s\0\u010a\u010d\u0120\u0109\u2581]")
-
-
-class _TextCutter:
-    """Cuts a long text where no token of a tokenizer goes on, whatever is around.
-
-    why(L-118): a tokenizer takes 160 bytes for each byte of a text. So a long text is
-    tokenized in parts, which must give the very tokens that the whole gives.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def split(self, text: str) -> Iterator[str]:
-        """Parts of a text, most of them a bit longer than _PIECE_CHARACTERS.
-
-        For "a brown fox" they are "a brown" and " fox". Some tokenizers put a space
-        before each text: for these they are "a brown" and "fox".
-        """
-        start = 0
-        while len(text) - start > _PIECE_CHARACTERS:
-            cut = self._find_cut(text, start)
-            if cut is None:
-                break
-            yield text[start : cut.start]
-            start = cut.stop
-        yield text[start:]
-
-    @cached_property
-    def _places(self) -> re.Pattern[str]:
-        """Where a text may be cut: no token of the vocabulary goes on there."""
-        tokens = "\0".join(self._tokenizer.get_vocab(with_added_tokens=False))
-        places = []
-        if not _WORD_CROSSING.search(tokens):
-            places.append(_WORD_END)
-        if not _LINE_CROSSING.search(tokens):
-            places.append(_LINE_END)
-        return re.compile("|".join(places) or _NO_MATCH)
-
-    def _find_cut(self, text: str, start: int) -> slice | None:
-        """The end of a part that begins at `start`, and the start of the next one."""
-        places = self._places.finditer(text, start + _PIECE_CHARACTERS)
-        for place in islice(places, _MAX_CUT_TRIES):
-            # A part that follows a word begins with the space, or after it if the
-            # tokenizer puts one before each text. At a line end both are one position.
-            for next_start in sorted({place.start(), place.end()}):
-                cut = slice(place.start(), next_start)
-                if self._keeps_tokens(text, cut):
-                    return cut
-        return None
-
-    def _keeps_tokens(self, text: str, cut: slice) -> bool:
-        """Whether the text around a cut has the same tokens, cut and whole."""
-        first = max(0, cut.start - _COMPARED_CHARACTERS)
-        last = cut.stop + _COMPARED_CHARACTERS
-        ids_before = _encode_plain(self._tokenizer, text[first : cut.start])
-        ids_after = _encode_plain(self._tokenizer, text[cut.stop : last])
-        whole_ids = _encode_plain(self._tokenizer, text[first:last])
-        return ids_before + ids_after == whole_ids
-
-
 class Encoder:
     """The tokens of rendered text.
 
@@ -6022,14 +5926,14 @@ class Encoder:
         self.find_added = token_pattern(self._ids_of_added)
         self.memo: Memo[TokenIds] = Memo(_ENCODER_MEMO_BYTES)
         self.tenant = ""  # whose texts these are, for the memo
-        self._long_texts = WorkBudget(1)  # why(L-118): without a cut, one at a time
+        # why(L-118): a tokenizer takes 160 bytes for each byte of a text.
+        self._long_texts = WorkBudget(1)
 
         # The same tokenizer, but without added tokens.
         plain = Tokenizer(self.tokenizer.model)
         plain.normalizer = self.tokenizer.normalizer
         plain.pre_tokenizer = self.tokenizer.pre_tokenizer
         self._piece_tokenizer = plain
-        self._cutter = _TextCutter(plain)
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
         # Then texts are left whole. To find out, a sample is encoded in pieces.
@@ -6067,117 +5971,52 @@ class Encoder:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text. Broken markup is text, all other markup is markup."""
-        return self._encode_parts(
-            self._parts(text), self._encode_part, text, EncodingLimit()
-        ).ids
+        return self._encode_parts(self._parts(text))
 
     def encode_raw(self, text: str) -> TokenIds:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(self, text: str, limit: EncodingLimit) -> EncodedPrompt:
+    def encode_completion(
+        self, text: str, check_client: Callable[[], None] = assume_client
+    ) -> TokenIds:
         """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        if len(text) > _PIECE_CHARACTERS and self.can_split:
-            parts = self._parts_of_completion(text)
-            if parts is not None:
-                return self._encode_parts(parts, self._encode_part, text, limit)
-        return self._encode_parts([text], self._encode_whole, text, limit)
+        check_client()
+        with self._reserve_long(text, check_client):
+            return _tokenize(self.tokenizer, text, add_special_tokens=True)
 
-    def _parts_of_completion(self, text: str) -> Iterable[str | TokenIds] | None:
-        """The parts of a text, between what the tokenizer adds to any text.
-
-        None: what it adds is neither at the start nor at the end.
-        """
-        short_ids = self._encode_whole("a")
-        plain_ids = self.encode("a")
-        start = int(np.argmax(short_ids == plain_ids[0]))
-        end = start + len(plain_ids)
-        if not np.array_equal(short_ids[start:end], plain_ids):
-            return None
-        parts = self._parts(text.replace(_BREAK, _BREAK * 2))
-        return chain([short_ids[:start]], parts, [short_ids[end:]])
-
-    def _encode_whole(self, text: str) -> TokenIds:
-        (encoding,) = self.tokenizer.encode_batch_fast([text])
-        return np.array(encoding.ids, np.int32)
-
-    def encode_prompt(self, text: str, request: ChatRequest) -> EncodedPrompt:
+    def encode_prompt(self, text: str, request: ChatRequest) -> TokenIds:
         """The tokens of a text in which marks stand for images of the request.
 
         A mark is a digest between two noncharacters (REQUEST IMAGES). `image_tokens`
         of the request: by digest, the text that a prompt has for the image, with the
-        mark in it once more, and the tokens for that mark.
-
-        Raises BadRequest: a part is too long and cannot be cut.
+        mark in it once more, and the tokens for that mark. Raises ClientGone.
         """
         parts = self._parts_with_images(text, request.image_tokens)
-        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
-        return self._encode_parts(parts, self._encode_part, text, limit)
-
-    def count_tokens(self, text: str, limit: EncodingLimit) -> int:
-        """About how many tokens a text has: it is cut anywhere. None are remembered."""
-        encode = partial(_tokenize, self._piece_tokenizer)
-        return self._encode_parts(_pieces(text), encode, text, limit).n_tokens
+        return self._encode_parts(parts, request.check_client)
 
     def _encode_parts(
         self,
         parts: Iterable[str | TokenIds],
-        encode: Callable[[str], TokenIds],
-        text: str,
-        limit: EncodingLimit,
-    ) -> EncodedPrompt:
-        """The tokens of the parts of a text. `encode` gives those of a part.
-
-        Parts that are arrays, of an added token or an image, are tokens already.
-        """
-        ids_of_parts: list[TokenIds] = []
-        n_tokens = 0
-        n_characters = 0
-        n_left_out = 0
+        check_client: Callable[[], None] = assume_client,
+    ) -> TokenIds:
+        """The tokens of the parts of a text, of which some are tokens already."""
+        ids_of_parts = [np.empty(0, np.int32)]
         for part in parts:
-            limit.check_client()
+            check_client()
             if isinstance(part, str):
-                part_limit = limit._replace(max_tokens=limit.max_tokens - n_tokens)
-                encoded = self._encode_text(part, encode, part_limit)
+                with self._reserve_long(part, check_client):
+                    ids_of_parts.append(self._encode_part(part))
             else:
-                encoded = EncodedPrompt(part, 0)
-            ids_of_parts.append(encoded.ids)
-            n_tokens += encoded.n_tokens
-            n_characters += len(part)
-            if n_tokens > limit.max_tokens:
-                n_left_characters = max(0, len(text) - n_characters)
-                n_left_out = n_left_characters * n_tokens // max(n_characters, 1)
-                n_left_out += encoded.n_left_out
-                break
-        ids = np.concatenate([np.empty(0, np.int32), *ids_of_parts])
-        return EncodedPrompt(ids, n_left_out)
+                ids_of_parts.append(part)
+        return np.concatenate(ids_of_parts)
 
-    def _encode_text(
-        self, text: str, encode: Callable[[str], TokenIds], limit: EncodingLimit
-    ) -> EncodedPrompt:
-        """The tokens of a part that is a text.
-
-        why(L-118): a long text that could not be cut takes too much memory as a whole.
-        So it is first encoded in pieces, cut anywhere. If these have more tokens than
-        the limit, they are returned: the prompt is refused, and needs only their
-        number.
-        """
-        if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
-            return EncodedPrompt(encode(text), 0)
-
-        counted = self._encode_parts(_pieces(text), encode, text, limit)
-        if counted.n_tokens > limit.max_tokens:
-            return counted
-
-        max_characters = _MAX_WHOLE_PIECES * _PIECE_CHARACTERS
-        if len(text) > max_characters:
-            raise BadRequest(
-                f"a text of more than {max_characters:,} characters without two words"
-                " or lines in a row cannot be tokenized: send it in parts",
-                field=limit.field,
-            )
-        with self._long_texts.reserve(1, limit.check_client):
-            return EncodedPrompt(encode(text), 0)
+    def _reserve_long(
+        self, text: str, check_client: Callable[[], None]
+    ) -> AbstractContextManager[object]:
+        if len(text) <= _LONG_CHARACTERS:
+            return nullcontext()
+        return self._long_texts.reserve(1, check_client)
 
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
@@ -6203,10 +6042,10 @@ class Encoder:
             return
         start = 0
         for match in self.find_added.finditer(text):
-            yield from self._cutter.split(remove_breaks(text[start : match.start()]))
+            yield remove_breaks(text[start : match.start()])
             yield self._ids_of_added[match[0]]
             start = match.end()
-        yield from self._cutter.split(remove_breaks(text[start:]))
+        yield remove_breaks(text[start:])
 
     def _encode_part(self, part: str) -> TokenIds:
         """The tokens of a text without added tokens, or if it cannot be split, with."""
@@ -6217,24 +6056,19 @@ class Encoder:
         )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """A text cut anywhere."""
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        yield text[start : start + _PIECE_CHARACTERS]
+def _tokenize(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> TokenIds:
+    """The tokens of a text. Other threads run meanwhile, and for some time after.
 
-
-def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, and none that the tokenizer adds to it."""
-    # why(L-32): encode() would keep the GIL.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids: list[int] = encoding.ids
-    return ids
-
-
-def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """The tokens of a text. Other threads run meanwhile, and for some time after."""
+    `add_special_tokens`: also those that the tokenizer adds to any text.
+    """
     started_at = time.monotonic()
-    ids = np.array(_encode_plain(tokenizer, text), np.int32)
+    # why(L-32): encode() would keep the GIL.
+    (encoding,) = tokenizer.encode_batch_fast(
+        [text], add_special_tokens=add_special_tokens
+    )
+    ids = np.array(encoding.ids, np.int32)
     # why(L-60): the model thread needs the core as well.
     spent_seconds = time.monotonic() - started_at
     if spent_seconds > 0.0003:
@@ -7246,7 +7080,6 @@ def _has_names(names: Iterable[str], text: str) -> bool:
 # -- 2 prompts -------------------------------------------------------------------------
 
 _NOTE_END: Final = re.compile("</system-reminder>")
-_MAX_TOKEN_CHARACTERS: Final = 8  # on average, of a prompt that may fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7275,12 +7108,11 @@ class RenderedPrompt:
     ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), compare=False)
     positions: PromptPositions = PromptPositions()
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
-    n_left_out: int = 0  # about so many tokens are missing; the prompt is refused
+    n_estimated: int = 0  # tokens of a prompt that is too long to be tokenized
 
     @property
     def n_tokens(self) -> int:
-        """Of the whole prompt; if some were left out, an estimate."""
-        return len(self.ids) + self.n_left_out
+        return self.n_estimated or len(self.ids)
 
 
 class ChatTemplate:
@@ -7378,24 +7210,19 @@ class ChatTemplate:
         return self._encoder.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def tokenize_completion(
-        self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
+        self,
+        prompt: str | Sequence[int],
+        check_client: Callable[[], None] = assume_client,
     ) -> RenderedPrompt:
         """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
         text = ""
-        ids = np.array([], np.int32)
-        n_left_out = 0
         tokenizer = self._encoder.tokenizer
-        if not isinstance(prompt, str):
-            ids = np.array(prompt, np.int32)
-        elif prompt:
+        if isinstance(prompt, str):
             text = prompt
-            ids, n_left_out = self._encoder.encode_completion(
-                text, limit or EncodingLimit()
-            )
-        if n_left_out:
-            return RenderedPrompt(ids=ids, n_left_out=n_left_out)
-
-        if not ids.size:
+            ids = self._encoder.encode_completion(text, check_client)
+        else:
+            ids = np.array(prompt, np.int32)
+        if not prompt:
             raise BadRequest("should not be empty", field="prompt")
         unknown_ids = ids[(ids < 0) | (ids >= tokenizer.get_vocab_size())]
         if unknown_ids.size:
@@ -7416,10 +7243,7 @@ class ChatTemplate:
         Raises BadRequest: the template refuses the messages.
         """
         if request.kind == "completion":
-            limit = EncodingLimit(
-                request.max_counted_tokens, request.check_client, field="prompt"
-            )
-            return self.tokenize_completion(request.prompt or "", limit)
+            return self.tokenize_completion(request.prompt or "", request.check_client)
         if not self.source:
             raise BadRequest(
                 "this model has no chat template, only completions", field="messages"
@@ -7430,6 +7254,9 @@ class ChatTemplate:
         shaped = [self.shaper.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
+        # why(L-129): what is too long even so, with thinking for example.
+        if len(text) > request.max_prompt_characters:
+            return RenderedPrompt(n_estimated=len(text) // 4)
         self._log_losses(folded, request.tools, text)
         head = self._measure_head(text, shaped, request)
         return self.tokenize_prompt(
@@ -7438,39 +7265,6 @@ class ChatTemplate:
             last_role=folded[-1]["role"],
             recorded=RenderedPrompt(positions=head),
         )
-
-    def count_least_tokens(
-        self, request: ChatRequest, *, max_context_tokens: int
-    ) -> int:
-        """About how many tokens a chat has at least; 0 if that is not worth counting.
-
-        why(L-129): a chat that cannot fit is refused before it is rendered. A chat of
-        few characters may fit, so its tokens are not counted. A number over
-        `max_counted_tokens` is an estimate.
-        """
-        printed = [self._printed_of(message) for message in request.messages]
-        if self.traits.has_tools:
-            printed.append(request.tools)
-        n_characters = sum(map(_count_characters, chain.from_iterable(printed)))
-        if n_characters <= _MAX_TOKEN_CHARACTERS * max_context_tokens:
-            return 0
-
-        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
-        return self._encoder.count_tokens(" ".join(_texts_of(printed)), limit)
-
-    def _printed_of(self, message: Message) -> Sequence[JsonObject | str]:
-        """What any template prints of a message.
-
-        Of a reply only its calls: its content may have past thinking in it, which many
-        templates leave out.
-        """
-        if message["role"] == "assistant":
-            if self.shaper.hides_writes or not self.traits.has_tools:
-                return []
-            return [call["function"] for call in message.get("tool_calls", ())]
-        return [
-            content if isinstance(content := message["content"], str) else str(content)
-        ]
 
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
@@ -7570,11 +7364,8 @@ class ChatTemplate:
 
         `last_role`: of the last message, which the generation prompt depends on.
         """
-        new_ids, n_left_out = self._encoder.encode_prompt(text, request)
+        new_ids = self._encoder.encode_prompt(text, request)
         ids = np.concatenate([recorded.ids, new_ids])
-        if n_left_out:
-            return RenderedPrompt(ids=ids, n_left_out=n_left_out)
-
         n_recorded = len(recorded.ids)
         new_starts = compute_msg_token_boundaries(new_ids, self.traits)
         new_starts = tuple(n_recorded + start for start in new_starts)
@@ -7686,7 +7477,7 @@ class ChatTemplate:
 
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
-        return len(self._encoder.encode_prompt(text, request).ids)
+        return len(self._encoder.encode_prompt(text, request))
 
     def _opens_thinking(self, generation_prompt: str) -> bool:
         """Whether it ends inside a thinking block."""
@@ -7715,29 +7506,6 @@ class ChatTemplate:
         for kind in sorted(losses - self._logged_losses):
             logger.warning("the model's chat template loses or moves %s", kind)
             self._logged_losses.add(kind)
-
-
-def _count_characters(value: str | JsonObject) -> int:
-    """Of a text, or about so many of a JSON value."""
-    return len(value if isinstance(value, str) else marshal.dumps(value))
-
-
-def _texts_of(value: object) -> Iterator[str]:
-    """The texts in a JSON value, with the names in objects.
-
-    The arguments of a call are read: an escaped letter has more tokens than a letter.
-    """
-    places: list[object] = [value]
-    while places:
-        match places.pop():
-            case str(text):
-                yield text
-            case {"name": str(name), "arguments": str(arguments)}:
-                places += [name, _parse_arguments(arguments)]
-            case dict() as members:
-                places += [*members, *members.values()]
-            case list() | tuple() as items:
-                places += items
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -7805,6 +7573,8 @@ class Splice(NamedTuple):
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
         new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
         suffix = self._render_suffix(past_messages, new_messages)
+        if len(suffix.text) > self.request.max_prompt_characters:
+            raise SpliceRefused("too long")
         if _find_losses(new_messages, suffix.text):
             raise SpliceRefused("lost text")
         closing = self._missing_closing(suffix.closing) if self.is_cut else ""
@@ -24339,7 +24109,7 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Uses     all
 # Thread   connection
 
-MAX_COUNTED_CONTEXTS: Final = 2  # of a prompt; its tokens beyond them are estimated
+MAX_TOKEN_CHARACTERS: Final = 16  # on average, of a prompt that may fit
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
 CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
@@ -24357,34 +24127,42 @@ class PlannedRequest(NamedTuple):
     plan: PromptPlan
 
 
-def plan_request(
-    state: ServerState, request: ChatRequest, *, counts_all: bool = False
-) -> PlannedRequest:
+def plan_request(state: ServerState, request: ChatRequest) -> PlannedRequest:
     """Plan the prompt of a request; it may be too long.
-
-    `counts_all`: all its tokens are made even so; otherwise those over twice the
-    context are estimated.
 
     Raises NotReady; NotServed: another model is wanted, and STRICT_MODEL_NAMES is on;
     BadRequest: images or messages cannot be rendered; ContextTooLong: it is certain
-    before all tokens are made; ClientGone: nobody waits any more.
+    before they are rendered; ClientGone: nobody waits any more.
     """
     model = state.engine.model.for_tenant(state.tenant)
     proxy_name = state.config.proxy_model_id or None
     if state.config.strict_model_names and request.model not in (None, proxy_name):
         check_model_id(model, request.model)
     request, images = _replace_images(state, model, request)
-    if not counts_all:
-        context = model.max_context_tokens
-        max_counted = MAX_COUNTED_CONTEXTS * context
-        request = replace(request, max_counted_tokens=max_counted)
-        n_least = model.template.count_least_tokens(request, max_context_tokens=context)
-        n_least = max(n_least, len(request.messages))  # each has a token at least
-        if n_least > max_counted:
-            raise ContextTooLong(n_least, context)
+    context = model.max_context_tokens
+    max_characters = MAX_TOKEN_CHARACTERS * context
+    n_characters = _count_characters(request)
+    if n_characters > max_characters:
+        raise ContextTooLong(n_characters // 4, context)
+    request = replace(request, max_prompt_characters=max_characters)
     plan = _plan_prompt(state, model, request)
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
+
+
+def _count_characters(request: ChatRequest) -> int:
+    """About how many characters are sent for a prompt, without those of replies.
+
+    why(L-129): a request that cannot fit is refused before it is rendered. Templates
+    leave out past thinking, which may stand in the text of a reply; if they print it,
+    ChatTemplate finds that it is too long. A message has some 50 more characters here,
+    for four tokens or more that most templates print around it.
+    """
+    printed: list[object] = [request.prompt, request.tools]
+    for message in request.messages:
+        is_reply = message["role"] == "assistant"
+        printed.append(message.get("tool_calls") if is_reply else message)
+    return len(marshal.dumps(printed, 2))
 
 
 def check_model_id(model: LoadedModel, model_id: str) -> None:
@@ -26049,7 +25827,7 @@ def count_tokens_body(state: ServerState, request: ChatRequest) -> JsonObject:
     Raises what plan_request() raises.
     """
     while True:  # verify() remembers a wrong guess: the second plan has no guess
-        plan = plan_request(state, request, counts_all=True).plan
+        plan = plan_request(state, request).plan
         if state.stores.planner.verify(plan):
             return {"input_tokens": len(plan.rendered.ids)}
 

@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -829,59 +828,3 @@ def test_boundaries_are_positions_of_turn_tokens() -> None:
     [turn] = template.encode("<|im_start|>")
     ids = np.array([1, turn, 2, turn], np.int32)
     assert start_llm.compute_msg_token_boundaries(ids, template.traits) == (1, 3)
-
-
-# -- what cannot fit ---------------------------------------------------------------
-
-
-def least(template: start_llm.ChatTemplate, request: start_llm.ChatRequest) -> int:
-    return template.count_least_tokens(request, max_context_tokens=1)
-
-
-@BENT
-@given(messages=conversations())
-def test_no_more_tokens_are_counted_than_twice_those_of_the_prompt(
-    model: str, messages: list
-) -> None:
-    """So a request that is refused for its count would not have fitted (L-129)."""
-    template = template_of(model)
-    arguments = {"text": "\u6f22\u5b57 \ud83d\ude42" * 20}
-    messages = [
-        *messages,
-        said("assistant", None, tool_calls=[call(json.dumps(arguments))]),
-    ]
-    request = chat(
-        [*messages, said("tool", "found", tool_call_id="call00000")], tools=[tool()]
-    )
-    try:
-        rendered = template.render_prompt(request)
-    except start_llm.BadRequest:
-        return
-    assert least(template, request) <= 2 * rendered.n_tokens
-
-
-NO_TOOLS = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- endfor %}"""
-
-
-def test_what_templates_leave_out_is_not_counted() -> None:
-    template = make_template(tiny_tokenizer(NO_TOOLS))
-    past = [said("user", "hi"), said("assistant", "<think>hm</think> x" * 1000)]
-    assert least(template, chat([*past, said("user", "on")])) < 10
-    assert not template.traits.has_tools
-    assert least(template, chat([said("user", "hi" * 10)], tools=[tool()] * 100)) < 30
-
-
-def test_a_count_ends_when_it_is_over_its_limit() -> None:
-    template = make_template(tiny_tokenizer())
-    looks: list[None] = []
-    request = replace(
-        chat([said("user", "some words of a client " * 100_000)]),
-        max_counted_tokens=1_000,
-        check_client=lambda: looks.append(None),
-    )
-    n_tokens = least(template, request)
-    exact = template.encode(request.messages[0]["content"])
-    assert len(looks) == 1
-    assert 0.9 * len(exact) < n_tokens < 1.1 * len(exact)
