@@ -5938,7 +5938,9 @@ class Encoder:
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
         # Then texts are left whole. To find out, a sample is encoded in pieces.
         self.can_split = True
-        sample = self._sample_text()
+        # It has each added token before and after spaces, words and itself.
+        uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
+        sample = "Zed" + "".join(uses) + " x.\n\n"
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
         self.can_split = self.encode(sample).tolist() == sample_ids
 
@@ -5947,11 +5949,6 @@ class Encoder:
         encoder = copy(self)
         encoder.tenant = tenant
         return encoder
-
-    def _sample_text(self) -> str:
-        """A text with each added token before and after spaces, words and itself."""
-        uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
-        return "Zed" + "".join(uses) + " x.\n\n"
 
     def find_markup(self, template: str, tags: Iterable[str]) -> re.Pattern[str]:
         """A pattern of what has to be broken in texts of clients.
@@ -6091,10 +6088,9 @@ def _tokenize(
 #  1 Renderer  messages -> text, by the template.
 #  2 Probing   canned conversations -> TemplateTraits.
 #
-# Public   Renderer, canned_words, TemplateTraits, CALL_ID_FORMS, probe_traits,
+# Public   Renderer, TemplateTraits, CALL_ID_FORMS, probe_traits,
 #          probe_preserve_thinking_support, probe_generation_prompt, Sample,
-#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common,
-#          skip_spaces
+#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common
 # Uses     ERRORS, API TYPES, TOKENIZER
 # Thread   any
 
@@ -6117,7 +6113,10 @@ class Renderer:
 
         # "" if there is no template. It may be a function (DeepSeek-V3.2's): then
         # something that it prints.
-        self.source = _template_source(tokenizer) or self.try_render("user")
+        sources = tokenizer.chat_template or ""
+        if isinstance(sources, dict):  # several templates, by name
+            sources = "\n".join(sources.values())
+        self.source = str(sources) or self.try_render("user")
 
     def render(
         self,
@@ -6169,14 +6168,6 @@ class Renderer:
         return in_order.search(self.try_render(kinds, tools=tools)) is not None
 
 
-def _template_source(tokenizer: Any) -> str:
-    """The text of the chat template; "" if it has none."""
-    source = tokenizer.chat_template or ""
-    if isinstance(source, dict):  # several templates, by name
-        return "\n".join(source.values())
-    return str(source)
-
-
 def _as_parts(message: Message) -> Message:
     """The message with a text part for content, if that is a text."""
     content = message["content"]
@@ -6198,7 +6189,7 @@ _CANNED_TOOL: Final[JsonObject] = {
 }
 
 
-def canned_words(index: int) -> str:
+def _canned_words(index: int) -> str:
     """The words of message `index` in a canned conversation."""
     return f"zq{index}q"
 
@@ -6212,18 +6203,20 @@ def _canned_conversation(kinds: str) -> list[Message]:
                                     assistant  (thinking) zq3q
 
     "calls" is a message of two calls, "parts" a user message of two text parts. In both
-    the first of the two has the word "zqfirst".
+    the first of the two has the word "zqfirst". "empty" is a reply of no words.
     """
     messages: list[Message] = []
     n_results = 0
     for index, kind in enumerate(kinds.split()):
-        words = canned_words(index)
+        words = _canned_words(index)
         reply: Message = {"role": "assistant", "reasoning_content": _CANNED_THINKING}
         match kind:
             case "parts":
                 message = {"role": "user", "content": _canned_parts(words)}
             case "reply":
                 message = {**reply, "content": words}
+            case "empty":
+                message = {**reply, "content": ""}
             case "call":
                 calls = [_canned_call(words, n=0)]
                 message = {**reply, "content": "", "tool_calls": calls}
@@ -6244,11 +6237,6 @@ def _canned_conversation(kinds: str) -> list[Message]:
     return messages
 
 
-def _canned_empty_reply() -> list[Message]:
-    user, reply, next_user = _canned_conversation("user reply user")
-    return [user, {**reply, "content": ""}, next_user]
-
-
 def _canned_parts(words: str) -> list[JsonObject]:
     return [
         {"type": "text", "text": _CANNED_FIRST},
@@ -6266,18 +6254,6 @@ def _canned_call(words: str, *, n: int) -> JsonObject:
         "type": "function",
         "function": {"name": "f", "arguments": {"q": words}},
     }
-
-
-class InnerStart(NamedTuple):
-    """A token that begins messages, but not if it stands inside the start of one.
-
-    Results of tools often stand in a user message: the first one then begins with
-    <|im_start|>user\n<tool_response>, the second with <tool_response> alone.
-    """
-
-    first_id: int  # the token that does begin the message: <|im_start|>
-    distance: int  # in tokens
-    inner_id: int  # <tool_response>
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6307,7 +6283,6 @@ class TemplateTraits:
     # Of a message with calls it prints `content` or `thinking`, but not both (gpt-oss).
     merges_thinking: bool
     message_start_ids: TokenIds  # the tokens with which messages begin
-    inner_starts: frozenset[InnerStart]
     user_start: re.Pattern[str]  # where a user message begins in a prompt
 
 
@@ -6317,11 +6292,10 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     part_separator = _probe_part_separator(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
-    starts = [
-        encoder.encode(text).tolist()
+    start_ids = {
+        int(encoder.encode(text)[0])
         for text in _probe_message_starts(renderer, thinking_kwargs)
-    ]
-    start_ids = np.unique([ids[0] for ids in starts]).astype(np.int32)
+    }
     return TemplateTraits(
         has_system=has_system,
         has_late_system=renderer.shows(
@@ -6330,18 +6304,18 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         has_repeats=renderer.shows("user user reply reply"),
         has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
         != renderer.try_render("user"),
-        has_calls=canned_words(1) in renderer.try_render("user call tool reply")
+        has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
         has_questions_after_results=renderer.shows("user call tool user"),
-        has_empty_replies=bool(renderer.try_render(_canned_empty_reply())),
+        has_empty_replies=bool(renderer.try_render("user empty user")),
         needs_user=not all(
             renderer.shows(kinds, tools=tools)
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
         has_parallel_calls=_has_words(
-            renderer.try_render("user calls tool tool"), _CANNED_FIRST, canned_words(1)
+            renderer.try_render("user calls tool tool"), _CANNED_FIRST, _canned_words(1)
         ),
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
@@ -6352,8 +6326,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         head_modes=_probe_head_modes(renderer, thinking_kwargs, effort_kwargs),
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
-        message_start_ids=start_ids,
-        inner_starts=_find_inner_starts(starts, start_ids),
+        message_start_ids=np.array(sorted(start_ids), np.int32),
         user_start=_probe_user_start(renderer),
     )
 
@@ -6361,16 +6334,16 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
 def _probe_part_separator(renderer: Renderer) -> str:
     """The white space between two text parts; a newline if it prints them otherwise."""
     text = renderer.try_render("parts")
-    separator = re.search(rf"{_CANNED_FIRST}(\s*){canned_words(0)}", text)
+    separator = re.search(rf"{_CANNED_FIRST}(\s*){_canned_words(0)}", text)
     return "\n" if separator is None else separator[1]
 
 
 def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     """What it prints for an image between two texts."""
-    first, last = _canned_parts(canned_words(0))
+    first, last = _canned_parts(_canned_words(0))
     parts = [first, {"type": "image"}, last]
     text = renderer.try_render([{"role": "user", "content": parts}])
-    gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){canned_words(0)}", text)
+    gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
     if gap is None:
         return ""
     placeholder = gap[1].removeprefix(part_separator)
@@ -6583,17 +6556,6 @@ def _probe_message_starts(
     return [text for text in texts if text]
 
 
-def _find_inner_starts(
-    starts: list[list[int]], start_ids: TokenIds
-) -> frozenset[InnerStart]:
-    inner_starts = set()
-    for ids in starts:
-        for distance, token_id in enumerate(ids):
-            if distance > 0 and token_id in start_ids:
-                inner_starts.add(InnerStart(ids[0], distance, token_id))
-    return frozenset(inner_starts)
-
-
 def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
     """Finds the start of user messages, and not of results that stand in some."""
     user_start = _probe_message_start(renderer, "user reply", "user")
@@ -6630,7 +6592,7 @@ def _probe_message_start(
     not after this place.
     """
     n_past = len(past.split())
-    last_words = canned_words(n_past - 1)
+    last_words = _canned_words(n_past - 1)
     no_prompt = {**(kwargs or {}), "add_generation_prompt": False}
     past_text = renderer.try_render(past, kwargs=no_prompt)
     if kind:
@@ -6641,10 +6603,11 @@ def _probe_message_start(
     # What follows the last words of the past, in both; all of it if they are not there.
     # The gap ends where the words of the message begin, if it has any.
     past_end = past_text.rpartition(last_words)[2]
-    gap = text.rpartition(last_words)[2].partition(canned_words(n_past))[0]
-    difference = skip_spaces(gap, count_common(past_end, gap))
-    if difference == len(gap):
+    gap = text.rpartition(last_words)[2].partition(_canned_words(n_past))[0]
+    rest = gap[count_common(past_end, gap) :].lstrip()
+    if not rest:
         return ""  # nothing follows the past
+    difference = len(gap) - len(rest)
     start = -1
     for match in renderer.find_added.finditer(gap):
         if match.start() <= difference:
@@ -6658,11 +6621,6 @@ def count_common(first: str, second: str) -> int:
         if character != other:
             return index
     return min(len(first), len(second))
-
-
-def skip_spaces(text: str, start: int) -> int:
-    """Where the white space ends that may begin there."""
-    return len(text) - len(text[start:].lstrip())
 
 
 class Sample(NamedTuple):
@@ -6687,7 +6645,7 @@ def render_sample(renderer: Renderer, kwargs: JsonObject) -> Sample:
         ("user call tool reply user", [_CANNED_TOOL]),
     ):
         text = renderer.try_render(kinds, tools=tools, kwargs=kwargs)
-        user_words = canned_words(kinds.split().index("user"))
+        user_words = _canned_words(kinds.split().index("user"))
         head, words, rest = text.partition(user_words)
         heads.append(head)
         rests.append(words + rest)
@@ -6699,20 +6657,21 @@ def kwargs_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
 
+_INNER_DISTANCE: Final = 3  # in tokens
+
+
 def compute_msg_token_boundaries(
     ids: TokenIds, traits: TemplateTraits
 ) -> tuple[int, ...]:
     """The positions in a prompt where a message, or the generation prompt, begins.
 
-    Not an inner start. That is one if the token `distance` before it is `first_id`; the
-    tokens between them are not compared.
+    Results of tools often stand in a user message: the first one then begins with
+    <|im_start|>user\n<tool_response>, the second with <tool_response> alone. So a token
+    that begins messages is none if it soon follows another one.
     """
-    is_start = np.isin(ids, traits.message_start_ids)
-    for first_id, distance, inner_id in traits.inner_starts:
-        is_first = ids[:-distance] == first_id
-        is_inner = ids[distance:] == inner_id
-        is_start[distance:] &= ~(is_first & is_inner)
-    return tuple(np.flatnonzero(is_start).tolist())
+    starts = np.flatnonzero(np.isin(ids, traits.message_start_ids))
+    distances = np.diff(starts, prepend=-_INNER_DISTANCE - 1)
+    return tuple(starts[distances > _INNER_DISTANCE].tolist())
 
 
 # region CHAT TEMPLATE =========================================================
@@ -6738,8 +6697,7 @@ _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
 # How _find_losses() looks for texts in a prompt.
 _MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_FIRST_SEARCH: Final = 1 << 10  # characters that are searched first
-_SORTED_CHARACTERS: Final = 50_000  # within which results of tools are sorted, mostly
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7015,23 +6973,42 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Each text is looked for after the one before it. But a template may sort the
-    # results of tools: each is looked for near `end`, then after what precedes all.
+    # Each text is looked for after the one before it. But a template may sort results,
+    # or print the text of a reply after the results of its calls. why(L-200): results
+    # are looked for near `end`, then after what precedes all of them.
     start = 0
+    # why(L-113): a form that is nowhere is searched for in all that follows, so the one
+    # in which the last text of this kind was printed comes first.
+    kinds_in_json: set[str] = set()
     for message in messages:
         if message["role"] != "tool":
             start = end
-        near = max(start, end - _SORTED_CHARACTERS)
         for kind, words in _printed_texts(message):
             if losses.count(kind) == _MAX_LOST:
                 continue  # each time, all of the text would be searched
-            words_end = _find_end(words, text, near)
-            if words_end < 0:
-                words_end = _find_end(words, text, start)
-            end = max(end, words_end)
+            plain = words.strip()
+            in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
+            forms = [in_json, plain] if kind in kinds_in_json else [plain, in_json]
+            near = max(start, end - _NEAR_CHARACTERS)
+            words_end = _find_end(forms, text, starts=(near, start))
             if words_end < 0:
                 losses.append(kind)
+            elif not text.endswith(plain, 0, words_end):
+                kinds_in_json.add(kind)
+            end = max(end, words_end)
     return losses
+
+
+def _find_end(forms: Iterable[str], text: str, *, starts: Iterable[int]) -> int:
+    """Where words end in one of these forms, after the first of `starts` after which
+    they are found; -1: after none.
+    """
+    for start in starts:
+        for form in forms:
+            position = text.find(form, start)
+            if position >= 0:
+                return position + len(form)
+    return -1
 
 
 def _printed_texts(message: Message) -> Iterator[tuple[str, str]]:
@@ -7045,38 +7022,6 @@ def _printed_texts(message: Message) -> Iterator[tuple[str, str]]:
                 yield "tool-call arguments", value
 
 
-def _find_end(words: str, text: str, start: int) -> int:
-    """Where `words` end, as they are or escaped as in JSON; -1: not after `start`."""
-    plain = words.strip()
-    in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
-    # Most often one form is near and the other is nowhere. So the part that is searched
-    # grows until one form is found: the whole text is not searched for the other.
-    n_searched = len(in_json) + _FIRST_SEARCH
-    while True:
-        search_end = start + n_searched
-        ends = []
-        for form in {plain, in_json}:
-            position = text.find(form, start, search_end)
-            if position >= 0:
-                ends.append(position + len(form))
-        if ends or search_end >= len(text):
-            return min(ends, default=-1)
-        n_searched *= 4
-
-
-def _has_names(names: Iterable[str], text: str) -> bool:
-    """Whether all names are in a text. In their order, they are found in one pass."""
-    start = 0
-    for name in names:
-        position = text.find(name, start)
-        if position < 0:
-            position = text.find(name)
-        if position < 0:
-            return False
-        start = position
-    return True
-
-
 # -- 2 prompts -------------------------------------------------------------------------
 
 _NOTE_END: Final = re.compile("</system-reminder>")
@@ -7084,20 +7029,28 @@ _NOTE_END: Final = re.compile("</system-reminder>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """Where the parts of a prompt begin and end, in model tokens from its start.
+    """Where a later request may leave this prompt, in model tokens from its start.
 
-    system prompt, tools | user | assistant | user            | generation prompt
-                system_end                  last_user_start   generation_start
+    system prompt, tools | user: reminder | words | assistant | tool | generation prompt
+                         ^                ^         (no earlier user message)
+                  head_ends               ^       turn_starts: of user, assistant ...
 
-    Some templates print system prompt and tools in the first user message. Then
-    `system_end` is inside that message.
+    Some templates print system prompt and tools in the first user message. Then they
+    end inside that message.
     """
 
-    message_starts: tuple[int, ...] = ()  # also of the generation prompt; ascending
-    system_end: int = 0  # after system prompt and tools; 0 if there is no user message
-    last_user_start: int | None = None  # of the last user message
-    note_ends: tuple[int, ...] = ()  # of the first reminders in the first user message
-    generation_start: int = 0  # the length of a prompt without generation prompt
+    # Of system prompt and tools, and of the first reminders in the first user message.
+    head_ends: tuple[int, ...] = (0,)
+    # Of the messages from the last user message on, and of the generation prompt.
+    turn_starts: tuple[int, ...] = ()
+
+    def checkpoints(self) -> tuple[int, ...]:
+        """All of them, ascending.
+
+        Before the end of the system prompt nothing is worth a checkpoint (L-108).
+        """
+        positions = {*self.head_ends, *self.turn_starts}
+        return tuple(sorted(n for n in positions if n >= self.head_ends[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7174,6 +7127,8 @@ class ChatTemplate:
             logger.warning(
                 "this chat template has no system role: user messages carry that text"
             )
+        if self.source and not self.traits.has_tools:
+            logger.warning("this chat template shows the model no tools")
 
     def for_tenant(self, tenant: str) -> ChatTemplate:
         """The same template for the requests of one tenant. It shares the memos."""
@@ -7229,10 +7184,8 @@ class ChatTemplate:
             raise BadRequest(
                 f"{unknown_ids[0]} is not a token of this model", field="prompt"
             )
-        positions = PromptPositions(
-            message_starts=compute_msg_token_boundaries(ids, self.traits),
-            generation_start=len(ids),
-        )
+        starts = compute_msg_token_boundaries(ids, self.traits)
+        positions = PromptPositions(turn_starts=(*starts, len(ids)))
         return RenderedPrompt(text=text, ids=ids, positions=positions)
 
     def render_prompt(
@@ -7257,7 +7210,10 @@ class ChatTemplate:
         # why(L-129): what is too long even so, with thinking for example.
         if len(text) > request.max_prompt_characters:
             return RenderedPrompt(n_estimated=len(text) // 4)
-        self._log_losses(folded, request.tools, text)
+        losses = set(_find_losses(folded, text)) - self._logged_losses
+        self._logged_losses |= losses  # each kind is logged once
+        for kind in sorted(losses):
+            logger.warning("the model's chat template loses or moves %s", kind)
         head = self._measure_head(text, shaped, request)
         return self.tokenize_prompt(
             text,
@@ -7366,29 +7322,26 @@ class ChatTemplate:
         """
         new_ids = self._encoder.encode_prompt(text, request)
         ids = np.concatenate([recorded.ids, new_ids])
-        n_recorded = len(recorded.ids)
-        new_starts = compute_msg_token_boundaries(new_ids, self.traits)
-        new_starts = tuple(n_recorded + start for start in new_starts)
-        last_user_start = recorded.positions.last_user_start
+        turn_starts = [*recorded.positions.turn_starts]
         user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
         if user_starts:
             last_user = text[user_starts[-1] :]
-            last_user_start = len(ids) - self._count_tokens(last_user, request)
+            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
+        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
+            start = len(recorded.ids) + new_start
+            if not turn_starts or start > turn_starts[0]:
+                turn_starts.append(start)
         generation_prompt = self._find_generation_prompt(last_role, request)
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
+        if len(ids) - n_generation not in turn_starts[-1:]:
+            turn_starts.append(len(ids) - n_generation)
 
-        positions = replace(
-            recorded.positions,
-            message_starts=recorded.positions.message_starts + new_starts,
-            last_user_start=last_user_start,
-            generation_start=len(ids) - n_generation,
-        )
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
-            positions=positions,
+            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
             starts_in_reasoning=self._opens_thinking(generation_prompt),
         )
 
@@ -7405,54 +7358,29 @@ class ChatTemplate:
         differs from that of an older one in the first user message, often after a
         reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
         end inside a token. Then the position is that of a token near its end.)
+
+        In most templates system prompt and tools end where this message starts:
+
+            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
+            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
         """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             return PromptPositions()
         until_user = messages[: roles.index("user") + 1]
-        starts = list(islice(self.traits.user_start.finditer(text), 2))
-        head_end = self._find_head_end(
-            text, user_starts=starts, messages=until_user, request=request
-        )
+        head_end = self._find_folded_end(text, until_user, request)
+        text_end = len(text)
+        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
+        if user_starts and head_end <= user_starts[0].end():
+            head_end = user_starts[0].start()
+        if len(user_starts) > 1:
+            text_end = user_starts[1].start()
 
-        text_end = starts[1].start() if len(starts) > 1 else len(text)
-        notes = _NOTE_END.finditer(text, head_end, text_end)
-        note_ends = [
-            self._count_tokens(text[: note.end()], request)
-            for note in islice(notes, self.MAX_NOTE_ENDS)
-        ]
+        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
+        ends = [head_end, *(note.end() for note in notes)]
         return PromptPositions(
-            note_ends=tuple(note_ends),
-            system_end=self._count_tokens(text[:head_end], request),
+            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
         )
-
-    def _find_head_end(
-        self,
-        text: str,
-        *,
-        user_starts: list[re.Match[str]],
-        messages: list[Message],
-        request: ChatRequest,
-    ) -> int:
-        """Where system prompt and tools end, in characters.
-
-        `messages` end with the first user message. In most templates system prompt and
-        tools end where this message starts:
-
-            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
-            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
-        """
-        if not user_starts:
-            return self._find_folded_end(text, messages, request)
-        words = messages[-1]["content"].strip()
-        words_start = skip_spaces(text, user_starts[0].end())
-        words_end = skip_spaces(text, words_start + len(words))
-        has_words = text.startswith(words, words_start)
-        if has_words and self._encoder.find_added.match(text, words_end):
-            # The user's words fill this message: nothing else is in it.
-            return user_starts[0].start()
-        folded_end = self._find_folded_end(text, messages, request)
-        return max(user_starts[0].start(), folded_end)
 
     def _find_folded_end(
         self, text: str, messages: list[Message], request: ChatRequest
@@ -7494,18 +7422,6 @@ class ChatTemplate:
             lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
             tenant=self.tenant,
         )
-
-    def _log_losses(
-        self, messages: list[Message], tools: Iterable[JsonObject], text: str
-    ) -> None:
-        """Log each kind of text that the template loses, once. Of tools: names."""
-        losses = set(_find_losses(messages, text))
-        names = [self.shaper.break_markup(tool["function"]["name"]) for tool in tools]
-        if not _has_names(names, text):
-            losses.add("tools")
-        for kind in sorted(losses - self._logged_losses):
-            logger.warning("the model's chat template loses or moves %s", kind)
-            self._logged_losses.add(kind)
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -7620,27 +7536,15 @@ class Splice(NamedTuple):
         past = [shape(message) for message in past_messages[:-1]]
         text = self._render_after_nonce([*past, reply, *new_messages])
 
-        # The first end token of the suffix stands before the new messages.
-        find_end_token = self.template.find_end_token
+        # The first end token is the template's own: those of a client are broken. If it
+        # stands after the words of a new message, the reply has none.
+        end = self.template.find_end_token(text)
         words_start = text.find(new_messages[0]["content"])
-        text_before = text[: max(words_start, 0)]  # "" also if there are no words
-        end = find_end_token(text_before)
-        if end is None:
-            # The first new message is empty, or the template changes its text. To find
-            # where it begins, render canned words in its place.
-            canned = [_with_canned_words(m, n) for n, m in enumerate(new_messages)]
-            canned_text = self._render_after_nonce([*past, reply, *canned])
-            text_before = canned_text.partition(canned_words(0))[0]
-            end = find_end_token(text_before)
-
-        if end is None:
+        if end is None or 0 < words_start < end.start():
             if "tool_calls" in reply:
                 raise SpliceRefused("closer")
             return _Suffix("", text)
-        if not text.startswith(text_before[: end.end()]):
-            raise SpliceRefused("closer")  # canned words have changed it
-        closing = text_before[: end.start()]
-        return _Suffix(closing, text.removeprefix(closing))
+        return _Suffix(text[: end.start()], text[end.start() :])
 
     def _render_after_nonce(self, messages: list[Message]) -> str:
         """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
@@ -7690,16 +7594,6 @@ def _with_nonce(reply: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _with_canned_words(message: Message, index: int) -> Message:
-    """The message with words of our own; the first one always has some."""
-    words = canned_words(index)
-    content = words if message["content"] or index == 0 else ""
-    calls = [
-        _replace_arguments(call, {"q": words}) for call in message.get("tool_calls", ())
-    ]
-    return drop_nulls({**message, "content": content, "tool_calls": calls or None})
-
-
 def _excerpt(messages: list[Message]) -> list[Message]:
     """The messages that nearly always decide what a template prints after all of them.
 
@@ -7721,8 +7615,8 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 # region TOKEN HASHES ==========================================================
 # Names for the tokens of a prompt: hashes of its blocks. PREFIX CACHE finds KV by them.
 #
-#     block 0 = sha256(root    + tokens 0 to 255)      of blocks of 256 tokens
-#     block 1 = sha256(block 0 + tokens 256 to 511)
+#     block 0 = sha256(root    + tokens 0 to 15)      of blocks of 16 tokens, the
+#     block 1 = sha256(block 0 + tokens 16 to 31)     default of PROMPT_CACHE_BLOCK_SIZE
 #
 # So a name stands for all tokens up to the end of its block. The root stands for all
 # else that must be the same: the model, whose KV it is, and the tenant, who alone may
@@ -8294,7 +8188,6 @@ class Transcript(LedgerRecord):
         arrays = [np.frombuffer(part, "<i4") for part in parts[: n_segments + 1]]
         for part in parts[n_segments + 1 :]:
             texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
-        positions = value["positions"]
         reply = GeneratedReply(
             ids=arrays[-1],
             is_cut=value["is_cut"],
@@ -8310,9 +8203,7 @@ class Transcript(LedgerRecord):
             last_used=saved.last_used,
             segments=tuple(arrays[:-1]),
             positions=PromptPositions(
-                message_starts=tuple(positions.pop("message_starts")),
-                note_ends=tuple(positions.pop("note_ends")),
-                **positions,
+                **{name: tuple(values) for name, values in value["positions"].items()}
             ),
             reply=reply,
             stated=_unpack_stated(value["stated"]),
@@ -24321,7 +24212,7 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         images=_place_images(planned),
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
         request_id=_shown_id(request),
-        checkpoint_positions=_checkpoint_positions(rendered.positions),
+        checkpoint_positions=rendered.positions.checkpoints(),
         checkpoint_ids=_call_end_ids(model, request),
         # The first token comes with the last of the prompt, wanted or not.
         max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
@@ -24398,25 +24289,6 @@ def _find_session_id(planned: PlannedRequest) -> str:
             break
     ids = planned.plan.rendered.ids
     return session_id_for(planned.request.session, ids, start_key=start_key)
-
-
-def _checkpoint_positions(positions: PromptPositions) -> tuple[int, ...]:
-    """Where a later request may leave this one, in tokens, ascending.
-
-    That is at the end of the system prompt and of notes, at the last user message, at
-    what a tool loop added after it, and at the end of the messages. Before the end of
-    the system prompt nothing is worth a checkpoint (L-108).
-    """
-    last_user_start = positions.last_user_start or 0
-    later_starts = [n for n in positions.message_starts if n >= last_user_start]
-    chosen = {
-        positions.system_end,
-        *positions.note_ends,
-        last_user_start,
-        *later_starts,
-        positions.generation_start,
-    }
-    return tuple(sorted(n for n in chosen if n >= positions.system_end))
 
 
 def _call_end_ids(model: LoadedModel, request: ChatRequest) -> frozenset[int]:

@@ -404,7 +404,7 @@ def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
         template = shared(model).template
         request = chat(old, **conversation.shape.fields)
         plan = planner().plan(request, template, room=PLENTY)
-        n_same = plan.rendered.positions.generation_start
+        n_same = plan.rendered.positions.turn_starts[-1]
         ids = conversation.truth.ids.tolist()
         if ids_of(plan)[:n_same] != ids[:n_same]:
             continue
@@ -414,10 +414,13 @@ def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
         rendered = conversation.drafted(
             ids[: conversation.end + 1], ids[conversation.end]
         ).rendered
-        note_ends = rendered.positions.note_ends
-        positions = replace(conversation.truth.positions, note_ends=note_ends)
-        truth = replace(conversation.truth, text="", positions=positions)
-        assert replace(rendered, text="") == truth, conversation.shape.name
+        truth = conversation.truth
+        assert replace(rendered, text="", positions=truth.positions) == replace(
+            truth, text=""
+        ), conversation.shape.name
+        # Where the recorded reply begins is one that only replaying knows.
+        starts = [{*p.positions.turn_starts} - {n_same} for p in (rendered, truth)]
+        assert starts[0] == starts[1], conversation.shape.name
         n_compared += 1
 
     assert n_compared >= 20
@@ -1489,7 +1492,7 @@ def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
     second = server.draft([head_with("id-2"), said("user", "Something else.")])
 
     head_ids = [
-        ids_of(draft)[: draft.rendered.positions.system_end]
+        ids_of(draft)[: draft.rendered.positions.head_ends[0]]
         for draft in (first, second)
     ]
     assert head_ids[0] == head_ids[1]
