@@ -169,6 +169,7 @@ from contextlib import (
     ExitStack,
     closing,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from copy import copy, deepcopy
@@ -653,7 +654,7 @@ def describe_fault(details: ErrorDetails) -> str:
 #
 # Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
 #          ReplicaAddress, read_replicas, has_tenants, name_tenant, key_of_tenant,
-#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty
+#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty, RuleName
 # Uses     ERRORS
 # Thread   any; pure
 
@@ -684,9 +685,23 @@ _KVBits = Annotated[Literal["off", "2", "2.5", "3", "3.5", "4", "6", "8"], _Lowe
 _KVScheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
-_RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
-_NoteClass = Annotated[Literal["transient", "off"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], _Upper]
+# The rules of CANONICALIZATION, each for a kind of volatile field.
+RuleName = Literal[
+    "billing_header",  # x-anthropic-billing-header: ...
+    "message_id",  # "message_id": "..." in a system prompt
+    "inbound_context",  # a section of OpenClaw's system prompt
+    "user_message_id",  # the same in front of a user's text
+    "timestamp",  # [Wed 2026-02-18 20:48 UTC] before a text
+    "current_time",  # Current time is ...
+    "current_date",  # Current date: ..., Today is ...
+    "git_status",  # gitStatus: ... ends a system prompt
+    "runtime",  # Stats: runtime ...
+    "session_line",  # Runtime: agent=...
+    "reminder",  # <system-reminder>...</system-reminder>
+    "internal_context",  # OpenClaw's last message
+    "late_system",  # a system message after a user message, or LiteLLM's form of it
+]
 
 
 class ConfigError(ValueError):
@@ -697,6 +712,13 @@ def split_list(text: str) -> list[str]:
     """The parts of a comma-separated setting; empty parts are dropped."""
     parts = [part.strip() for part in text.split(",")]
     return [part for part in parts if part]
+
+
+def _split_names(text: str) -> list[str]:
+    return split_list(text.lower())
+
+
+_RuleNames = Annotated[frozenset[RuleName], BeforeValidator(_split_names)]
 
 
 def is_loopback(host: str) -> bool:
@@ -831,21 +853,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cache_disk_max_bytes: _Count = 0  # 0: 32 GiB, but a tenth of the free disk at most
     cache_disk_max_bytes_per_day: _Count = 0  # written; 0: four times the one above
 
-    # Classes of volatile fields: see CANONICALIZATION
-    rule_billing_header: _RuleClass = "telemetry"  # x-anthropic-billing-header: ...
-    rule_message_id: _RuleClass = "pinned"  # "message_id": "..." in a system prompt
-    rule_inbound_context: _RuleClass = "pinned"  # a section of OpenClaw's system prompt
-    rule_user_message_id: _RuleClass = "pinned"  # the same in front of a user's text
-    rule_timestamp: _RuleClass = "pinned"  # [Wed 2026-02-18 20:48 UTC] before a text
-    rule_current_time: _RuleClass = "pinned"  # Current time is ...
-    rule_current_date: _RuleClass = "pinned"  # Current date: ..., Today is ...
-    rule_git_status: _RuleClass = "pinned"  # gitStatus: ... ends a system prompt
-    rule_runtime: _RuleClass = "pinned"  # Stats: runtime ...
-    rule_session_line: _RuleClass = "pinned"  # Runtime: agent=...
-    rule_reminder: _RuleClass = "transient"  # <system-reminder>...</system-reminder>
-    rule_internal_context: _RuleClass = "transient"  # OpenClaw's last message
-    rule_operator_note: _RuleClass = "transient"  # LiteLLM's form of a system message
-    rule_late_system: _NoteClass = "transient"  # a system message after a user message
+    rules_off: _RuleNames = frozenset()  # rules of CANONICALIZATION that are not used
 
     # Sampling, where a request does not say; None: as the model's makers say
     default_temperature: Temperature | None = None  # 0: greedy
@@ -1009,6 +1017,8 @@ def check_names(
         near = get_close_matches(spelling, as_long, n=1, cutoff=_TYPO_RATIO)
         if not near and spelling.startswith("MODEL"):
             near = ["MODEL_PATH"]
+        if spelling.startswith("RULE_"):  # each rule had a setting once
+            near = ["RULES_OFF"]
         if not near:
             near = get_close_matches(spelling, others, n=1)
 
@@ -1916,8 +1926,8 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     # Called between two pieces of long work. Raises ClientGone.
     check_client: Callable[[], None] = field(default=assume_client, compare=False)
-    # Tokens of a longer prompt are estimated from here on; it is refused anyway.
-    max_counted_tokens: int = sys.maxsize
+    # A longer prompt is refused, and not tokenized.
+    max_prompt_characters: int = sys.maxsize
 
 
 # -- replies ---------------------------------------------------------------------------
@@ -3676,31 +3686,30 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #     [Fri 2026-11-20 14:16 UTC] list files      __STABLE_TIMESTAMP__list files
 #     <system-reminder>plan</system-reminder>
 #
-# A rule finds one kind of volatile field, here a timestamp and a reminder. The setting
-# RULE_<NAME> says what becomes of the field:
+# A rule finds one kind of volatile field, here a timestamp and a reminder. Its kind says
+# what becomes of the field:
 #   telemetry   It means nothing to the model, and is dropped from both copies.
 #   pinned      A value, such as an id or a date. The canonical copy has a placeholder
 #               (in place of a whole block, nothing). A prompt keeps the value that it
 #               had first; LEDGER restates another one.
 #   transient   A note: a block that comes and goes. The canonical copy has nothing in
 #               its place. LEDGER renders it where it is new.
-#   off         It is plain text.
+# What a rule of RULES_OFF would find is plain text.
 #
-# A rule looks at the text parts of a message one by one; only an operator's note goes
-# on in the next parts. Tool results and replies have no volatile fields, whatever is in
-# them. What begins in a code fence is data and stays (but see Rule.is_fenced).
+# A rule looks at the text parts of a message one by one. Tool results and replies have
+# no volatile fields, whatever is in them. What begins in a code fence is data and stays
+# (but see Rule.is_fenced).
 # No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
 #
-# To add a field: an entry in _RULES, a RULE_ setting (see CONFIG), a lesson, tests; if
-# it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS. Its pattern must
-# read any text in linear work (L-113): each repeat without a limit stops at a line end
-# or at the next opener, or is possessive. tests/unit/test_linear_work.py tries each.
+# To add a field: an entry in _RULES, its name in RuleName (see CONFIG), a lesson, tests;
+# if it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS. Its pattern
+# must read any text in linear work (L-113): each repeat without a limit stops at a line
+# end or at the next opener, or is possessive. tests/unit/test_linear_work.py tries it.
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, cut_thinking, text_parts,
-#          keeps_most_text, find_masking_rule
+#          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
@@ -3758,7 +3767,7 @@ _ROUTED: Final = r"""(?x:
 
 
 class Rule(NamedTuple):
-    """How one volatile field is found. `example` and `near_miss` are tested.
+    """How one volatile field is found, and what becomes of it.
 
     Groups of the pattern, each of which it may lack:
         value     what varies of the match; without this group the match is a block, of
@@ -3767,37 +3776,30 @@ class Rule(NamedTuple):
         private   if it has matched, the value may not cross sessions
     """
 
-    name: str
+    name: RuleName
+    kind: Literal["telemetry", "pinned", "transient"]
     roles: frozenset[str]  # of the messages in which it is looked for
     pattern: re.Pattern[str]
-    example: str  # a text in which the pattern finds the field
-    near_miss: str  # one in which it does not
+    example: str  # a text in which the pattern finds the field; tested
     # Whether a pinned value may stand in the prompts of other sessions: it identifies
     # nobody and directs nothing (L-106).
     crosses_sessions: bool = False
     is_fenced: bool = False  # its client writes it in a code fence
-    spans_parts: bool = False  # it goes on in the other text parts of its message
-    setting: str = "off"  # as configured
-
-    @property
-    def is_block(self) -> bool:
-        """Whether all that is found varies, and not only a value in it."""
-        return "value" not in self.pattern.groupindex
 
 
-# The usual class of each is the default of its setting in CONFIG.
 _RULES: Final = (
     # why(L-37): Claude Code's first system block; its cch= changes with each request.
     Rule(
         name="billing_header",
+        kind="telemetry",
         roles=SYSTEM_ROLES,
-        pattern=re.compile(r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
+        pattern=re.compile(r"\A\s*x-anthropic-billing-header: cc_[^\n\ufdd1]*\n*"),
         example="x-anthropic-billing-header: cc_version=2.1.121.dd4; cch=0d3a3;",
-        near_miss="x-anthropic-billing-header: is what some clients send.",
     ),
     # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
     Rule(
         name="message_id",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -3806,7 +3808,6 @@ _RULES: Final = (
             """
         ),
         example='  "message_id": "d9e7c8c5-1777",',
-        near_miss='{"message_id": "d9e7c8c5-1777"}',
         crosses_sessions=True,
         is_fenced=True,
     ),
@@ -3814,6 +3815,7 @@ _RULES: Final = (
     # names the sender and the chat.
     Rule(
         name="inbound_context",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -3826,11 +3828,11 @@ _RULES: Final = (
             """
         ),
         example='## Inbound Context (trusted)\nIt is:\n```json\n{"a": 1}\n```\n',
-        near_miss="## Inbound Context (trusted)\nThere is none.\n",
     ),
     # why(L-116): a question that is sent again has a new id.
     Rule(
         name="user_message_id",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(
             rf"""(?x)
@@ -3843,13 +3845,13 @@ _RULES: Final = (
         ),
         example='Conversation info (untrusted metadata):\n```json\n{\n  "message_id": '
         '"d9e7c8c5-1777"\n}\n```\n\nlist files',
-        near_miss='```json\n{\n  "message_id": "d9e7c8c5-1777"\n}\n```\n\nlist files',
         crosses_sessions=True,
     ),
     # why(L-39): it stands before a user's text. In later requests some stamps become
     # the other form, _ROUTED, which names a session.
     Rule(
         name="timestamp",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(
             rf"""(?x)
@@ -3858,11 +3860,11 @@ _RULES: Final = (
             """
         ),
         example="[Fri 2026-11-20 14:16 UTC] Read notes.txt",
-        near_miss="At [Fri 2026-11-20 14:16 UTC] it began",
         crosses_sessions=True,
     ),
     Rule(
         name="current_time",
+        kind="pinned",
         roles=_SYSTEM_OR_USER,
         pattern=re.compile(
             rf"""(?xm)
@@ -3872,12 +3874,12 @@ _RULES: Final = (
             """
         ),
         example="- **Current time (UTC)**: 10:05 PM. Be brief.",
-        near_miss="current times: 10:05",
         crosses_sessions=True,
     ),
     # why(L-40): a day ends, and all that stands after the date is prefilled again.
     Rule(
         name="current_date",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             rf"""(?xm)
@@ -3890,7 +3892,6 @@ _RULES: Final = (
             """
         ),
         example="Today is Friday, the 20th of November 2026. You help.",
-        near_miss="Today is the day we ship.",
         crosses_sessions=True,
     ),
     # why(L-103): a session that is resumed looks at its folder again. The status may
@@ -3898,6 +3899,7 @@ _RULES: Final = (
     # elsewhere in the prompt, so only prompts of one folder are the same without it.
     Rule(
         name="git_status",
+        kind="pinned",
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
@@ -3915,30 +3917,30 @@ _RULES: Final = (
             """
         ),
         example="gitStatus: now\n\nStatus:\n M notes.txt",
-        near_miss="the gitStatus: (clean)",
         crosses_sessions=True,
     ),
     # why(L-41): figures on a sub-agent's run.
     Rule(
         name="runtime",
+        kind="pinned",
         roles=_USER,
         pattern=re.compile(rf"(?m)^Stats: runtime {_REST_OF_LINE}"),
         example="Stats: runtime 896ms, tokens 8.5k",
-        near_miss="Runtime: 896ms",
     ),
     # why(L-41): which agent, session and host; which chat.
     Rule(
         name="session_line",
+        kind="pinned",
         roles=_SYSTEM_OR_USER,
         pattern=re.compile(
             rf"(?m)^(?:Runtime: agent=|Inline buttons not enabled for ){_REST_OF_LINE}"
         ),
         example="Runtime: agent=main | session=agent:main:main | host=vm",
-        near_miss="Runtime: 896ms",
     ),
     # why(L-42): notes that move along with the newest message, and end without a trace.
     Rule(
         name="reminder",
+        kind="transient",
         roles=_USER,
         pattern=re.compile(
             r"""(?xm)
@@ -3948,10 +3950,10 @@ _RULES: Final = (
             """
         ),
         example="<system-reminder>\nplan mode\n</system-reminder>",
-        near_miss="in `<system-reminder>x</system-reminder>` blocks",
     ),
     Rule(
         name="internal_context",
+        kind="transient",
         roles=_USER,
         pattern=re.compile(
             r"""(?xm)
@@ -3964,22 +3966,12 @@ _RULES: Final = (
             "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job\n"
             "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
         ),
-        near_miss="<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job",
-    ),
-    # What LiteLLM's bridge makes of a late system message.
-    Rule(
-        name="operator_note",
-        roles=_USER,
-        pattern=re.compile(r"\AOperator note \(not from the user\)[\s\S]*\Z"),
-        example="Operator note (not from the user): it was\n9 tokens left",
-        near_miss="see: Operator note (not from the user): no",
-        spans_parts=True,
     ),
 )
-# A system message in mid-conversation: it is found by its place, not by a pattern, so
-# nothing in it can be pinned. It is too much to be dropped: transient or off.
+# A system message in mid-conversation is found by its place, not by a pattern. The
+# bridge of LiteLLM makes a user message of it, which begins with these words.
 _LATE_SYSTEM: Final = "late_system"
-_SYSTEM_NOTES: Final = frozenset({_LATE_SYSTEM, "operator_note"})
+_OPERATOR_NOTE: Final = "Operator note (not from the user)"
 
 
 # -- fields and messages ---------------------------------------------------------------
@@ -4016,11 +4008,12 @@ class CanonicalMessage:
     role: str
     # As sent, without telemetry; its content is one text, and thinking has its field.
     original: Message
-    canonical: Message
-    digest: bytes  # of `canonical`
+    canonical: str  # the content as compared
+    digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    pinned: tuple[PinnedValue, ...] = ()  # in the content of `original`, ascending
-    inline_notes: tuple[Note, ...] = ()  # the same
+    # In the content of `original`, ascending: a block, then the values in it.
+    pinned: tuple[PinnedValue, ...] = ()
+    inline_notes: tuple[Note, ...] = ()  # in the content, ascending
     notes_above: tuple[Note, ...] = ()  # are rendered before the content
     notes_below: tuple[Note, ...] = ()  # and after it
     dropped: tuple[str, ...] = ()  # the rule of each telemetry field
@@ -4044,34 +4037,28 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
 def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     """The text without these fields, which _find_fields() has found.
 
-    A pinned value becomes a placeholder. A pinned block is left out, with the fields
-    inside it. A note is left out, with the line breaks around it, which come and go
-    with it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
+    A pinned value becomes a placeholder. A pinned block is left out, with the values
+    in it. A note is left out, with the line breaks around it, which come and go with
+    it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
     """
     pieces: list[str] = []
     end = 0
-    for volatile in _outer_fields(fields):
+    for volatile in fields:
+        if volatile.start < end:
+            continue  # in a block
         pieces.append(text[end : volatile.start])
         end = volatile.end
+        if isinstance(volatile, PinnedValue):
+            if not volatile.block:
+                pieces.append(f"__STABLE_{volatile.rule.upper()}__")
+            continue
 
-        if isinstance(volatile, Note):
-            while text.startswith("\n", end):
-                end += 1
-            _strip_line_breaks(pieces)
-            if pieces and end < len(text):
-                pieces.append("\n\n")
-        elif not volatile.block:
-            pieces.append(_placeholder(volatile.rule))
+        while text.startswith("\n", end):
+            end += 1
+        _strip_line_breaks(pieces)
+        if pieces and end < len(text):
+            pieces.append("\n\n")
     return "".join([*pieces, text[end:]])
-
-
-def _outer_fields(fields: Iterable[VolatileField]) -> Iterator[VolatileField]:
-    """These fields, which ascend, but for those inside a pinned block."""
-    end = 0
-    for volatile in fields:
-        if volatile.start >= end:
-            end = volatile.end
-            yield volatile
 
 
 def _strip_line_breaks(pieces: list[str]) -> None:
@@ -4081,11 +4068,6 @@ def _strip_line_breaks(pieces: list[str]) -> None:
         if last:
             pieces.append(last)
             return
-
-
-def _placeholder(rule: str) -> str:
-    name = "MSG_ID" if rule == "message_id" else rule.upper()
-    return f"__STABLE_{name}__"
 
 
 def wrap_reminder(text: str) -> str:
@@ -4099,25 +4081,6 @@ def wrap_reminder(text: str) -> str:
 
 
 # -- digests ---------------------------------------------------------------------------
-
-
-def _digest_input(
-    message: Message, canonical_content: str, fields: Iterable[VolatileField]
-) -> bytes:
-    """The digest of a message that is no reply: role, name and canonical content.
-
-    Not the call that it answers: clients rewrite ids. Nor fields that we do not know,
-    so a replayed message keeps those that it had first.
-    """
-    role = message["role"]
-    # why(L-92): clients trim line breaks, except in tool results.
-    text = canonical_content if role == "tool" else canonical_content.strip("\n")
-    # A placeholder that the client wrote itself is text, and stands for no value.
-    outer_fields = _outer_fields(fields)
-    pinned = [found for found in outer_fields if isinstance(found, PinnedValue)]
-    n_placeholders = sum(1 for found in pinned if not found.block)
-    parts = [role, message.get("name", ""), text, str(n_placeholders)]
-    return sha256("\0".join(parts).encode()).digest()
 
 
 def reply_digest(message: Message) -> bytes:
@@ -4233,11 +4196,10 @@ class Canonicalizer:
         `thinking_tags`: the texts around the model's thinking; "" where there are none.
         """
         self.rules: list[Rule] = []  # but those that are off
-        for rule in _RULES:
-            setting = getattr(config, f"rule_{rule.name}")
-            if setting != "off":
-                self.rules.append(rule._replace(setting=setting))
-        self._moves_late_system = config.rule_late_system != "off"
+        self._moves_late_system = False
+        if config.cache_canonicalize_tool_context:
+            self.rules = [rule for rule in _RULES if rule.name not in config.rules_off]
+            self._moves_late_system = _LATE_SYSTEM not in config.rules_off
         self._part_separator = part_separator
         self._thinking_tags = thinking_tags
         self.memo: Memo[CanonicalMessage] = Memo(self.MEMO_BYTES)
@@ -4262,66 +4224,50 @@ class Canonicalizer:
 
         The message stands after the system prompt: a system message is a late one.
         """
-        if message.role == "user":
-            has_text = message.canonical["content"].strip()
-            # why(L-134): a block has no text in the canonical copy, and is not lost.
-            has_block = any(pinned.block for pinned in message.pinned)
-            return () if has_text or has_block else message.notes
-        if message.role not in SYSTEM_ROLES:
-            return ()
-
         text = message.original["content"]
         if self._moves_late_system and _IMAGE_MARK not in text:
-            return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
-        return ()
+            if message.role in SYSTEM_ROLES:
+                return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
+            if message.role == "user" and text.startswith(_OPERATOR_NOTE):
+                return (Note(_LATE_SYSTEM, text.strip()),)
+        is_note = message.role == "user" and not message.canonical.strip()
+        return message.notes if is_note else ()
 
     def _make(self, message: Message) -> CanonicalMessage:
         role = message["role"]
         if role == "assistant":
             return self._make_reply(message)
 
-        parts = self._read_parts(message)
-        texts = [part.text for part in parts]
-        content, starts = self._join_parts(texts, role)
+        rules = [rule for rule in self.rules if role in rule.roles]
+        parts = [_read_part(text, rules) for text in _text_parts(message["content"])]
+        content, starts = self._join_parts([part.text for part in parts], role)
         # Joined without its notes: a part that is a note leaves no line break behind.
-        canonical_texts = [part.canonical for part in parts]
-        canonical, _ = self._join_parts(canonical_texts, role)
+        canonical, _ = self._join_parts([part.canonical for part in parts], role)
         fields: list[VolatileField] = []
         dropped: list[str] = []
         for part, start in zip(parts, starts, strict=True):
+            fields += _move_fields(part.fields, start)
             dropped += part.dropped
-            fields += [_move_field(found, start) for found in part.fields]
-        original = {**message, "content": content}
-        return _make_input(original, canonical, fields, dropped=dropped)
-
-    def _read_parts(self, message: Message) -> list[_Part]:
-        role = message["role"]
-        texts = text_parts(message["content"])
-        rules = [rule for rule in self.rules if role in rule.roles]
-        spanning_rules = [rule for rule in rules if rule.spans_parts]
-        if any(rule.pattern.search(texts[0]) for rule in spanning_rules):
-            joined_text, _ = self._join_parts(texts, role)
-            texts = [joined_text]
-        return [_read_part(text, rules) for text in texts]
+        return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
-        content = self._part_separator.join(text_parts(message["content"]))
+        content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
         if not thinking:
-            thinking, content = cut_thinking(content, self._thinking_tags)
+            thinking, content = _cut_thinking(content, self._thinking_tags)
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
-        canonical = {**message, "content": content}
-        canonical.pop("reasoning_content", None)
-        original = canonical
+        original = {**message, "content": content}
+        original.pop("reasoning_content", None)
+        digest = reply_digest(original)
         if thinking.strip():
-            original = {**canonical, "reasoning_content": thinking}
+            original["reasoning_content"] = thinking
         return CanonicalMessage(
             role="assistant",
             original=original,
-            canonical=canonical,
-            digest=reply_digest(canonical),
+            canonical=content,
+            digest=digest,
             thinking=thinking.strip(),
         )
 
@@ -4347,7 +4293,7 @@ class Canonicalizer:
         return text, starts
 
 
-def cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
+def _cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
     """The thinking at the start of a reply, and the content after it.
 
     Some clients send a reply back as it was streamed, its thinking in the content.
@@ -4361,7 +4307,7 @@ def cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
     return "", content
 
 
-def text_parts(content: str | list[JsonObject]) -> list[str]:
+def _text_parts(content: str | list[JsonObject]) -> list[str]:
     """The texts of a message's content."""
     if isinstance(content, str):
         return [content]
@@ -4370,19 +4316,22 @@ def text_parts(content: str | list[JsonObject]) -> list[str]:
 
 def _make_input(
     original: Message,
-    canonical_content: str,
+    canonical: str,
     fields: Sequence[VolatileField] = (),
-    *,
     dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
     """The canonical message of a message whose content is text, and no reply."""
+    # The digest has neither the call that it answers, for clients rewrite ids, nor
+    # fields that we do not know: a replayed message keeps those that it had first.
+    # why(L-92): clients trim line breaks, except in tool results.
     role = original["role"]
-    name = original.get("name", "")
+    compared = canonical if role == "tool" else canonical.strip("\n")
+    parts = [role, original.get("name", ""), compared]
     return CanonicalMessage(
         role=role,
         original=original,
-        canonical={"role": role, "name": name, "content": canonical_content},
-        digest=_digest_input(original, canonical_content, fields),
+        canonical=canonical,
+        digest=sha256("\0".join(parts).encode()).digest(),
         pinned=tuple(found for found in fields if isinstance(found, PinnedValue)),
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
@@ -4395,19 +4344,27 @@ class _Part(NamedTuple):
     text: str  # without telemetry
     canonical: str
     fields: list[VolatileField]  # in `text`
-    dropped: list[str]  # the rule of each telemetry field
+    dropped: list[RuleName]  # the rule of each telemetry field
 
 
-def _read_part(text: str, rules: Sequence[Rule]) -> _Part:
-    telemetry = _find_fields(text, [r for r in rules if r.setting == "telemetry"])
-    text = mask_volatile(text, telemetry)
-    fields = _find_fields(text, [r for r in rules if r.setting != "telemetry"])
-    dropped = [found.rule for found in telemetry]
+def _read_part(text: str, rules: Iterable[Rule]) -> _Part:
+    dropped = []
+    lasting_rules = []
+    for rule in rules:
+        if rule.kind != "telemetry":
+            lasting_rules.append(rule)
+            continue
+        text, n_dropped = rule.pattern.subn("", text)
+        dropped += [rule.name] * n_dropped
+    fields = _find_fields(text, lasting_rules)
     return _Part(text, mask_volatile(text, fields), fields, dropped)
 
 
-def _move_field(found: VolatileField, distance: int) -> VolatileField:
-    return found._replace(start=found.start + distance, end=found.end + distance)
+def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[VolatileField]:
+    return [
+        found._replace(start=found.start + distance, end=found.end + distance)
+        for found in fields
+    ]
 
 
 # A code fence. The group `unclosed` is "" where it never ends, and None where it does.
@@ -4423,23 +4380,31 @@ _FENCE: Final = re.compile(
 
 
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
-    """The volatile fields of a text, as _drop_overlaps() leaves them.
+    """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    No field is what is data, in a code fence, nor what has an image in it: the model
-    must see this image (L-57).
+    A pinned block is followed by the values in it, which have places of their own. No
+    field is what is data, in a code fence, nor what has an image in it: the model must
+    see this image (L-57).
     """
     if not rules:
         return []
     unfenced_text = _FENCE.sub(_blank_fence, text)
-    found: list[VolatileField] = []
+    found: list[list[VolatileField]] = []
     for rule in rules:
         for match in rule.pattern.finditer(text):
             # Where the match begins, its context included.
             begins_in_fence = unfenced_text[match.start()] == "\0"
             is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
-                found.append(_make_field(rule, match, rules))
-    return _drop_overlaps(found)
+                found.append(_make_fields(rule, match, rules))
+
+    fields: list[VolatileField] = []
+    end = 0
+    for field_and_inner in sorted(found, key=lambda volatile: volatile[0].start):
+        if field_and_inner[0].start >= end:
+            fields += field_and_inner
+            end = field_and_inner[0].end
+    return fields
 
 
 def _blank_fence(fence: re.Match[str]) -> str:
@@ -4448,56 +4413,31 @@ def _blank_fence(fence: re.Match[str]) -> str:
     return "\0" * len(fence[0])
 
 
-def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
-    """The fields, ascending; of two that overlap, the first one.
+def _make_fields(
+    rule: Rule, match: re.Match[str], rules: Iterable[Rule]
+) -> list[VolatileField]:
+    """The field that a rule has found; of a block also the values in it, by `rules`."""
+    groups = match.groupdict()
+    if rule.kind == "transient":
+        return [Note(rule.name, match[0].strip(), *match.span())]
 
-    The values inside a pinned block stay, too: they have places of their own. A note
-    inside is a part of the block.
-    """
-    fields: list[VolatileField] = []
-    end = 0  # of the last field that is no block
-    block_end = 0
-    for volatile in sorted(found, key=lambda volatile: volatile.start):
-        is_pinned = isinstance(volatile, PinnedValue)
-        is_inner_value = is_pinned and volatile.end <= block_end
-        starts_in_block = volatile.start < block_end
-        if volatile.start < end or (starts_in_block and not is_inner_value):
-            continue
-        fields.append(volatile)
-        if isinstance(volatile, PinnedValue) and volatile.block:
-            block_end = max(block_end, volatile.end)
-        else:
-            end = volatile.end
-    return fields
-
-
-def _make_field(
-    rule: Rule, match: re.Match[str], rules: Sequence[Rule]
-) -> VolatileField:
-    """The field that a rule has found. `rules`: all, for the fields inside a block."""
-    has_context = "context" in rule.pattern.groupindex
-    start = match.end("context") if has_context else match.start()
-    end = match.end()
-    block = match.string[start:end]
-    if rule.setting == "transient":
-        return Note(rule.name, block.strip(), start, end)
-
-    if rule.is_block or rule.setting == "telemetry":
-        inner_rules = [r for r in rules if r.setting == "pinned" and r is not rule]
-        value = mask_volatile(block, _find_fields(block, inner_rules))
-    else:
+    is_private = not rule.crosses_sessions or groups.get("private") is not None
+    if "value" in groups:
         start, end = match.span("value")
         value = match["value"].strip()
-        block = ""
-    has_private_part = match.groupdict().get("private") is not None
-    return PinnedValue(
+        return [PinnedValue(rule.name, value, start, end, is_private=is_private)]
+
+    block = match[0]
+    inner = _find_fields(block, [other for other in rules if other is not rule])
+    pinned = PinnedValue(
         rule=rule.name,
-        value=value,
-        start=start,
-        end=end,
+        value=mask_volatile(block, inner),
+        start=match.start(),
+        end=match.end(),
         block=block,
-        is_private=has_private_part or not rule.crosses_sessions,
+        is_private=is_private,
     )
+    return [pinned, *_move_fields(inner, match.start())]
 
 
 # -- a conversation --------------------------------------------------------------------
@@ -4528,88 +4468,86 @@ def canonicalize_messages(
     Raises what `check_client` raises.
     """
     folding = _NoteFolding()
-    for index, message in enumerate(messages):
+    for index, sent_message in enumerate(messages):
         if index % _MESSAGES_BETWEEN_LOOKS == 0:
             check_client()
-        canonical_message = canonicalizer.canonicalize(message)
+        message = canonicalizer.canonicalize(sent_message)
         notes: tuple[Note, ...] = ()
         if folding.first is not None:  # after the system prompt
-            notes = canonicalizer.find_notes(canonical_message)
+            notes = canonicalizer.find_notes(message)
         if notes:
             folding.add_notes(notes)
         else:
-            folding.add_message(canonical_message)
+            folding.add_message(message)
     return folding.fold()
 
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """A message of a conversation, to which notes may still be added."""
+    """A message to which notes may be added: in linear work (L-113), so not a tuple."""
 
     message: CanonicalMessage
     notes_above: list[Note] = field(default_factory=list)
     notes_below: list[Note] = field(default_factory=list)
-    made_of: tuple[Note, ...] = ()  # the notes, if it stands for notes alone
-
-    def close(self) -> CanonicalMessage:
-        if not self.notes_above and not self.notes_below:
-            return self.message
-        return replace(
-            self.message,
-            notes_above=tuple(self.notes_above),
-            notes_below=tuple(self.notes_below),
-        )
 
 
 class _NoteFolding:
-    """The messages of a conversation so far, and where the next notes go.
-
-    Each step looks at the first and the last message only: ten times as many notes take
-    ten times as long, and no more (L-113).
-    """
+    """The messages of a conversation so far, and where the next notes go."""
 
     def __init__(self) -> None:
         self._messages: list[_OpenMessage] = []
         self.first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
-
-    def fold(self) -> tuple[CanonicalMessage, ...]:
-        """All messages, with the notes that belong to them."""
-        return tuple(message.close() for message in self._messages)
+        # Of messages of notes after a reply, or after a late system message. They go
+        # into the question that follows (L-101).
+        self._waiting: list[tuple[Note, ...]] = []
 
     def add_message(self, message: CanonicalMessage) -> None:
         added = _OpenMessage(message)
-        if self._messages and message.role == "user":
-            last = self._messages[-1]
-            if last.made_of:
-                # why(L-101): notes after a reply belong to the question that follows.
-                self._messages.pop()
-                added.notes_above = [*last.made_of, *last.notes_below]
+        if message.role == "user":
+            added.notes_above += chain.from_iterable(self._waiting)
+            self._waiting = []
+        self._close_waiting()
         self._messages.append(added)
         if self.first is None and message.role not in SYSTEM_ROLES:
             self.first = added
         self._has_reply = self._has_reply or message.role == "assistant"
 
     def add_notes(self, notes: tuple[Note, ...]) -> None:
-        """Add notes to a neighbour, after the first message that is no system message.
-
-        Not to what the model has said, nor to a late system message.
-        """
+        """Add the notes of a message after the first that is no system message."""
         last = self._messages[-1]
-        is_by_system = notes[0].rule in _SYSTEM_NOTES
-        if is_by_system and not self._has_reply:
+        if notes[0].rule == _LATE_SYSTEM and not self._has_reply:
             # So system prompt, tools and environment are one prefix for all sessions.
             # why(L-43): a client sends its environment after the user's first words.
             assert self.first is not None
             self.first.notes_above += notes
-        elif last.message.role in ("user", "tool"):
+        elif not self._waiting and last.message.role in ("user", "tool"):
             # why(L-43): there, a note keeps the whole prompt before it a prefix.
             last.notes_below += notes
         else:
-            # A message of the user's, which the next question takes the place of.
-            text = "\n\n".join(note.text for note in notes)
+            self._waiting.append(notes)
+
+    def fold(self) -> tuple[CanonicalMessage, ...]:
+        """All messages, with the notes that belong to them."""
+        self._close_waiting()
+        return tuple(
+            replace(
+                opened.message,
+                notes_above=tuple(opened.notes_above),
+                notes_below=tuple(opened.notes_below),
+            )
+            for opened in self._messages
+        )
+
+    def _close_waiting(self) -> None:
+        """Make a message of the user's of notes that no question has followed."""
+        if self._waiting:
+            first, *others = self._waiting
+            text = "\n\n".join(note.text for note in first)
             message = _make_input({"role": "user", "content": text}, text)
-            self._messages.append(_OpenMessage(message, made_of=notes))
+            below = [*chain.from_iterable(others)]
+            self._messages.append(_OpenMessage(message, notes_below=below))
+            self._waiting = []
 
 
 # -- for people ------------------------------------------------------------------------
@@ -4627,25 +4565,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
         folded_notes = [*message.notes_above, *message.notes_below]
         n_original += len(message.original["content"])
         n_original += sum(len(note.text) for note in folded_notes)
-        n_canonical += len(message.canonical["content"])
+        n_canonical += len(message.canonical)
     return 10 * n_canonical >= 9 * n_original
-
-
-def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
-    """The setting of a rule that finds all in which two texts differ, active or not.
-
-    `role`: of the messages whose texts these are. Rules look at some roles only.
-    """
-    for rule in _RULES:
-        if role not in rule.roles:
-            continue
-        setting = "transient" if rule.is_block else "pinned"
-        active = [rule._replace(setting=setting)]
-        old_masked = mask_volatile(old_text, _find_fields(old_text, active))
-        new_masked = mask_volatile(new_text, _find_fields(new_text, active))
-        if old_masked == new_masked:
-            return f"RULE_{rule.name.upper()}"
-    return None
 
 
 # region SAVED RECORDS =========================================================
@@ -5382,18 +5303,17 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A
-# very long piece is cut where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens (Encoder).
 #
-# Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
-#          Encoder
-# Uses     ERRORS, WORK BUDGET, API TYPES, CANONICALIZATION
+# Public   token_pattern, break_markup, remove_breaks, Encoder
+# Uses     WORK BUDGET, API TYPES, CANONICALIZATION
 # Thread   any
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BREAKS: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # a client's own ones are doubled
 _NO_MATCH: Final = "(?!)"
 _ENCODER_MEMO_BYTES: Final = 64_000_000
+_LONG_CHARACTERS: Final = 1 << 18  # of longer texts one is tokenized at a time
 
 
 def token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -5442,102 +5362,6 @@ def remove_breaks(text: str) -> str:
     return _BREAKS.sub(r"\1", text)
 
 
-class EncodingLimit(NamedTuple):
-    """Where the encoding of a text may end early.
-
-    It ends after the first part with which the text has more than `max_tokens`.
-    `check_client` is called before each part; what it raises ends the encoding, too.
-    """
-
-    max_tokens: int = sys.maxsize
-    check_client: Callable[[], None] = assume_client
-    field: str = "messages"  # of the request, which has the text: for an error
-
-
-class EncodedPrompt(NamedTuple):
-    """The tokens of a text, or of its beginning."""
-
-    ids: TokenIds
-    n_left_out: int  # about so many tokens follow, which were not made
-
-    @property
-    def n_tokens(self) -> int:
-        """Of the whole text; if some were left out, an estimate."""
-        return len(self.ids) + self.n_left_out
-
-
-_PIECE_CHARACTERS: Final = 1 << 16  # of a text that is tokenized at once
-_LONG_PIECES: Final = 4  # a text of more pieces that cannot be cut is counted first
-_MAX_WHOLE_PIECES: Final = 64  # a text of more pieces that cannot be cut is refused
-_COMPARED_CHARACTERS: Final = 64  # are encoded before and after a place, to try a cut
-_MAX_CUT_TRIES: Final = 64
-# Where a text may be cut: at the space between two words, and between two lines.
-_WORD_END: Final = "(?<=[a-zA-Z][a-zA-Z])[ ](?=[a-zA-Z][a-zA-Z])"
-_LINE_END: Final = r"(?<=\n)(?=\S)"
-# Find tokens that go on at such a place. Vocabularies spell a space " ", "\u2581" or
-# "\u0120". "\0" stands between two tokens.
-_WORD_CROSSING: Final = re.compile("[a-zA-Z][ \u2581\u0120][a-zA-Z]")
-_LINE_CROSSING: Final = re.compile(r"[\n\u010a][^\s\0\u010a\u010d\u0120\u0109\u2581]")
-
-
-class _TextCutter:
-    """Cuts a long text where no token of a tokenizer goes on, whatever is around.
-
-    why(L-118): a tokenizer takes 160 bytes for each byte of a text. So a long text is
-    tokenized in parts, which must give the very tokens that the whole gives.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def split(self, text: str) -> Iterator[str]:
-        """Parts of a text, most of them a bit longer than _PIECE_CHARACTERS.
-
-        For "a brown fox" they are "a brown" and " fox". Some tokenizers put a space
-        before each text: for these they are "a brown" and "fox".
-        """
-        start = 0
-        while len(text) - start > _PIECE_CHARACTERS:
-            cut = self._find_cut(text, start)
-            if cut is None:
-                break
-            yield text[start : cut.start]
-            start = cut.stop
-        yield text[start:]
-
-    @cached_property
-    def _places(self) -> re.Pattern[str]:
-        """Where a text may be cut: no token of the vocabulary goes on there."""
-        tokens = "\0".join(self._tokenizer.get_vocab(with_added_tokens=False))
-        places = []
-        if not _WORD_CROSSING.search(tokens):
-            places.append(_WORD_END)
-        if not _LINE_CROSSING.search(tokens):
-            places.append(_LINE_END)
-        return re.compile("|".join(places) or _NO_MATCH)
-
-    def _find_cut(self, text: str, start: int) -> slice | None:
-        """The end of a part that begins at `start`, and the start of the next one."""
-        places = self._places.finditer(text, start + _PIECE_CHARACTERS)
-        for place in islice(places, _MAX_CUT_TRIES):
-            # A part that follows a word begins with the space, or after it if the
-            # tokenizer puts one before each text. At a line end both are one position.
-            for next_start in sorted({place.start(), place.end()}):
-                cut = slice(place.start(), next_start)
-                if self._keeps_tokens(text, cut):
-                    return cut
-        return None
-
-    def _keeps_tokens(self, text: str, cut: slice) -> bool:
-        """Whether the text around a cut has the same tokens, cut and whole."""
-        first = max(0, cut.start - _COMPARED_CHARACTERS)
-        last = cut.stop + _COMPARED_CHARACTERS
-        ids_before = _encode_plain(self._tokenizer, text[first : cut.start])
-        ids_after = _encode_plain(self._tokenizer, text[cut.stop : last])
-        whole_ids = _encode_plain(self._tokenizer, text[first:last])
-        return ids_before + ids_after == whole_ids
-
-
 class Encoder:
     """The tokens of rendered text.
 
@@ -5559,19 +5383,21 @@ class Encoder:
         self.find_added = token_pattern(self._ids_of_added)
         self.memo: Memo[TokenIds] = Memo(_ENCODER_MEMO_BYTES)
         self.tenant = ""  # whose texts these are, for the memo
-        self._long_texts = WorkBudget(1)  # why(L-118): without a cut, one at a time
+        # why(L-118): a tokenizer takes 160 bytes for each byte of a text.
+        self._long_texts = WorkBudget(1)
 
         # The same tokenizer, but without added tokens.
         plain = Tokenizer(self.tokenizer.model)
         plain.normalizer = self.tokenizer.normalizer
         plain.pre_tokenizer = self.tokenizer.pre_tokenizer
         self._piece_tokenizer = plain
-        self._cutter = _TextCutter(plain)
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
         # Then texts are left whole. To find out, a sample is encoded in pieces.
         self.can_split = True
-        sample = self._sample_text()
+        # It has each added token before and after spaces, words and itself.
+        uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
+        sample = "Zed" + "".join(uses) + " x.\n\n"
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
         self.can_split = self.encode(sample).tolist() == sample_ids
 
@@ -5580,11 +5406,6 @@ class Encoder:
         encoder = copy(self)
         encoder.tenant = tenant
         return encoder
-
-    def _sample_text(self) -> str:
-        """A text with each added token before and after spaces, words and itself."""
-        uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
-        return "Zed" + "".join(uses) + " x.\n\n"
 
     def find_markup(self, template: str, tags: Iterable[str]) -> re.Pattern[str]:
         """A pattern of what has to be broken in texts of clients.
@@ -5604,117 +5425,52 @@ class Encoder:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text. Broken markup is text, all other markup is markup."""
-        return self._encode_parts(
-            self._parts(text), self._encode_part, text, EncodingLimit()
-        ).ids
+        return self._encode_parts(self._parts(text))
 
     def encode_raw(self, text: str) -> TokenIds:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(self, text: str, limit: EncodingLimit) -> EncodedPrompt:
+    def encode_completion(
+        self, text: str, check_client: Callable[[], None] = assume_client
+    ) -> TokenIds:
         """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        if len(text) > _PIECE_CHARACTERS and self.can_split:
-            parts = self._parts_of_completion(text)
-            if parts is not None:
-                return self._encode_parts(parts, self._encode_part, text, limit)
-        return self._encode_parts([text], self._encode_whole, text, limit)
+        check_client()
+        with self._reserve_long(text, check_client):
+            return _tokenize(self.tokenizer, text, add_special_tokens=True)
 
-    def _parts_of_completion(self, text: str) -> Iterable[str | TokenIds] | None:
-        """The parts of a text, between what the tokenizer adds to any text.
-
-        None: what it adds is neither at the start nor at the end.
-        """
-        short_ids = self._encode_whole("a")
-        plain_ids = self.encode("a")
-        start = int(np.argmax(short_ids == plain_ids[0]))
-        end = start + len(plain_ids)
-        if not np.array_equal(short_ids[start:end], plain_ids):
-            return None
-        parts = self._parts(text.replace(_BREAK, _BREAK * 2))
-        return chain([short_ids[:start]], parts, [short_ids[end:]])
-
-    def _encode_whole(self, text: str) -> TokenIds:
-        (encoding,) = self.tokenizer.encode_batch_fast([text])
-        return np.array(encoding.ids, np.int32)
-
-    def encode_prompt(self, text: str, request: ChatRequest) -> EncodedPrompt:
+    def encode_prompt(self, text: str, request: ChatRequest) -> TokenIds:
         """The tokens of a text in which marks stand for images of the request.
 
         A mark is a digest between two noncharacters (REQUEST IMAGES). `image_tokens`
         of the request: by digest, the text that a prompt has for the image, with the
-        mark in it once more, and the tokens for that mark.
-
-        Raises BadRequest: a part is too long and cannot be cut.
+        mark in it once more, and the tokens for that mark. Raises ClientGone.
         """
         parts = self._parts_with_images(text, request.image_tokens)
-        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
-        return self._encode_parts(parts, self._encode_part, text, limit)
-
-    def count_tokens(self, text: str, limit: EncodingLimit) -> int:
-        """About how many tokens a text has: it is cut anywhere. None are remembered."""
-        encode = partial(_tokenize, self._piece_tokenizer)
-        return self._encode_parts(_pieces(text), encode, text, limit).n_tokens
+        return self._encode_parts(parts, request.check_client)
 
     def _encode_parts(
         self,
         parts: Iterable[str | TokenIds],
-        encode: Callable[[str], TokenIds],
-        text: str,
-        limit: EncodingLimit,
-    ) -> EncodedPrompt:
-        """The tokens of the parts of a text. `encode` gives those of a part.
-
-        Parts that are arrays, of an added token or an image, are tokens already.
-        """
-        ids_of_parts: list[TokenIds] = []
-        n_tokens = 0
-        n_characters = 0
-        n_left_out = 0
+        check_client: Callable[[], None] = assume_client,
+    ) -> TokenIds:
+        """The tokens of the parts of a text, of which some are tokens already."""
+        ids_of_parts = [np.empty(0, np.int32)]
         for part in parts:
-            limit.check_client()
+            check_client()
             if isinstance(part, str):
-                part_limit = limit._replace(max_tokens=limit.max_tokens - n_tokens)
-                encoded = self._encode_text(part, encode, part_limit)
+                with self._reserve_long(part, check_client):
+                    ids_of_parts.append(self._encode_part(part))
             else:
-                encoded = EncodedPrompt(part, 0)
-            ids_of_parts.append(encoded.ids)
-            n_tokens += encoded.n_tokens
-            n_characters += len(part)
-            if n_tokens > limit.max_tokens:
-                n_left_characters = max(0, len(text) - n_characters)
-                n_left_out = n_left_characters * n_tokens // max(n_characters, 1)
-                n_left_out += encoded.n_left_out
-                break
-        ids = np.concatenate([np.empty(0, np.int32), *ids_of_parts])
-        return EncodedPrompt(ids, n_left_out)
+                ids_of_parts.append(part)
+        return np.concatenate(ids_of_parts)
 
-    def _encode_text(
-        self, text: str, encode: Callable[[str], TokenIds], limit: EncodingLimit
-    ) -> EncodedPrompt:
-        """The tokens of a part that is a text.
-
-        why(L-118): a long text that could not be cut takes too much memory as a whole.
-        So it is first encoded in pieces, cut anywhere. If these have more tokens than
-        the limit, they are returned: the prompt is refused, and needs only their
-        number.
-        """
-        if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
-            return EncodedPrompt(encode(text), 0)
-
-        counted = self._encode_parts(_pieces(text), encode, text, limit)
-        if counted.n_tokens > limit.max_tokens:
-            return counted
-
-        max_characters = _MAX_WHOLE_PIECES * _PIECE_CHARACTERS
-        if len(text) > max_characters:
-            raise BadRequest(
-                f"a text of more than {max_characters:,} characters without two words"
-                " or lines in a row cannot be tokenized: send it in parts",
-                field=limit.field,
-            )
-        with self._long_texts.reserve(1, limit.check_client):
-            return EncodedPrompt(encode(text), 0)
+    def _reserve_long(
+        self, text: str, check_client: Callable[[], None]
+    ) -> AbstractContextManager[object]:
+        if len(text) <= _LONG_CHARACTERS:
+            return nullcontext()
+        return self._long_texts.reserve(1, check_client)
 
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
@@ -5740,10 +5496,10 @@ class Encoder:
             return
         start = 0
         for match in self.find_added.finditer(text):
-            yield from self._cutter.split(remove_breaks(text[start : match.start()]))
+            yield remove_breaks(text[start : match.start()])
             yield self._ids_of_added[match[0]]
             start = match.end()
-        yield from self._cutter.split(remove_breaks(text[start:]))
+        yield remove_breaks(text[start:])
 
     def _encode_part(self, part: str) -> TokenIds:
         """The tokens of a text without added tokens, or if it cannot be split, with."""
@@ -5754,24 +5510,19 @@ class Encoder:
         )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """A text cut anywhere."""
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        yield text[start : start + _PIECE_CHARACTERS]
+def _tokenize(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> TokenIds:
+    """The tokens of a text. Other threads run meanwhile, and for some time after.
 
-
-def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, and none that the tokenizer adds to it."""
-    # why(L-32): encode() would keep the GIL.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids: list[int] = encoding.ids
-    return ids
-
-
-def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """The tokens of a text. Other threads run meanwhile, and for some time after."""
+    `add_special_tokens`: also those that the tokenizer adds to any text.
+    """
     started_at = time.monotonic()
-    ids = np.array(_encode_plain(tokenizer, text), np.int32)
+    # why(L-32): encode() would keep the GIL.
+    (encoding,) = tokenizer.encode_batch_fast(
+        [text], add_special_tokens=add_special_tokens
+    )
+    ids = np.array(encoding.ids, np.int32)
     # why(L-60): the model thread needs the core as well.
     spent_seconds = time.monotonic() - started_at
     if spent_seconds > 0.0003:
@@ -5794,10 +5545,9 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
 #  1 Renderer  messages -> text, by the template.
 #  2 Probing   canned conversations -> TemplateTraits.
 #
-# Public   Renderer, canned_words, TemplateTraits, CALL_ID_FORMS, probe_traits,
+# Public   Renderer, TemplateTraits, CALL_ID_FORMS, probe_traits,
 #          probe_preserve_thinking_support, probe_generation_prompt, Sample,
-#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common,
-#          skip_spaces
+#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common
 # Uses     ERRORS, API TYPES, TOKENIZER
 # Thread   any
 
@@ -5820,7 +5570,10 @@ class Renderer:
 
         # "" if there is no template. It may be a function (DeepSeek-V3.2's): then
         # something that it prints.
-        self.source = _template_source(tokenizer) or self.try_render("user")
+        sources = tokenizer.chat_template or ""
+        if isinstance(sources, dict):  # several templates, by name
+            sources = "\n".join(sources.values())
+        self.source = str(sources) or self.try_render("user")
 
     def render(
         self,
@@ -5872,14 +5625,6 @@ class Renderer:
         return in_order.search(self.try_render(kinds, tools=tools)) is not None
 
 
-def _template_source(tokenizer: Any) -> str:
-    """The text of the chat template; "" if it has none."""
-    source = tokenizer.chat_template or ""
-    if isinstance(source, dict):  # several templates, by name
-        return "\n".join(source.values())
-    return str(source)
-
-
 def _as_parts(message: Message) -> Message:
     """The message with a text part for content, if that is a text."""
     content = message["content"]
@@ -5901,7 +5646,7 @@ _CANNED_TOOL: Final[JsonObject] = {
 }
 
 
-def canned_words(index: int) -> str:
+def _canned_words(index: int) -> str:
     """The words of message `index` in a canned conversation."""
     return f"zq{index}q"
 
@@ -5915,18 +5660,20 @@ def _canned_conversation(kinds: str) -> list[Message]:
                                     assistant  (thinking) zq3q
 
     "calls" is a message of two calls, "parts" a user message of two text parts. In both
-    the first of the two has the word "zqfirst".
+    the first of the two has the word "zqfirst". "empty" is a reply of no words.
     """
     messages: list[Message] = []
     n_results = 0
     for index, kind in enumerate(kinds.split()):
-        words = canned_words(index)
+        words = _canned_words(index)
         reply: Message = {"role": "assistant", "reasoning_content": _CANNED_THINKING}
         match kind:
             case "parts":
                 message = {"role": "user", "content": _canned_parts(words)}
             case "reply":
                 message = {**reply, "content": words}
+            case "empty":
+                message = {**reply, "content": ""}
             case "call":
                 calls = [_canned_call(words, n=0)]
                 message = {**reply, "content": "", "tool_calls": calls}
@@ -5947,11 +5694,6 @@ def _canned_conversation(kinds: str) -> list[Message]:
     return messages
 
 
-def _canned_empty_reply() -> list[Message]:
-    user, reply, next_user = _canned_conversation("user reply user")
-    return [user, {**reply, "content": ""}, next_user]
-
-
 def _canned_parts(words: str) -> list[JsonObject]:
     return [
         {"type": "text", "text": _CANNED_FIRST},
@@ -5969,18 +5711,6 @@ def _canned_call(words: str, *, n: int) -> JsonObject:
         "type": "function",
         "function": {"name": "f", "arguments": {"q": words}},
     }
-
-
-class InnerStart(NamedTuple):
-    """A token that begins messages, but not if it stands inside the start of one.
-
-    Results of tools often stand in a user message: the first one then begins with
-    <|im_start|>user\n<tool_response>, the second with <tool_response> alone.
-    """
-
-    first_id: int  # the token that does begin the message: <|im_start|>
-    distance: int  # in tokens
-    inner_id: int  # <tool_response>
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6010,7 +5740,6 @@ class TemplateTraits:
     # Of a message with calls it prints `content` or `thinking`, but not both (gpt-oss).
     merges_thinking: bool
     message_start_ids: TokenIds  # the tokens with which messages begin
-    inner_starts: frozenset[InnerStart]
     user_start: re.Pattern[str]  # where a user message begins in a prompt
 
 
@@ -6020,11 +5749,10 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     part_separator = _probe_part_separator(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
-    starts = [
-        encoder.encode(text).tolist()
+    start_ids = {
+        int(encoder.encode(text)[0])
         for text in _probe_message_starts(renderer, thinking_kwargs)
-    ]
-    start_ids = np.unique([ids[0] for ids in starts]).astype(np.int32)
+    }
     return TemplateTraits(
         has_system=has_system,
         has_late_system=renderer.shows(
@@ -6033,18 +5761,18 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         has_repeats=renderer.shows("user user reply reply"),
         has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
         != renderer.try_render("user"),
-        has_calls=canned_words(1) in renderer.try_render("user call tool reply")
+        has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
         has_questions_after_results=renderer.shows("user call tool user"),
-        has_empty_replies=bool(renderer.try_render(_canned_empty_reply())),
+        has_empty_replies=bool(renderer.try_render("user empty user")),
         needs_user=not all(
             renderer.shows(kinds, tools=tools)
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
         has_parallel_calls=_has_words(
-            renderer.try_render("user calls tool tool"), _CANNED_FIRST, canned_words(1)
+            renderer.try_render("user calls tool tool"), _CANNED_FIRST, _canned_words(1)
         ),
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
@@ -6055,8 +5783,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         head_modes=_probe_head_modes(renderer, thinking_kwargs, effort_kwargs),
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
-        message_start_ids=start_ids,
-        inner_starts=_find_inner_starts(starts, start_ids),
+        message_start_ids=np.array(sorted(start_ids), np.int32),
         user_start=_probe_user_start(renderer),
     )
 
@@ -6064,16 +5791,16 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
 def _probe_part_separator(renderer: Renderer) -> str:
     """The white space between two text parts; a newline if it prints them otherwise."""
     text = renderer.try_render("parts")
-    separator = re.search(rf"{_CANNED_FIRST}(\s*){canned_words(0)}", text)
+    separator = re.search(rf"{_CANNED_FIRST}(\s*){_canned_words(0)}", text)
     return "\n" if separator is None else separator[1]
 
 
 def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     """What it prints for an image between two texts."""
-    first, last = _canned_parts(canned_words(0))
+    first, last = _canned_parts(_canned_words(0))
     parts = [first, {"type": "image"}, last]
     text = renderer.try_render([{"role": "user", "content": parts}])
-    gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){canned_words(0)}", text)
+    gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
     if gap is None:
         return ""
     placeholder = gap[1].removeprefix(part_separator)
@@ -6286,17 +6013,6 @@ def _probe_message_starts(
     return [text for text in texts if text]
 
 
-def _find_inner_starts(
-    starts: list[list[int]], start_ids: TokenIds
-) -> frozenset[InnerStart]:
-    inner_starts = set()
-    for ids in starts:
-        for distance, token_id in enumerate(ids):
-            if distance > 0 and token_id in start_ids:
-                inner_starts.add(InnerStart(ids[0], distance, token_id))
-    return frozenset(inner_starts)
-
-
 def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
     """Finds the start of user messages, and not of results that stand in some."""
     user_start = _probe_message_start(renderer, "user reply", "user")
@@ -6333,7 +6049,7 @@ def _probe_message_start(
     not after this place.
     """
     n_past = len(past.split())
-    last_words = canned_words(n_past - 1)
+    last_words = _canned_words(n_past - 1)
     no_prompt = {**(kwargs or {}), "add_generation_prompt": False}
     past_text = renderer.try_render(past, kwargs=no_prompt)
     if kind:
@@ -6344,10 +6060,11 @@ def _probe_message_start(
     # What follows the last words of the past, in both; all of it if they are not there.
     # The gap ends where the words of the message begin, if it has any.
     past_end = past_text.rpartition(last_words)[2]
-    gap = text.rpartition(last_words)[2].partition(canned_words(n_past))[0]
-    difference = skip_spaces(gap, count_common(past_end, gap))
-    if difference == len(gap):
+    gap = text.rpartition(last_words)[2].partition(_canned_words(n_past))[0]
+    rest = gap[count_common(past_end, gap) :].lstrip()
+    if not rest:
         return ""  # nothing follows the past
+    difference = len(gap) - len(rest)
     start = -1
     for match in renderer.find_added.finditer(gap):
         if match.start() <= difference:
@@ -6361,11 +6078,6 @@ def count_common(first: str, second: str) -> int:
         if character != other:
             return index
     return min(len(first), len(second))
-
-
-def skip_spaces(text: str, start: int) -> int:
-    """Where the white space ends that may begin there."""
-    return len(text) - len(text[start:].lstrip())
 
 
 class Sample(NamedTuple):
@@ -6390,7 +6102,7 @@ def render_sample(renderer: Renderer, kwargs: JsonObject) -> Sample:
         ("user call tool reply user", [_CANNED_TOOL]),
     ):
         text = renderer.try_render(kinds, tools=tools, kwargs=kwargs)
-        user_words = canned_words(kinds.split().index("user"))
+        user_words = _canned_words(kinds.split().index("user"))
         head, words, rest = text.partition(user_words)
         heads.append(head)
         rests.append(words + rest)
@@ -6402,20 +6114,21 @@ def kwargs_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
 
+_INNER_DISTANCE: Final = 3  # in tokens
+
+
 def compute_msg_token_boundaries(
     ids: TokenIds, traits: TemplateTraits
 ) -> tuple[int, ...]:
     """The positions in a prompt where a message, or the generation prompt, begins.
 
-    Not an inner start. That is one if the token `distance` before it is `first_id`; the
-    tokens between them are not compared.
+    Results of tools often stand in a user message: the first one then begins with
+    <|im_start|>user\n<tool_response>, the second with <tool_response> alone. So a token
+    that begins messages is none if it soon follows another one.
     """
-    is_start = np.isin(ids, traits.message_start_ids)
-    for first_id, distance, inner_id in traits.inner_starts:
-        is_first = ids[:-distance] == first_id
-        is_inner = ids[distance:] == inner_id
-        is_start[distance:] &= ~(is_first & is_inner)
-    return tuple(np.flatnonzero(is_start).tolist())
+    starts = np.flatnonzero(np.isin(ids, traits.message_start_ids))
+    distances = np.diff(starts, prepend=-_INNER_DISTANCE - 1)
+    return tuple(starts[distances > _INNER_DISTANCE].tolist())
 
 
 # region CHAT TEMPLATE =========================================================
@@ -6441,8 +6154,7 @@ _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
 # How _find_losses() looks for texts in a prompt.
 _MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_FIRST_SEARCH: Final = 1 << 10  # characters that are searched first
-_SORTED_CHARACTERS: Final = 50_000  # within which results of tools are sorted, mostly
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6450,20 +6162,14 @@ class _MessageShaper:
     """Puts messages into a form that the template can print."""
 
     markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    part_separator: str
-    thinking_tags: tuple[str, str]  # "" if the model has none
     merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
     hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
 
     def shape(self, message: Message) -> Message:
         """A copy of a message in which all markup is broken."""
         role = message["role"]
-        content = self.part_separator.join(text_parts(message["content"]))
-        if role == "assistant" and "reasoning_content" not in message:
-            thinking, content = cut_thinking(content, self.thinking_tags)
-            if thinking:
-                message = {**message, "reasoning_content": thinking}
-        shaped = {**message, "content": content}
+        content = message["content"]
+        shaped = {**message}
         if role == "developer":
             shaped["role"] = "system"  # why(L-14)
 
@@ -6724,23 +6430,42 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Each text is looked for after the one before it. But a template may sort the
-    # results of tools: each is looked for near `end`, then after what precedes all.
+    # Each text is looked for after the one before it. But a template may sort results,
+    # or print the text of a reply after the results of its calls. why(L-200): results
+    # are looked for near `end`, then after what precedes all of them.
     start = 0
+    # why(L-113): a form that is nowhere is searched for in all that follows, so the one
+    # in which the last text of this kind was printed comes first.
+    kinds_in_json: set[str] = set()
     for message in messages:
         if message["role"] != "tool":
             start = end
-        near = max(start, end - _SORTED_CHARACTERS)
         for kind, words in _printed_texts(message):
             if losses.count(kind) == _MAX_LOST:
                 continue  # each time, all of the text would be searched
-            words_end = _find_end(words, text, near)
-            if words_end < 0:
-                words_end = _find_end(words, text, start)
-            end = max(end, words_end)
+            plain = words.strip()
+            in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
+            forms = [in_json, plain] if kind in kinds_in_json else [plain, in_json]
+            near = max(start, end - _NEAR_CHARACTERS)
+            words_end = _find_end(forms, text, starts=(near, start))
             if words_end < 0:
                 losses.append(kind)
+            elif not text.endswith(plain, 0, words_end):
+                kinds_in_json.add(kind)
+            end = max(end, words_end)
     return losses
+
+
+def _find_end(forms: Iterable[str], text: str, *, starts: Iterable[int]) -> int:
+    """Where words end in one of these forms, after the first of `starts` after which
+    they are found; -1: after none.
+    """
+    for start in starts:
+        for form in forms:
+            position = text.find(form, start)
+            if position >= 0:
+                return position + len(form)
+    return -1
 
 
 def _printed_texts(message: Message) -> Iterator[tuple[str, str]]:
@@ -6754,60 +6479,35 @@ def _printed_texts(message: Message) -> Iterator[tuple[str, str]]:
                 yield "tool-call arguments", value
 
 
-def _find_end(words: str, text: str, start: int) -> int:
-    """Where `words` end, as they are or escaped as in JSON; -1: not after `start`."""
-    plain = words.strip()
-    in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
-    # Most often one form is near and the other is nowhere. So the part that is searched
-    # grows until one form is found: the whole text is not searched for the other.
-    n_searched = len(in_json) + _FIRST_SEARCH
-    while True:
-        search_end = start + n_searched
-        ends = []
-        for form in {plain, in_json}:
-            position = text.find(form, start, search_end)
-            if position >= 0:
-                ends.append(position + len(form))
-        if ends or search_end >= len(text):
-            return min(ends, default=-1)
-        n_searched *= 4
-
-
-def _has_names(names: Iterable[str], text: str) -> bool:
-    """Whether all names are in a text. In their order, they are found in one pass."""
-    start = 0
-    for name in names:
-        position = text.find(name, start)
-        if position < 0:
-            position = text.find(name)
-        if position < 0:
-            return False
-        start = position
-    return True
-
-
 # -- 2 prompts -------------------------------------------------------------------------
 
 _NOTE_END: Final = re.compile("</system-reminder>")
-_MAX_TOKEN_CHARACTERS: Final = 8  # on average, of a prompt that may fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """Where the parts of a prompt begin and end, in model tokens from its start.
+    """Where a later request may leave this prompt, in model tokens from its start.
 
-    system prompt, tools | user | assistant | user            | generation prompt
-                system_end                  last_user_start   generation_start
+    system prompt, tools | user: reminder | words | assistant | tool | generation prompt
+                         ^                ^         (no earlier user message)
+                  head_ends               ^       turn_starts: of user, assistant ...
 
-    Some templates print system prompt and tools in the first user message. Then
-    `system_end` is inside that message.
+    Some templates print system prompt and tools in the first user message. Then they
+    end inside that message.
     """
 
-    message_starts: tuple[int, ...] = ()  # also of the generation prompt; ascending
-    system_end: int = 0  # after system prompt and tools; 0 if there is no user message
-    last_user_start: int | None = None  # of the last user message
-    note_ends: tuple[int, ...] = ()  # of the first reminders in the first user message
-    generation_start: int = 0  # the length of a prompt without generation prompt
+    # Of system prompt and tools, and of the first reminders in the first user message.
+    head_ends: tuple[int, ...] = (0,)
+    # Of the messages from the last user message on, and of the generation prompt.
+    turn_starts: tuple[int, ...] = ()
+
+    def checkpoints(self) -> tuple[int, ...]:
+        """All of them, ascending.
+
+        Before the end of the system prompt nothing is worth a checkpoint (L-108).
+        """
+        positions = {*self.head_ends, *self.turn_starts}
+        return tuple(sorted(n for n in positions if n >= self.head_ends[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6818,12 +6518,11 @@ class RenderedPrompt:
     ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), compare=False)
     positions: PromptPositions = PromptPositions()
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
-    n_left_out: int = 0  # about so many tokens are missing; the prompt is refused
+    n_estimated: int = 0  # tokens of a prompt that is too long to be tokenized
 
     @property
     def n_tokens(self) -> int:
-        """Of the whole prompt; if some were left out, an estimate."""
-        return len(self.ids) + self.n_left_out
+        return self.n_estimated or len(self.ids)
 
 
 class ChatTemplate:
@@ -6846,6 +6545,7 @@ class ChatTemplate:
         `ends`: the tokens that end a reply; without them no call can be spliced.
         """
         thinking_tags = (think_start, think_end)
+        self._thinking_tags = thinking_tags  # "" if the model has none
         self._config = config
         self._encoder = Encoder(tokenizer)
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
@@ -6853,8 +6553,6 @@ class ChatTemplate:
         self.traits = probe_traits(self._renderer, self._encoder)
         self.shaper = _MessageShaper(
             markup=self._encoder.find_markup(self.source, thinking_tags),
-            part_separator=self.traits.part_separator,
-            thinking_tags=thinking_tags,
             merges_thinking=self.traits.merges_thinking,
             hides_writes=config.normalize_write_tool_content_for_prompt,
         )
@@ -6886,6 +6584,8 @@ class ChatTemplate:
             logger.warning(
                 "this chat template has no system role: user messages carry that text"
             )
+        if self.source and not self.traits.has_tools:
+            logger.warning("this chat template shows the model no tools")
 
     def for_tenant(self, tenant: str) -> ChatTemplate:
         """The same template for the requests of one tenant. It shares the memos."""
@@ -6922,34 +6622,27 @@ class ChatTemplate:
         return self._encoder.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def tokenize_completion(
-        self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
+        self,
+        prompt: str | Sequence[int],
+        check_client: Callable[[], None] = assume_client,
     ) -> RenderedPrompt:
         """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
         text = ""
-        ids = np.array([], np.int32)
-        n_left_out = 0
         tokenizer = self._encoder.tokenizer
-        if not isinstance(prompt, str):
-            ids = np.array(prompt, np.int32)
-        elif prompt:
+        if isinstance(prompt, str):
             text = prompt
-            ids, n_left_out = self._encoder.encode_completion(
-                text, limit or EncodingLimit()
-            )
-        if n_left_out:
-            return RenderedPrompt(ids=ids, n_left_out=n_left_out)
-
-        if not ids.size:
+            ids = self._encoder.encode_completion(text, check_client)
+        else:
+            ids = np.array(prompt, np.int32)
+        if not prompt:
             raise BadRequest("should not be empty", field="prompt")
         unknown_ids = ids[(ids < 0) | (ids >= tokenizer.get_vocab_size())]
         if unknown_ids.size:
             raise BadRequest(
                 f"{unknown_ids[0]} is not a token of this model", field="prompt"
             )
-        positions = PromptPositions(
-            message_starts=compute_msg_token_boundaries(ids, self.traits),
-            generation_start=len(ids),
-        )
+        starts = compute_msg_token_boundaries(ids, self.traits)
+        positions = PromptPositions(turn_starts=(*starts, len(ids)))
         return RenderedPrompt(text=text, ids=ids, positions=positions)
 
     def render_prompt(
@@ -6960,18 +6653,24 @@ class ChatTemplate:
         Raises BadRequest: the template refuses the messages.
         """
         if request.kind == "completion":
-            limit = EncodingLimit(
-                request.max_counted_tokens, request.check_client, field="prompt"
-            )
-            return self.tokenize_completion(request.prompt or "", limit)
+            return self.tokenize_completion(request.prompt or "", request.check_client)
         if not self.source:
             raise BadRequest(
                 "this model has no chat template, only completions", field="messages"
             )
-        shaped = [self.shaper.shape(m) for m in messages or request.messages]
+        if messages is None:
+            canonical = map(self._canonicalizer.canonicalize, request.messages)
+            messages = [message.original for message in canonical]
+        shaped = [self.shaper.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
-        self._log_losses(folded, request.tools, text)
+        # why(L-129): what is too long even so, with thinking for example.
+        if len(text) > request.max_prompt_characters:
+            return RenderedPrompt(n_estimated=len(text) // 4)
+        losses = set(_find_losses(folded, text)) - self._logged_losses
+        self._logged_losses |= losses  # each kind is logged once
+        for kind in sorted(losses):
+            logger.warning("the model's chat template loses or moves %s", kind)
         head = self._measure_head(text, shaped, request)
         return self.tokenize_prompt(
             text,
@@ -6979,37 +6678,6 @@ class ChatTemplate:
             last_role=folded[-1]["role"],
             recorded=RenderedPrompt(positions=head),
         )
-
-    def count_least_tokens(
-        self, request: ChatRequest, *, max_context_tokens: int
-    ) -> int:
-        """About how many tokens a chat has at least; 0 if that is not worth counting.
-
-        why(L-129): a chat that cannot fit is refused before it is rendered. A chat of
-        few characters may fit, so its tokens are not counted. A number over
-        `max_counted_tokens` is an estimate.
-        """
-        printed = [self._printed_of(message) for message in request.messages]
-        if self.traits.has_tools:
-            printed.append(request.tools)
-        n_characters = sum(map(_count_characters, chain.from_iterable(printed)))
-        if n_characters <= _MAX_TOKEN_CHARACTERS * max_context_tokens:
-            return 0
-
-        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
-        return self._encoder.count_tokens(" ".join(_texts_of(printed)), limit)
-
-    def _printed_of(self, message: Message) -> Sequence[JsonObject | str]:
-        """What any template prints of a message.
-
-        Of a reply only its calls: its content may have past thinking in it, which many
-        templates leave out.
-        """
-        if message["role"] == "assistant":
-            if self.shaper.hides_writes or not self.traits.has_tools:
-                return []
-            return [call["function"] for call in message.get("tool_calls", ())]
-        return text_parts(message["content"])
 
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
@@ -7109,34 +6777,28 @@ class ChatTemplate:
 
         `last_role`: of the last message, which the generation prompt depends on.
         """
-        new_ids, n_left_out = self._encoder.encode_prompt(text, request)
+        new_ids = self._encoder.encode_prompt(text, request)
         ids = np.concatenate([recorded.ids, new_ids])
-        if n_left_out:
-            return RenderedPrompt(ids=ids, n_left_out=n_left_out)
-
-        n_recorded = len(recorded.ids)
-        new_starts = compute_msg_token_boundaries(new_ids, self.traits)
-        new_starts = tuple(n_recorded + start for start in new_starts)
-        last_user_start = recorded.positions.last_user_start
+        turn_starts = [*recorded.positions.turn_starts]
         user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
         if user_starts:
             last_user = text[user_starts[-1] :]
-            last_user_start = len(ids) - self._count_tokens(last_user, request)
+            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
+        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
+            start = len(recorded.ids) + new_start
+            if not turn_starts or start > turn_starts[0]:
+                turn_starts.append(start)
         generation_prompt = self._find_generation_prompt(last_role, request)
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
+        if len(ids) - n_generation not in turn_starts[-1:]:
+            turn_starts.append(len(ids) - n_generation)
 
-        positions = replace(
-            recorded.positions,
-            message_starts=recorded.positions.message_starts + new_starts,
-            last_user_start=last_user_start,
-            generation_start=len(ids) - n_generation,
-        )
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
-            positions=positions,
+            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
             starts_in_reasoning=self._opens_thinking(generation_prompt),
         )
 
@@ -7153,54 +6815,29 @@ class ChatTemplate:
         differs from that of an older one in the first user message, often after a
         reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
         end inside a token. Then the position is that of a token near its end.)
+
+        In most templates system prompt and tools end where this message starts:
+
+            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
+            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
         """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             return PromptPositions()
         until_user = messages[: roles.index("user") + 1]
-        starts = list(islice(self.traits.user_start.finditer(text), 2))
-        head_end = self._find_head_end(
-            text, user_starts=starts, messages=until_user, request=request
-        )
+        head_end = self._find_folded_end(text, until_user, request)
+        text_end = len(text)
+        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
+        if user_starts and head_end <= user_starts[0].end():
+            head_end = user_starts[0].start()
+        if len(user_starts) > 1:
+            text_end = user_starts[1].start()
 
-        text_end = starts[1].start() if len(starts) > 1 else len(text)
-        notes = _NOTE_END.finditer(text, head_end, text_end)
-        note_ends = [
-            self._count_tokens(text[: note.end()], request)
-            for note in islice(notes, self.MAX_NOTE_ENDS)
-        ]
+        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
+        ends = [head_end, *(note.end() for note in notes)]
         return PromptPositions(
-            note_ends=tuple(note_ends),
-            system_end=self._count_tokens(text[:head_end], request),
+            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
         )
-
-    def _find_head_end(
-        self,
-        text: str,
-        *,
-        user_starts: list[re.Match[str]],
-        messages: list[Message],
-        request: ChatRequest,
-    ) -> int:
-        """Where system prompt and tools end, in characters.
-
-        `messages` end with the first user message. In most templates system prompt and
-        tools end where this message starts:
-
-            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
-            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
-        """
-        if not user_starts:
-            return self._find_folded_end(text, messages, request)
-        words = messages[-1]["content"].strip()
-        words_start = skip_spaces(text, user_starts[0].end())
-        words_end = skip_spaces(text, words_start + len(words))
-        has_words = text.startswith(words, words_start)
-        if has_words and self._encoder.find_added.match(text, words_end):
-            # The user's words fill this message: nothing else is in it.
-            return user_starts[0].start()
-        folded_end = self._find_folded_end(text, messages, request)
-        return max(user_starts[0].start(), folded_end)
 
     def _find_folded_end(
         self, text: str, messages: list[Message], request: ChatRequest
@@ -7225,11 +6862,11 @@ class ChatTemplate:
 
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
-        return len(self._encoder.encode_prompt(text, request).ids)
+        return len(self._encoder.encode_prompt(text, request))
 
     def _opens_thinking(self, generation_prompt: str) -> bool:
         """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self.shaper.thinking_tags
+        start_tag, end_tag = self._thinking_tags
         if not start_tag:
             return False
         last_start = generation_prompt.rfind(start_tag)
@@ -7242,41 +6879,6 @@ class ChatTemplate:
             lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
             tenant=self.tenant,
         )
-
-    def _log_losses(
-        self, messages: list[Message], tools: Iterable[JsonObject], text: str
-    ) -> None:
-        """Log each kind of text that the template loses, once. Of tools: names."""
-        losses = set(_find_losses(messages, text))
-        names = [self.shaper.break_markup(tool["function"]["name"]) for tool in tools]
-        if not _has_names(names, text):
-            losses.add("tools")
-        for kind in sorted(losses - self._logged_losses):
-            logger.warning("the model's chat template loses or moves %s", kind)
-            self._logged_losses.add(kind)
-
-
-def _count_characters(value: str | JsonObject) -> int:
-    """Of a text, or about so many of a JSON value."""
-    return len(value if isinstance(value, str) else marshal.dumps(value))
-
-
-def _texts_of(value: object) -> Iterator[str]:
-    """The texts in a JSON value, with the names in objects.
-
-    The arguments of a call are read: an escaped letter has more tokens than a letter.
-    """
-    places: list[object] = [value]
-    while places:
-        match places.pop():
-            case str(text):
-                yield text
-            case {"name": str(name), "arguments": str(arguments)}:
-                places += [name, _parse_arguments(arguments)]
-            case dict() as members:
-                places += [*members, *members.values()]
-            case list() | tuple() as items:
-                places += items
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -7344,6 +6946,8 @@ class Splice(NamedTuple):
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
         new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
         suffix = self._render_suffix(past_messages, new_messages)
+        if len(suffix.text) > self.request.max_prompt_characters:
+            raise SpliceRefused("too long")
         if _find_losses(new_messages, suffix.text):
             raise SpliceRefused("lost text")
         closing = self._missing_closing(suffix.closing) if self.is_cut else ""
@@ -7389,27 +6993,15 @@ class Splice(NamedTuple):
         past = [shape(message) for message in past_messages[:-1]]
         text = self._render_after_nonce([*past, reply, *new_messages])
 
-        # The first end token of the suffix stands before the new messages.
-        find_end_token = self.template.find_end_token
+        # The first end token is the template's own: those of a client are broken. If it
+        # stands after the words of a new message, the reply has none.
+        end = self.template.find_end_token(text)
         words_start = text.find(new_messages[0]["content"])
-        text_before = text[: max(words_start, 0)]  # "" also if there are no words
-        end = find_end_token(text_before)
-        if end is None:
-            # The first new message is empty, or the template changes its text. To find
-            # where it begins, render canned words in its place.
-            canned = [_with_canned_words(m, n) for n, m in enumerate(new_messages)]
-            canned_text = self._render_after_nonce([*past, reply, *canned])
-            text_before = canned_text.partition(canned_words(0))[0]
-            end = find_end_token(text_before)
-
-        if end is None:
+        if end is None or 0 < words_start < end.start():
             if "tool_calls" in reply:
                 raise SpliceRefused("closer")
             return _Suffix("", text)
-        if not text.startswith(text_before[: end.end()]):
-            raise SpliceRefused("closer")  # canned words have changed it
-        closing = text_before[: end.start()]
-        return _Suffix(closing, text.removeprefix(closing))
+        return _Suffix(text[: end.start()], text[end.start() :])
 
     def _render_after_nonce(self, messages: list[Message]) -> str:
         """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
@@ -7459,16 +7051,6 @@ def _with_nonce(reply: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _with_canned_words(message: Message, index: int) -> Message:
-    """The message with words of our own; the first one always has some."""
-    words = canned_words(index)
-    content = words if message["content"] or index == 0 else ""
-    calls = [
-        _replace_arguments(call, {"q": words}) for call in message.get("tool_calls", ())
-    ]
-    return drop_nulls({**message, "content": content, "tool_calls": calls or None})
-
-
 def _excerpt(messages: list[Message]) -> list[Message]:
     """The messages that nearly always decide what a template prints after all of them.
 
@@ -7490,8 +7072,8 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 # region TOKEN HASHES ==========================================================
 # Names for the tokens of a prompt: hashes of its blocks. PREFIX CACHE finds KV by them.
 #
-#     block 0 = sha256(root    + tokens 0 to 255)      of blocks of 256 tokens
-#     block 1 = sha256(block 0 + tokens 256 to 511)
+#     block 0 = sha256(root    + tokens 0 to 15)      of blocks of 16 tokens, the
+#     block 1 = sha256(block 0 + tokens 16 to 31)     default of PROMPT_CACHE_BLOCK_SIZE
 #
 # So a name stands for all tokens up to the end of its block. The root stands for all
 # else that must be the same: the model, whose KV it is, and the tenant, who alone may
@@ -8063,7 +7645,6 @@ class Transcript(LedgerRecord):
         arrays = [np.frombuffer(part, "<i4") for part in parts[: n_segments + 1]]
         for part in parts[n_segments + 1 :]:
             texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
-        positions = value["positions"]
         reply = GeneratedReply(
             ids=arrays[-1],
             is_cut=value["is_cut"],
@@ -8079,9 +7660,7 @@ class Transcript(LedgerRecord):
             last_used=saved.last_used,
             segments=tuple(arrays[:-1]),
             positions=PromptPositions(
-                message_starts=tuple(positions.pop("message_starts")),
-                note_ends=tuple(positions.pop("note_ends")),
-                **positions,
+                **{name: tuple(values) for name, values in value["positions"].items()}
             ),
             reply=reply,
             stated=_unpack_stated(value["stated"]),
@@ -13603,7 +13182,7 @@ def count_reread_tokens(
     n_characters = 0
     n_repeated_characters = 0
     for message in request.messages[n_stable:]:
-        size = len(str(message.canonical))
+        size = len(str(message.original))
         n_characters += size
         if message.digest in earlier_digests:
             n_repeated_characters += size
@@ -13621,7 +13200,6 @@ class ChangedText(NamedTuple):
 
     earlier: str
     current: str
-    rule: str | None  # the RULE_... setting that could mask the difference, if one can
 
 
 class MissReason(NamedTuple):
@@ -13641,7 +13219,6 @@ class MissReason(NamedTuple):
         if self.change is not None:
             body["was"] = self.change.earlier
             body["is"] = self.change.current
-            body["rule"] = self.change.rule
         return body
 
 
@@ -13687,11 +13264,8 @@ def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason |
     if index == len(earlier.messages):
         return MissReason(_judge_reply(earlier, request, message), index, message.role)
 
-    change = _compare_texts(earlier.messages[index].canonical, message.canonical)
-    sentence = f"a {message.role} message differs"
-    if change.rule:
-        sentence += f", which {change.rule} could mask"
-    return MissReason(sentence, index, message.role, change)
+    change = _compare_texts(earlier.messages[index], message)
+    return MissReason(f"a {message.role} message differs", index, message.role, change)
 
 
 def _judge_reply(
@@ -13706,18 +13280,18 @@ def _judge_reply(
     return "the last reply came back changed, or is now rendered differently"
 
 
-def _compare_texts(earlier: Message, current: Message) -> ChangedText:
+def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> ChangedText:
     """The first difference of two contents; if they are equal, of whole messages."""
-    text = current["content"]
-    earlier_text = earlier["content"]
+    text = current.canonical
+    earlier_text = earlier.canonical
     if text == earlier_text:
-        text = str(current)
-        earlier_text = str(earlier)
+        no_thinking = {"reasoning_content": ""}  # which is not compared
+        text = str({**current.original, **no_thinking})
+        earlier_text = str({**earlier.original, **no_thinking})
 
     start = max(0, count_common(earlier_text, text) - EXCERPT_MARGIN)
     excerpt = slice(start, start + 3 * EXCERPT_MARGIN)
-    rule = find_masking_rule(current["role"], earlier_text, text)
-    return ChangedText(earlier_text[excerpt], text[excerpt], rule)
+    return ChangedText(earlier_text[excerpt], text[excerpt])
 
 
 # region VISION MODEL ==========================================================
@@ -23807,7 +23381,7 @@ class ServerState:
 # Uses     all
 # Thread   connection
 
-MAX_COUNTED_CONTEXTS: Final = 2  # of a prompt; its tokens beyond them are estimated
+MAX_TOKEN_CHARACTERS: Final = 16  # on average, of a prompt that may fit
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
 CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
@@ -23825,31 +23399,24 @@ class PlannedRequest(NamedTuple):
     plan: PromptPlan
 
 
-def plan_request(
-    state: ServerState, request: ChatRequest, *, counts_all: bool = False
-) -> PlannedRequest:
+def plan_request(state: ServerState, request: ChatRequest) -> PlannedRequest:
     """Plan the prompt of a request; it may be too long.
-
-    `counts_all`: all its tokens are made even so; otherwise those over twice the
-    context are estimated.
 
     Raises NotReady; NotServed: another model is wanted, and STRICT_MODEL_NAMES is on;
     BadRequest: images or messages cannot be rendered; ContextTooLong: it is certain
-    before all tokens are made; ClientGone: nobody waits any more.
+    before they are rendered; ClientGone: nobody waits any more.
     """
     model = state.engine.model.for_tenant(state.tenant)
     proxy_name = state.config.proxy_model_id or None
     if state.config.strict_model_names and request.model not in (None, proxy_name):
         check_model_id(model, request.model)
     request, images = _replace_images(state, model, request)
-    if not counts_all:
-        context = model.max_context_tokens
-        max_counted = MAX_COUNTED_CONTEXTS * context
-        request = replace(request, max_counted_tokens=max_counted)
-        n_least = model.template.count_least_tokens(request, max_context_tokens=context)
-        n_least = max(n_least, len(request.messages))  # each has a token at least
-        if n_least > max_counted:
-            raise ContextTooLong(n_least, context)
+    context = model.max_context_tokens
+    max_characters = MAX_TOKEN_CHARACTERS * context
+    n_characters = _count_characters(request)
+    if n_characters > max_characters:
+        raise ContextTooLong(n_characters // 4, context)
+    request = replace(request, max_prompt_characters=max_characters)
     is_chat = request.kind != "completion"
     if is_chat and state.config.cache_canonicalize_tool_context:
         room = model.max_context_tokens - 1
@@ -23858,6 +23425,21 @@ def plan_request(
         plan = PromptPlan(rendered=model.template.render_prompt(request))
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
+
+
+def _count_characters(request: ChatRequest) -> int:
+    """About how many characters are sent for a prompt, without those of replies.
+
+    why(L-129): a request that cannot fit is refused before it is rendered. Templates
+    leave out past thinking, which may stand in the text of a reply; if they print it,
+    ChatTemplate finds that it is too long. A message has some 50 more characters here,
+    for four tokens or more that most templates print around it.
+    """
+    printed: list[object] = [request.prompt, request.tools]
+    for message in request.messages:
+        is_reply = message["role"] == "assistant"
+        printed.append(message.get("tool_calls") if is_reply else message)
+    return len(marshal.dumps(printed, 2))
 
 
 def check_model_id(model: LoadedModel, model_id: str) -> None:
@@ -23994,7 +23576,7 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         images=tuple((n, planned.images[int(rendered.ids[n])]) for n in starts),
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
         request_id=request.request_id[:8],  # as log and status show it
-        checkpoint_positions=_checkpoint_positions(rendered.positions),
+        checkpoint_positions=rendered.positions.checkpoints(),
         checkpoint_ids=frozenset(call_end_ids if len(call_end_ids) == 1 else ()),
         # The first token comes with the last of the prompt, wanted or not.
         max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
@@ -24065,25 +23647,6 @@ def _find_session_id(planned: PlannedRequest) -> str:
             break
     ids = planned.plan.rendered.ids
     return session_id_for(planned.request.session, ids, start_key=start_key)
-
-
-def _checkpoint_positions(positions: PromptPositions) -> tuple[int, ...]:
-    """Where a later request may leave this one, in tokens, ascending.
-
-    That is at the end of the system prompt and of notes, at the last user message, at
-    what a tool loop added after it, and at the end of the messages. Before the end of
-    the system prompt nothing is worth a checkpoint (L-108).
-    """
-    last_user_start = positions.last_user_start or 0
-    later_starts = [n for n in positions.message_starts if n >= last_user_start]
-    chosen = {
-        positions.system_end,
-        *positions.note_ends,
-        last_user_start,
-        *later_starts,
-        positions.generation_start,
-    }
-    return tuple(sorted(n for n in chosen if n >= positions.system_end))
 
 
 # -- from tokens to deltas -------------------------------------------------------------
@@ -25220,7 +24783,7 @@ def count_tokens_body(state: ServerState, request: ChatRequest) -> JsonObject:
     Raises what plan_request() raises.
     """
     while True:  # verify() remembers a wrong guess: the second plan has no guess
-        plan = plan_request(state, request, counts_all=True).plan
+        plan = plan_request(state, request).plan
         if state.stores.planner.verify(plan):
             return {"input_tokens": len(plan.rendered.ids)}
 

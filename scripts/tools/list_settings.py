@@ -125,7 +125,7 @@ def read_example(text: str) -> list[Group]:
         comment = line.removeprefix("# ")
         if setting := SETTING.fullmatch(line):
             name, default = setting.groups()
-            explanation = " ".join(comments).replace("... of", "Class of")
+            explanation = " ".join(comments)
             groups[-1].settings.append(Setting(name, default, explanation))
             comments = []
         elif title := GROUP.fullmatch(comment):
@@ -145,6 +145,8 @@ def describe_values(schema: dict[str, Any]) -> str:
         return "true, false"
     if schema["type"] == "string":
         return "text"
+    if schema["type"] == "array":
+        return "names"
     kind = "whole number" if schema["type"] == "integer" else "number"
     bounds = []
     if "exclusiveMinimum" in schema:

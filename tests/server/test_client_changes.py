@@ -1274,7 +1274,6 @@ RULES = {
     ),
     "reminder": SCENARIOS["reminded"],
     "internal_context": SCENARIOS["openclaw_2026_9_6"],
-    "operator_note": SCENARIOS["operator_note"],
     "late_system": SCENARIOS["late_environment"],
 }
 
@@ -1310,7 +1309,7 @@ def test_the_bar_is_met_by_the_rule_alone(rule, begin_dense, ratio_with, table):
     scenario = RULES[rule]
     case = begin_dense()
     scenario.play(case)
-    ratio_without = ratio_with(scenario, DENSE, **{f"rule_{rule}": "off"})
+    ratio_without = ratio_with(scenario, DENSE, rules_off=rule)
     table(
         f"{DENSE:12} {rule:24} ratio {case.ratio:.4f}  without this rule {ratio_without:.4f}"
     )

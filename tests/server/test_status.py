@@ -306,21 +306,6 @@ def test_a_note_in_front_of_a_question_is_not_taken_for_it(served):
     assert cause["role"] == "user"
 
 
-def test_a_rule_that_could_have_stilled_it_is_named(tmp_path_factory):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, rule_current_time="off")) as served:
-        system = "You are careful.\nCurrent time is {}\n" + words(700)
-        old_system = {"role": "system", "content": system.format("10:41")}
-        messages = [old_system, user("Hello.")]
-        served.ask(messages)
-
-        cause = cause_after_edit(served, messages, 0, system.format("10:42"))
-        assert cause["message"] == 0
-        assert cause["rule"] == "RULE_CURRENT_TIME"
-        assert "10:41" in cause["was"]
-        assert "10:42" in cause["is"]
-
-
 def test_other_tools_and_evicted_kv_are_causes_of_their_own(served):
     talk = conversation(served)
     other_tools = [{"type": "function", "function": {"name": "other"}}]

@@ -313,15 +313,14 @@ def test_a_head_ends_where_two_first_questions_part(family: str) -> None:
         ]
         shared = common_prefix(prompts[0].ids, prompts[1].ids)
         for prompt in prompts:
-            assert shared - 12 <= prompt.positions.system_end <= shared
+            assert shared - 12 <= prompt.positions.head_ends[0] <= shared
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_no_checkpoint_is_before_the_end_of_the_head(family: str) -> None:
     template = make_template(family)
     positions = template.render_prompt(chat(HEAD, user("Hello"))).positions
-    assert positions.system_end > 1000
-    assert min(s._checkpoint_positions(positions)) == positions.system_end
+    assert positions.checkpoints()[0] == positions.head_ends[0] > 1000
 
 
 def test_a_reminder_after_a_folded_head_has_its_end_noted() -> None:
@@ -331,5 +330,5 @@ def test_a_reminder_after_a_folded_head_has_its_end_noted() -> None:
     system = {"role": "system", "content": f"Quote: {note} End of {HEAD['content']}"}
     request = chat(system, user(note + "Hello"))
     positions = template.render_prompt(request).positions
-    assert len(positions.note_ends) == 1
-    assert positions.note_ends[0] > positions.system_end > 1000
+    system_end, note_end = positions.head_ends
+    assert note_end > system_end > 1000

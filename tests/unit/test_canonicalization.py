@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import start_llm
@@ -21,7 +21,6 @@ from templates import call, chat, said
 CAPTURES = Path(os.environ.get("CAPTURES") or Path(__file__).parents[2] / "captures")
 QUICK = settings(max_examples=80)
 TAGS = ("<think>", "</think>")
-KINDS = ("telemetry", "pinned", "transient", "off")
 
 
 def canon(joint: str = "\n", **fields: Any) -> start_llm.Canonicalizer:
@@ -446,11 +445,10 @@ FIELDS = [
         own_words=CARRIER,
     ),
     Field(
-        rule="operator_note",
+        rule="late_system",
         message=said("user", [part(OPERATOR), part("V tokens left")]),
         first_value="1200",
         second_value="900",
-        own_words=f"{OPERATOR}\nV tokens left",
         earlier=ASKED,
     ),
     Field(
@@ -515,20 +513,35 @@ def rule_named(name: str) -> start_llm.Rule:
 
 
 def off(*rules: str) -> start_llm.Canonicalizer:
-    return canon(**{f"rule_{name}": "off" for name in rules})
+    return canon(rules_off=",".join(rules))
 
 
-def test_every_rule_is_tested_and_has_its_setting() -> None:
+def test_every_rule_is_tested_and_can_be_turned_off() -> None:
     by_name = [rule.name for rule in start_llm._RULES] + ["late_system"]
-    settings = [n for n in start_llm.Config.model_fields if n.startswith("rule_")]
-    assert sorted(f"rule_{name}" for name in by_name) == sorted(settings)
+    assert by_name == [*get_args(start_llm.RuleName)]
     assert {field.rule for field in FIELDS} == set(by_name)
+
+
+NEAR_MISSES = {
+    "billing_header": "x-anthropic-billing-header: is what some clients send.",
+    "message_id": '{"message_id": "d9e7c8c5-1777"}',
+    "inbound_context": "## Inbound Context (trusted)\nThere is none.\n",
+    "user_message_id": '```json\n{\n  "message_id": "d9e7c8c5-1777"\n}\n```\n\nlist files',
+    "timestamp": "At [Fri 2026-11-20 14:16 UTC] it began",
+    "current_time": "current times: 10:05",
+    "current_date": "Today is the day we ship.",
+    "git_status": "the gitStatus: (clean)",
+    "runtime": "Runtime: 896ms",
+    "session_line": "Runtime: 896ms",
+    "reminder": "in `<system-reminder>x</system-reminder>` blocks",
+    "internal_context": "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job",
+}
 
 
 @pytest.mark.parametrize("rule", start_llm._RULES, ids=lambda rule: rule.name)
 def test_a_rule_finds_its_example_and_not_its_near_miss(rule: start_llm.Rule) -> None:
     assert rule.pattern.search(rule.example)
-    assert not rule.pattern.search(rule.near_miss)
+    assert not rule.pattern.search(NEAR_MISSES[rule.name])
 
 
 def test_what_identifies_nobody_crosses_sessions() -> None:
@@ -582,15 +595,9 @@ def test_what_the_model_reads_is_what_was_sent(field: Field) -> None:
 
     visible_text = "\n".join(text for turn in turns for text in all_texts(turn))
     for text in itertools.chain.from_iterable(map(texts_of, messages)):
-        is_telemetry = setting_of(field.rule) == "telemetry"
-        is_gone = is_telemetry and field.first_value in text
+        is_gone = field.rule == "billing_header" and field.first_value in text
         assert (text in visible_text) is not is_gone
     assert "__STABLE_" not in visible_text
-
-
-def setting_of(rule: str) -> str:
-    setting: str = getattr(start_llm.Config(), f"rule_{rule}")
-    return setting
 
 
 def all_texts(turn: start_llm.CanonicalMessage) -> Iterator[str]:
@@ -609,9 +616,7 @@ def texts_of(message: dict) -> list[str]:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
 def test_to_still_what_is_still_changes_nothing(field: Field) -> None:
     first = turns_of(field.messages_with(field.first_value))
-    again = turns_of(
-        [{"role": t.role, "content": t.canonical["content"]} for t in first]
-    )
+    again = turns_of([{"role": t.role, "content": t.canonical} for t in first])
     assert [turn.canonical for turn in again] == [turn.canonical for turn in first]
     assert not any(turn.notes_above or turn.notes_below for turn in again)
 
@@ -684,11 +689,7 @@ def test_near_misses_are_text(field: Field) -> None:
         assert turns[0].digest != turns[1].digest, pair[0]
         for turn, message in zip(turns, pair, strict=True):
             assert not fields_of(turn)
-            assert (
-                turn.original["content"]
-                == turn.canonical["content"]
-                == message["content"]
-            )
+            assert turn.original["content"] == turn.canonical == message["content"]
 
 
 @pytest.mark.parametrize(
@@ -717,7 +718,6 @@ def test_near_misses_are_text(field: Field) -> None:
         ),
         ("system", "<system-reminder>\nx\n</system-reminder>"),
         ("user", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nan open one"),
-        ("user", "see: Operator note (not from the user): no"),
         ("user", "Runtime: 5 s"),
         ("system", "Stats: runtime"),
         ("system", "see x-anthropic-billing-header: cch=1;"),
@@ -731,7 +731,7 @@ def test_near_misses_are_text(field: Field) -> None:
 def test_what_only_looks_like_a_field_is_text(role: str, text: str) -> None:
     turn = canon().canonicalize(said(role, text))
     assert not fields_of(turn)
-    assert turn.original["content"] == turn.canonical["content"] == text
+    assert turn.original["content"] == turn.canonical == text
 
 
 def test_each_of_several_blocks_is_found() -> None:
@@ -745,7 +745,7 @@ def test_each_of_several_blocks_is_found() -> None:
             said("user", [*parts, part("Read notes.txt")])
         )
         assert [note.text for note in turn.notes] == blocks
-        assert turn.canonical["content"] == "Read notes.txt"
+        assert turn.canonical == "Read notes.txt"
 
 
 @pytest.mark.parametrize(
@@ -772,36 +772,7 @@ def test_a_fence_is_not_closed_by_the_beginning_of_another() -> None:
 
     (turn,) = turns_of([said("user", text)])
 
-    assert turn.canonical["content"] == text  # in a fence it is data
-
-
-def test_a_pinned_block_beside_a_note_is_not_lost() -> None:
-    canonicalizer = canon(rule_internal_context="pinned")
-    block = (
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job\n"
-        "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-    )
-    text = f"{block}\n{filled(REMINDER, 'a mode')}"
-    messages = [said("user", "Hello"), said("assistant", "Hi"), said("user", text)]
-
-    turns = turns_of(messages, canonicalizer)
-
-    assert turns[-1].original["content"] == text
-
-
-def test_what_comes_and_goes_inside_a_pinned_block_is_a_part_of_it() -> None:
-    canonicalizer = canon(rule_internal_context="pinned")
-    job = (
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-    )
-
-    texts = [job.format(filled(REMINDER, mode)) for mode in ("plan", "edit")]
-    turns = [canonicalizer.canonicalize(said("user", text)) for text in texts]
-
-    for turn, text in zip(turns, texts, strict=True):
-        assert not turn.notes
-        assert [pinned.value for pinned in turn.pinned] == [text]
-    assert turns[0].digest == turns[1].digest
+    assert turn.canonical == text  # in a fence it is data
 
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
@@ -838,7 +809,7 @@ def test_fields_stand_where_they_are_in_the_joined_text() -> None:
 
     content = turn.original["content"]
     assert [content[p.start : p.end] for p in turn.pinned] == ["10:05", "2026-11-20"]
-    assert start_llm.mask_volatile(content, turn.pinned) == turn.canonical["content"]
+    assert start_llm.mask_volatile(content, turn.pinned) == turn.canonical
 
 
 def test_notes_after_a_late_system_message_belong_to_the_question_that_follows() -> (
@@ -847,7 +818,7 @@ def test_notes_after_a_late_system_message_belong_to_the_question_that_follows()
     """Such a message stays if its rule is off, or if there is an image in it."""
     note = filled(REMINDER, "a mode")
     first = [said("user", "Hi"), said("assistant", "Yes?"), said("system", "Be brief.")]
-    canonicalizer = canon(rule_late_system="off")
+    canonicalizer = off("late_system")
 
     turns = turns_of([*first, said("user", note), said("user", "Go on")], canonicalizer)
 
@@ -855,22 +826,6 @@ def test_notes_after_a_late_system_message_belong_to_the_question_that_follows()
     assert [n.text for n in turns[-1].notes_above] == [note]
     without_note = turns_of([*first, said("user", "Go on")], canonicalizer)
     assert turns[-1].digest == without_note[-1].digest
-
-
-def test_a_rule_is_named_only_where_its_field_is_all_that_differs() -> None:
-    def wrapped(sender: str, message_id: str) -> str:
-        return (
-            "Conversation info (untrusted metadata):\n```json\n{\n"
-            f'  "sender": "{sender}", "message_id": "{message_id}"\n}}\n```\n\nHi'
-        )
-
-    find_rule = start_llm.find_masking_rule
-    rule = find_rule("user", wrapped("ann", "1"), wrapped("ann", "2"))
-    assert rule == "RULE_USER_MESSAGE_ID"
-    assert find_rule("tool", wrapped("ann", "1"), wrapped("ann", "2")) is None
-    assert find_rule("user", wrapped("ann", "1"), wrapped("bob", "1")) is None
-    labels = ("Current time: 10:05", "The current time: 10:05")
-    assert find_rule("user", *labels) is None
 
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
@@ -904,14 +859,6 @@ def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
     assert time.process_time() - began < 2
 
 
-def test_a_literal_sentinel_is_not_the_field() -> None:
-    """Somebody who edits this server may well write one; it must not replay another's stamp."""
-    real = canon().canonicalize(said("user", "[Fri 2026-11-20 14:16 UTC] go on"))
-    literal = canon().canonicalize(said("user", real.canonical["content"]))
-    assert [len(fields_of(turn)) for turn in (real, literal)] == [1, 0]
-    assert real.digest != literal.digest
-
-
 def test_a_note_that_quotes_a_placeholder_is_left_out_like_any() -> None:
     notes = [filled(REMINDER, mode) for mode in ("plan", "__STABLE_TIMESTAMP__")]
     turns = [canon().canonicalize(said("user", f"{note}\nhi")) for note in notes]
@@ -921,53 +868,49 @@ def test_a_note_that_quotes_a_placeholder_is_left_out_like_any() -> None:
 # -- classes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("field", WORDED, ids=lambda field: field.rule)
-def test_a_setting_says_what_becomes_of_a_field(field: Field, kind: str) -> None:
-    canonicalizer = canon(**{f"rule_{field.rule}": kind})
-    settings = [rule.setting for rule in canonicalizer.rules if rule.name == field.rule]
-    assert settings == ([] if kind == "off" else [kind])
-
-    only_this_rule = {f"rule_{rule.name}": "off" for rule in start_llm._RULES}
-    only_this_rule[f"rule_{field.rule}"] = kind
+def test_the_kind_of_a_rule_says_what_becomes_of_its_field(field: Field) -> None:
+    rule = rule_named(field.rule)
     message = field.messages_with(field.first_value)[-1]
     content = "\n".join(texts_of(message))
-    turn = canon(**only_this_rule).canonicalize({**message, "content": content})
 
+    turn = canon().canonicalize({**message, "content": content})
     in_both = [field.first_value in text for text in contents(turn)]
-    assert in_both == [kind != "telemetry", kind == "off"]
-    assert kind == "pinned" or "__STABLE_" not in turn.canonical["content"]
-    assert bool(list(turn.notes)) is (kind == "transient")
-    assert bool(turn.pinned) is (kind == "pinned")
-    assert bool(turn.inline_notes) is (kind == "transient")
+    assert in_both == [rule.kind != "telemetry", False]
+    assert rule.kind == "pinned" or "__STABLE_" not in turn.canonical
+    assert bool(turn.pinned) is (rule.kind == "pinned")
+    assert bool(turn.inline_notes) is (rule.kind == "transient")
+    assert bool(turn.dropped) is (rule.kind == "telemetry")
+
+    plain = off(field.rule).canonicalize({**message, "content": content})
+    assert [field.first_value in text for text in contents(plain)] == [True, True]
 
 
-def test_telemetry_is_not_looked_for_in_code_or_around_an_image() -> None:
-    """Dropped there, the model would read another file, or not see the image."""
-    kinds = {
-        "rule_current_time": "telemetry",
-        "rule_reminder": "telemetry",
-        "rule_inbound_context": "telemetry",
-    }
-    canonicalizer = canon(**kinds)
-    code = "```sh\nCurrent time is 10:05\n```\n"
-    image = f"<system-reminder>\n\ufdd1{'ab' * 32}\ufdd2\n</system-reminder>"
-    for text in (code, image):
-        message = canonicalizer.canonicalize(said("user", text))
-        assert (message.original["content"], len(message.dropped)) == (text, 0)
+def test_telemetry_does_not_take_an_image_along() -> None:
+    """The model must see it."""
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=1;"
+    image = f"\ufdd1{'ab' * 32}\ufdd2"
+    turn = canon().canonicalize(said("system", f"{line} {image} Be brief."))
+    assert turn.original["content"] == f"{image} Be brief."
 
-    line = "Current time is 10:05"
-    message = canonicalizer.canonicalize(said("user", f"{line}\n{code}{line}"))
-    assert (message.original["content"], len(message.dropped)) == (f"\n{code}", 2)
-    # The client writes this one in a fence itself.
-    section = "## Inbound Context (trusted)\n```json\n{}\n```\n"
-    message = canonicalizer.canonicalize(said("system", f"Be brief.\n{section}"))
-    assert (message.original["content"], len(message.dropped)) == ("Be brief.\n", 1)
+
+def test_the_values_in_a_pinned_block_have_places_of_their_own() -> None:
+    section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
+    text = f"Be brief.\n{section}Current time: 10:05\n"
+    turn = canon().canonicalize(said("system", text))
+
+    content = turn.original["content"]
+    block, message_id, clock = turn.pinned
+    assert content[block.start : block.end] == block.block == section
+    assert block.value == section.replace("868237f5", "__STABLE_MESSAGE_ID__")
+    assert content[message_id.start : message_id.end] == message_id.value == "868237f5"
+    assert content[clock.start : clock.end] == "10:05"
+    assert turn.canonical == "Be brief.\nCurrent time: __STABLE_CURRENT_TIME__\n"
 
 
 def contents(turn: start_llm.CanonicalMessage) -> tuple[str, str]:
     """As the model must see it, and stilled."""
-    return turn.original["content"], turn.canonical["content"]
+    return turn.original["content"], turn.canonical
 
 
 def test_a_late_system_message_stays_where_it_is_when_its_rule_is_off() -> None:
@@ -984,7 +927,7 @@ prose = st.lists(
     ),
     max_size=3,
 ).map("\n".join)
-WHOLE = {"git_status", "operator_note"}  # all to the end of the text is theirs
+WHOLE = {"git_status"}  # all to the end of the text is theirs
 PARTIAL = [field for field in WORDED if field.rule not in WHOLE]
 volatile = st.sampled_from(
     [(field, v) for field in PARTIAL for v in (field.first_value, field.second_value)]
@@ -1048,8 +991,8 @@ def test_any_mixture_is_stilled_once_and_for_all(mixture: list, joint: str) -> N
     canonicalizer = canon(joint)
     turn = canonicalizer.canonicalize(said(role, parts))
 
-    assert all(mark in turn.canonical["content"] for mark in marks)
-    again = canonicalizer.canonicalize(said(role, turn.canonical["content"]))
+    assert all(mark in turn.canonical for mark in marks)
+    again = canonicalizer.canonicalize(said(role, turn.canonical))
     assert again.canonical == turn.canonical
 
     spans = [(found.start, found.end) for found in fields_of(turn)]
@@ -1062,7 +1005,7 @@ def test_any_mixture_is_stilled_once_and_for_all(mixture: list, joint: str) -> N
 def test_plain_text_is_its_own_canonical_copy(text: str, role: str) -> None:
     turn = canon().canonicalize(said(role, text))
     wanted = text.lstrip("\n") if role == "assistant" else text
-    assert turn.canonical["content"] == wanted
+    assert turn.canonical == wanted
     assert turn.original["content"] == wanted
     assert turn.digest == canon().canonicalize(said(role, [part(text)])).digest
 
@@ -1269,7 +1212,9 @@ def test_a_message_that_says_more_than_a_note_is_a_turn() -> None:
     turns = turns_of([*STEP, said("user", [part(LATE), part("go on")])])
     assert [turn.role for turn in turns][-2:] == ["tool", "user"]
     assert [note.text for note in turns[-1].notes] == [LATE]
-    assert turns[-1].canonical["content"] == "go on"
+    assert turns[-1].canonical == "go on"
+    quoted = said("user", f"see: {OPERATOR}")
+    assert turns_of([*STEP, quoted])[-1].canonical == quoted["content"]
 
 
 def test_a_note_alone_is_a_conversation() -> None:
@@ -1309,7 +1254,7 @@ def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(
         messages.append(said("user", note_of(n_note)))
     turns = turns_of(messages)
 
-    assert [len(turn.canonical["content"]) for turn in turns] == [n_kept]
+    assert [len(turn.canonical) for turn in turns] == [n_kept]
     assert start_llm.keeps_most_text(turns) is is_safe
 
 
@@ -1379,11 +1324,3 @@ def test_the_sender_in_a_wrapper_is_text() -> None:
     other_sender = text.replace('"cli"', '"ann"')
     assert names([said("user", text)]) == names([said("user", other_id)])
     assert names([said("user", text)]) != names([said("user", other_sender)])
-
-
-@pytest.mark.parametrize("setting", ["telemetry", "transient"])
-def test_what_stands_before_a_stamp_stays_in_the_prompt(setting: str) -> None:
-    canonicalizer = canon(rule_timestamp=setting, rule_user_message_id="off")
-    stamped = said("user", f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files")
-    canonical = canonicalizer.canonicalize(stamped).canonical["content"]
-    assert '"sender": "cli"' in canonical and "14:16" not in canonical

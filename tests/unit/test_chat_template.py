@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -271,8 +270,8 @@ def test_markup_in_client_text_is_text(model: str) -> None:
     special_ids = set(added.values())
     assert ids_among(special_ids, rendered) == ids_among(special_ids, simple)
     assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
-    message_starts = rendered.positions.message_starts
-    assert len(message_starts) == len(simple.positions.message_starts)
+    n_starts = len(starts_in(template, rendered))
+    assert n_starts == len(starts_in(template, simple))
     for word in WORDS:
         spoken = f"{word}{markup}{word}"
         as_json = json.dumps(spoken, ensure_ascii=False)[1:-1]
@@ -385,14 +384,26 @@ def test_thinking_beside_calls_is_merged_where_a_template_prints_one_of_both(
 # -- positions --------------------------------------------------------------------
 
 
+def in_more_words(word: str) -> str:
+    """After a message of a token or two the next start may be missed (GLM's markup)."""
+    return f"{word} in more words"
+
+
+def starts_in(
+    template: start_llm.ChatTemplate, rendered: start_llm.RenderedPrompt
+) -> tuple[int, ...]:
+    """Where its messages begin."""
+    return start_llm.compute_msg_token_boundaries(rendered.ids, template.traits)
+
+
 def test_boundaries_part_the_messages(model: str) -> None:
     """Between two of them are the words of one message; all message starts but merged ones."""
     template = template_of(model)
     tokenizer = tokenizer_of(model)
-    messages = conversation()
+    messages = conversation(in_more_words)
     rendered = template.render_prompt(chat(messages, tools=[tool()]))
     ids = rendered.ids.tolist()
-    message_starts = rendered.positions.message_starts
+    message_starts = starts_in(template, rendered)
 
     cuts = [0, *message_starts, len(ids)]
     spans = [tokenizer.decode(ids[start:end]) for start, end in pairwise(cuts)]
@@ -418,41 +429,45 @@ def test_boundaries_part_the_messages(model: str) -> None:
 def test_places_of_a_prompt(model: str) -> None:
     template = template_of(model)
     tokenizer = tokenizer_of(model)
-    request = chat(conversation(), tools=[tool("hello1 hello2 look")])
+    messages = conversation(in_more_words)
+    request = chat(messages, tools=[tool("hello1 hello2 look")])
     rendered = template.render_prompt(request)
     ids = rendered.ids.tolist()
-    positions = rendered.positions
+    system_end = rendered.positions.head_ends[0]
+    last_user_start, *later_starts = rendered.positions.turn_starts
 
-    head = tokenizer.decode(ids[: positions.system_end])
+    head = tokenizer.decode(ids[:system_end])
     assert "rules1" in head
     assert "hello1 hello2 look" in head
     assert "Looks" not in head
 
-    rest = tokenizer.decode(ids[positions.system_end :])
+    rest = tokenizer.decode(ids[system_end:])
     assert rest.count("hello1") == 1
     assert "rules1" not in rest
 
-    last_turn = tokenizer.decode(ids[positions.last_user_start :])
+    last_turn = tokenizer.decode(ids[last_user_start:])
     assert "hello2" in last_turn
     assert "reply1" not in last_turn
-    assert positions.last_user_start in positions.message_starts
+    message_starts = starts_in(template, rendered)
+    assert last_user_start in message_starts
 
-    prompt = tokenizer.decode(ids[positions.generation_start :])
+    prompt = tokenizer.decode(ids[later_starts[-1] :])
     assert "result2" not in prompt
     assert len(prompt) < 60
-    assert positions.generation_start in (*positions.message_starts, len(ids))
+    assert set(later_starts) <= {*message_starts, len(ids)}
+    assert set(later_starts) >= {n for n in message_starts if n > last_user_start}
 
 
 def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
     template = template_of(model)
-    messages = conversation()[:2]
+    messages = conversation(in_more_words)[:2]
     short = template.render_prompt(chat(messages))
     messages = [*messages, said("assistant", "x"), said("user", "y")]
     longer = template.render_prompt(chat(messages))
 
-    end = short.positions.generation_start
+    end = short.positions.turn_starts[-1]
     assert longer.ids.tolist()[:end] == short.ids.tolist()[:end]
-    assert end in longer.positions.message_starts
+    assert end in starts_in(template, longer)
 
 
 @pytest.mark.parametrize(
@@ -531,8 +546,9 @@ def test_roles_that_must_alternate_and_no_system_role(
 ) -> None:
     with caplog.at_level(logging.WARNING, "start-llm"):
         template = make_template(tiny_tokenizer(ALTERNATING))
-    [record] = caplog.records
-    assert "no system role" in record.getMessage()
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "no system role" in first
+    assert "no tools" in second
 
     messages = [
         said("system", "rules"),
@@ -575,21 +591,23 @@ def test_a_developer_speaks_as_the_system(model: str) -> None:
         return template_of(model).render_prompt(chat(messages))
 
     assert rendered("developer") == rendered("system")
-    assert rendered("developer").positions.system_end > 0
+    assert rendered("developer").positions.head_ends[0] > 0
 
 
 def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """ALTERNATING prints no tools, and calls only in the words of a reply."""
-    template = make_template(tiny_tokenizer(ALTERNATING))
-    caplog.clear()
-    request = chat([said("user", "a")], tools=[tool()])
+    lossy = CHATML.replace("{{- m.content }}", "{{- m.content if m.content != 'b' }}")
+    template = make_template(tiny_tokenizer(lossy))
+    request = chat([said("user", "b"), said("user", "a")])
     with caplog.at_level(logging.WARNING, "start-llm"):
         template.render_prompt(request)
         template.render_prompt(request)
     kinds = [record.getMessage().rpartition("moves ")[2] for record in caplog.records]
 
-    assert kinds == ["tools"]
+    assert kinds == ["user messages"]
 
+
+def test_a_template_without_calls_has_them_in_the_words_of_a_reply() -> None:
+    template = make_template(tiny_tokenizer(ALTERNATING))
     step = said("assistant", "", tool_calls=[call('{"q": "hière"}')])
     messages = [
         said("user", "a"),
@@ -798,8 +816,7 @@ def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
     ids = rendered.ids.tolist()
     assert ids == tokenizer.encode("some <|im_end|> text")
     assert ids[0] == bos
-    assert rendered.positions.generation_start == len(ids)
-    assert rendered.positions.message_starts == (0,)
+    assert rendered.positions.checkpoints() == (0, len(ids))
 
     assert template.encode("some")[0] != bos
     rendered = template.render_prompt(chat([said("user", "x")]))
@@ -827,61 +844,7 @@ def test_completion_requests_are_counted_too() -> None:
 def test_boundaries_are_positions_of_turn_tokens() -> None:
     template = template_of("chatml/tiny")
     [turn] = template.encode("<|im_start|>")
-    ids = np.array([1, turn, 2, turn], np.int32)
-    assert start_llm.compute_msg_token_boundaries(ids, template.traits) == (1, 3)
-
-
-# -- what cannot fit ---------------------------------------------------------------
-
-
-def least(template: start_llm.ChatTemplate, request: start_llm.ChatRequest) -> int:
-    return template.count_least_tokens(request, max_context_tokens=1)
-
-
-@BENT
-@given(messages=conversations())
-def test_no_more_tokens_are_counted_than_twice_those_of_the_prompt(
-    model: str, messages: list
-) -> None:
-    """So a request that is refused for its count would not have fitted (L-129)."""
-    template = template_of(model)
-    arguments = {"text": "\u6f22\u5b57 \ud83d\ude42" * 20}
-    messages = [
-        *messages,
-        said("assistant", None, tool_calls=[call(json.dumps(arguments))]),
-    ]
-    request = chat(
-        [*messages, said("tool", "found", tool_call_id="call00000")], tools=[tool()]
-    )
-    try:
-        rendered = template.render_prompt(request)
-    except start_llm.BadRequest:
-        return
-    assert least(template, request) <= 2 * rendered.n_tokens
-
-
-NO_TOOLS = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- endfor %}"""
-
-
-def test_what_templates_leave_out_is_not_counted() -> None:
-    template = make_template(tiny_tokenizer(NO_TOOLS))
-    past = [said("user", "hi"), said("assistant", "<think>hm</think> x" * 1000)]
-    assert least(template, chat([*past, said("user", "on")])) < 10
-    assert not template.traits.has_tools
-    assert least(template, chat([said("user", "hi" * 10)], tools=[tool()] * 100)) < 30
-
-
-def test_a_count_ends_when_it_is_over_its_limit() -> None:
-    template = make_template(tiny_tokenizer())
-    looks: list[None] = []
-    request = replace(
-        chat([said("user", "some words of a client " * 100_000)]),
-        max_counted_tokens=1_000,
-        check_client=lambda: looks.append(None),
-    )
-    n_tokens = least(template, request)
-    exact = template.encode(request.messages[0]["content"])
-    assert len(looks) == 1
-    assert 0.9 * len(exact) < n_tokens < 1.1 * len(exact)
+    find = start_llm.compute_msg_token_boundaries
+    ids = np.array([1, turn, 2, 3, 4, turn, 5, 6, turn], np.int32)
+    assert find(ids, template.traits) == (1, 5)  # the last is inside the one before
+    assert find(ids[:0], template.traits) == ()

@@ -70,7 +70,7 @@ def test_the_example_lists_every_setting_once_with_its_default():
     # An empty default is written as empty, nothing else is.
     for name, text in settings.items():
         default = Config.model_fields[name.lower()].default
-        assert (text == "") == (default in ("", None)), name
+        assert (text == "") == (default in ("", None, frozenset())), name
 
 
 def test_the_example_marks_and_comments_out_what_does_not_act():
@@ -221,11 +221,14 @@ def test_the_allowed_range_is_told():
         Config.from_env({"LOG_LEVEL": "LOUD"})
 
 
-@pytest.mark.parametrize("kind", ["pinned", "telemetry"])
-def test_a_late_system_message_is_transient_or_plain_text(kind):
-    with pytest.raises(ConfigError, match=r"RULE_LATE_SYSTEM=.*'transient' or 'off'"):
-        Config.from_env({"RULE_LATE_SYSTEM": kind})
-    assert Config.from_env({"RULE_LATE_SYSTEM": "Off"}).rule_late_system == "off"
+def test_rules_that_are_off_are_named():
+    off = Config.from_env({"RULES_OFF": "timestamp, Reminder"}).rules_off
+    assert off == {"timestamp", "reminder"}
+    with pytest.raises(ConfigError, match=r"RULES_OFF='stamp': should be 'billing_"):
+        Config.from_env({"RULES_OFF": "stamp"})
+    assert check_names({"RULE_TIMESTAMP": "off"}, {}) == [
+        "RULE_TIMESTAMP in .env: nothing acts on it; did you mean RULES_OFF?"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -133,16 +133,6 @@ def test_lost_texts_are_not_looked_for_again_and_again() -> None:
     assert text.n_characters < 100 * len(text)
 
 
-def test_tools_are_looked_for_after_each_other() -> None:
-    names = [f"tool{i:05}" for i in range(4_000)]
-    text = Counted("".join(f'{{"name": "{name}"}}' for name in names))
-
-    assert s._has_names(names, text)
-    assert text.n_characters < 2.3 * len(text)
-    assert not s._has_names([*names, "lost"], text)
-    assert s._has_names(names[::-1], text)
-
-
 def test_canonicalization_is_left_when_the_client_has_gone() -> None:
     def leave() -> None:
         raise s.ClientGone

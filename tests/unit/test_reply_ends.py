@@ -334,17 +334,10 @@ def _wait_for(note):
     raise AssertionError("caffeinate was not started")
 
 
-def positions_of(**fields):
-    return s.PromptPositions(generation_start=90, **fields)
-
-
 def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one():
-    positions = s._checkpoint_positions(
-        positions_of(
-            message_starts=(0, 10, 20, 40, 60, 80), system_end=10, last_user_start=40
-        )
-    )
-    assert positions == (10, 40, 60, 80, 90)
+    positions = s.PromptPositions(head_ends=(10, 30), turn_starts=(5, 40, 60, 90, 90))
+    assert positions.checkpoints() == (10, 30, 40, 60, 90)
+    assert s.PromptPositions(turn_starts=(8, 2)).checkpoints() == (0, 2, 8)
 
 
 ENDINGS = {  # what the engine says, why the text was over before: kind, finish_reason

@@ -46,6 +46,7 @@ def test_no_request_of_an_agent_is_refused_or_loses_a_text(
 ) -> None:
     """All bodies of all agents with all efforts; Gemma 3 has no place for tools."""
     template = template_of(name)
+    assert template.traits.has_tools is (name != "gemma-3")
     n_bodies = 0
     with caplog.at_level(logging.WARNING, "start-llm"):
         for label, api, body in all_bodies():
@@ -54,8 +55,7 @@ def test_no_request_of_an_agent_is_refused_or_loses_a_text(
             request = parse(api, body)
             assert template.render_prompt(request).ids.size, label
             n_bodies += 1
-    losses = [record.getMessage() for record in caplog.records]
-    assert losses == [line for line in losses if name == "gemma-3" and "tools" in line]
+    assert not [record.getMessage() for record in caplog.records]
     assert n_bodies > 600
 
 
