@@ -19136,9 +19136,16 @@ class Scheduler:
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
-        self._end_waiting()
-        self._end_running()
-        self._admit_waiting()
+        now = self._now()
+        # why(L-207): one message to other ranks, however many requests there are.
+        handles = [*self.waiting, *(running.handle for running in self.running)]
+        reasons = self._lockstep.from_rank_0(
+            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+        )
+        stop_reasons = dict(zip(handles, reasons, strict=True))
+        self._end_waiting(now, stop_reasons)
+        self._end_running(now, stop_reasons)
+        self._admit_waiting(now)
 
         began = self._now()
         for batch in self.batches:
@@ -19148,12 +19155,13 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(self) -> None:
+    def _end_waiting(
+        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
+    ) -> None:
         """End waiting requests that are cancelled, or that have waited too long."""
-        now = self._now()
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
-            if self._lockstep.from_rank_0("stop", handle.read_stop_reason) is not None:
+            if stop_reasons[handle] is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
@@ -19168,24 +19176,21 @@ class Scheduler:
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
 
-    def _end_running(self) -> None:
+    def _end_running(
+        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
+    ) -> None:
         """End running requests that are cancelled, overdue or not read any more."""
-        now = self._now()
         for running in list(self.running):
-            end = self._find_end(running, now)
+            end = stop_reasons[running.handle] or self._find_end(running, now)
             if end is not None:
                 self._finish(running, end)
 
     def _find_end(
         self, running: RunningRequest, now: float
     ) -> EndReason | ServerError | None:
-        """Why a request must end now; None: it goes on."""
-        handle = running.handle
-        stop_reason = self._lockstep.from_rank_0("stop", handle.read_stop_reason)
-        if stop_reason is not None:
-            return stop_reason
+        """Why a request must end that nobody has stopped; None: it goes on."""
         if not running.has_begun:
-            return self._find_timeout(handle, now)
+            return self._find_timeout(running.handle, now)
 
         # why(L-87): the deadline does not count the wait for the first slice.
         max_seconds = self.config.generation_watchdog_seconds
@@ -19275,7 +19280,7 @@ class Scheduler:
 
     # -- admit -------------------------------------------------------------------------
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, now: float) -> None:
         """Start waiting requests, the oldest first, as long as they fit.
 
         What each of the others waits for is noted in its handle.
@@ -19284,10 +19289,10 @@ class Scheduler:
         for index, handle in enumerate(list(self.waiting)):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
-                handle.begin(_QUEUE, self._now())
+                handle.begin(_QUEUE, now)
                 continue
             try:
-                can_go_on = self._admit(handle)
+                can_go_on = self._admit(handle, now)
             except Exception as error:
                 self._lockstep.end_ranks_on(error)
                 logger.exception("a request could not be started")
@@ -19299,12 +19304,12 @@ class Scheduler:
                 else:
                     handle.put(explanation)
 
-    def _admit(self, handle: RequestHandle) -> bool:
+    def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             request_id = self._let_slice_end_at(match)
-            handle.begin(WaitCause("prefix", request_id), self._now())
+            handle.begin(WaitCause("prefix", request_id), now)
             return True
 
         n_prompt = handle.request.n_prompt
@@ -19313,7 +19318,6 @@ class Scheduler:
             self.waiting.remove(handle)
             return True
         if self.running:
-            now = self._now()
             handle.begin(_MEMORY, now)
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
