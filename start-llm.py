@@ -13667,11 +13667,13 @@ class DiskTier:
             return None
         return LoadPlan(found, start, depth)
 
-    def save_some(self, *, is_busy: bool, is_closing: bool = False) -> bool:
+    def save_some(
+        self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
+    ) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
 
-        `is_busy`: requests run, and wait for this. `is_closing`: there will be no later
-        chance, so everything is written now.
+        `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
+        hold. `is_closing`: there will be no later chance, so everything is written now.
         """
         began = self._clock()
         if is_busy and began < self._not_before:
@@ -13684,7 +13686,9 @@ class DiskTier:
                 writer.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
-            self._job = self._find_job(is_busy=is_busy, is_closing=is_closing)
+            self._job = self._find_job(
+                is_busy=is_busy, running_bytes=running_bytes, is_closing=is_closing
+            )
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
             return False
@@ -13705,7 +13709,9 @@ class DiskTier:
             if not self.save_some(is_busy=False, is_closing=True):
                 break
 
-    def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
+    def _find_job(
+        self, *, is_busy: bool, running_bytes: int, is_closing: bool
+    ) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
         self.files.retry_deletions()
@@ -13718,7 +13724,9 @@ class DiskTier:
             self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
-        endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
+        # why(L-163): what runs takes the place of what rests, too.
+        prompt_bytes = self._cache.max_bytes // SPILL_PART
+        endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
         self._share = SPILL_SHARE
         job = self._begin_first(endangered, min_seconds=0.0)
         if job is not None:
@@ -19693,7 +19701,10 @@ class Scheduler:
             return False
         writer = self.disk.files.writer
         try:
-            return self.disk.save_some(is_busy=self.is_busy)
+            running_bytes = self.budget.running_bytes(self.running)
+            return self.disk.save_some(
+                is_busy=self.is_busy, running_bytes=running_bytes
+            )
         except Exception as error:
             if not writer.failure:
                 logger.exception("disk cache: a fault while KV was copied")

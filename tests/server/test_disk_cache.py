@@ -450,6 +450,32 @@ def test_what_memory_has_no_room_for_is_written_before_it_goes(
     assert bench.engine.report["lines"] < len(prompts)
 
 
+def test_what_rests_beside_a_large_request_is_written_before_it_goes(
+    restart, tmp_path, monkeypatch
+):
+    """The next prompt would evict it, though little rests."""
+    for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS", "SAVE_SHORT_SECONDS"):
+        monkeypatch.setattr(s, name, 1e9)
+    rng = np.random.default_rng(29)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path, memory_limit_bytes=8 << 20)
+    capacity = bench.engine.report["capacity_tokens"]
+    bench.ask(words(rng, capacity // 5), n=1)
+    running = bench.submit(words(rng, capacity * 7 // 10), n=100)
+    wait_until(lambda: bench.engine.call(lambda scheduler: scheduler.running))
+
+    def save_beside(scheduler):
+        assert scheduler.running
+        while scheduler.save_some():
+            scheduler.disk._not_before = 0.0
+        return scheduler.disk.files.report()["files"]
+
+    n_files = bench.engine.call(save_beside)
+    running.stop_reason = "cancelled"
+
+    assert n_files == 1
+
+
 def test_disk_cache_keeps_within_its_bytes_and_drops_the_least_valuable(
     restart, tmp_path
 ):
