@@ -12173,8 +12173,8 @@ class PrefixCache:
     def evict_session(self, tenant: str, session: str | None) -> int:
         """Evict what rests of a session, or of a tenant (None), and no branch needs.
 
-        That is all that the tenant may see. Returns how many entries were evicted or
-        shortened.
+        That is all that the tenant may see. What a branch needs is the branch's from
+        now on. Returns how many entries were evicted or shortened.
         """
         entries = [e for e in self._tree.resting if is_seen_by(tenant, e.owner.tenant)]
         if session is not None:
@@ -12186,6 +12186,10 @@ class PrefixCache:
             if depth < entry.end:
                 self._tree.truncate(entry, depth)
                 n_evicted += 1
+            # why(L-208): its file would have the id of the session that is forgotten.
+            for branch in self._tree.branches_of(entry):
+                if branch.start == depth and not branch.is_running:
+                    entry.owner = branch.owner
         return n_evicted
 
     def _enforce_entry_limit(self, *, newest: CacheEntry) -> None:

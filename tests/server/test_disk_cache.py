@@ -806,6 +806,26 @@ def test_others_that_continued_a_forgotten_session_are_written_again(restart, tm
     assert [(one.start, one.end, one.session) for one in left] == [(0, 901, "b")]
 
 
+def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_path):
+    """One that parts from a long conversation early on needs its beginning."""
+    rng = np.random.default_rng(31)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 300)
+    for session, n_more in (("forgotten", 800), ("b", 400)):
+        owner = s.RequestOwner("", session)
+        bench.ask(head + words(rng, n_more), n=1, owner=owner)
+    save(bench)
+
+    bench.engine.drop_kv("", "forgotten")
+    save(bench)
+
+    assert segments(bench) == [(0, 300), (300, 701)]
+    contents = [file.read_bytes() for file in files_in(tmp_path / "kv")]
+    assert not [content for content in contents if b"forgotten" in content]
+    entries = bench.engine.call(lambda scheduler: scheduler.describe_cache())
+    assert {entry["session"] for _, entry in entries} == {"b"}
+
+
 def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):
     rng = np.random.default_rng(17)
     bench = restart(tiny_model("qwen3", tmp_path))
