@@ -12427,7 +12427,9 @@ class CacheLease:
 # looked up by its landmarks, and its tokens are compared with those in the file.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
+#     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
 #         lock                           held by the server that uses it
+#         port                           that its last server listened on
 #         written                        bytes that were written today
 #         secret                         that is in the names of images
 #         <name>.safetensors             a segment; 0600
@@ -12443,7 +12445,7 @@ class CacheLease:
 #                the rest is loaded into an entry that the request then continues
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
-#          delete_other_folders
+#          delete_other_folders, report_unused, find_undeletable, DiskError
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; SegmentWriter: a thread of its own
 
@@ -12465,6 +12467,8 @@ SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longe
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
+MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
+LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether a folder is free
 _DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
@@ -12888,17 +12892,15 @@ class DiskCache:
 
     def __init__(
         self,
-        folder: Path,
+        own_folder: _OwnFolder,
         *,
         max_bytes: int,
         max_bytes_per_day: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take a folder, and read the headers of its files.
-
-        Raises DiskError: another server has the folder, or it cannot be used.
-        """
-        self.folder = folder
+        """Read the headers of the files. Raises OSError: the folder cannot be used."""
+        self.folder, self._lock_file = own_folder
+        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -12909,17 +12911,9 @@ class DiskCache:
         self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            self._lock_file = _take_lock(folder)
-            os.utime(folder / "lock")  # see _drop_other_folders
-            self._scan()
-            self.image_secret = self._read_secret()
-        except BlockingIOError as error:
-            raise DiskError("another server uses it") from error
-        except OSError as error:
-            raise DiskError(error.strerror or str(error)) from error
+        os.utime(folder / "lock")  # see _drop_other_folders
+        self._scan()
+        self.image_secret = self._read_secret()
         self._written_day, self._written_bytes = self._read_written()
         self.writer = SegmentWriter(folder)
 
@@ -13473,27 +13467,31 @@ def wants_disk_cache(config: Config) -> bool:
     return is_local and config.cache_isolation == "none"
 
 
-def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
-    """The cache on disk of a model; None, and a line in the log, if there is none.
+def open_disk_cache(config: Config, identity: str) -> DiskCache:
+    """The cache on disk of a model. Raises DiskError: it cannot be used.
 
     `identity` stands for all that makes KV of the same tokens another one, but tenants.
     """
     root = _find_root(config)
+    own_folder: _OwnFolder | None = None
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        max_bytes = _find_disk_limit(config, root)
-        folder = root / identity
-        max_bytes -= _drop_other_folders(folder, max_bytes // 2)
+        limit_bytes = _find_disk_limit(config, root)
+        own_folder = _take_folder(root, identity, config)
+        folder = own_folder.path
+        other_bytes = _drop_other_folders(folder, limit_bytes // 2)
+        # Other servers that run may have taken more than a half.
+        max_bytes = max(limit_bytes - other_bytes, limit_bytes // 2)
         max_daily_bytes = config.cache_disk_max_bytes_per_day
         disk = DiskCache(
-            folder,
+            own_folder,
             max_bytes=max_bytes,
             max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
         )
-    except (DiskError, OSError) as fault:
-        reason = fault.strerror if isinstance(fault, OSError) else fault
-        logger.warning("disk cache: %s is not used: %s", root, reason)
-        return None
+    except OSError as fault:
+        if own_folder is not None:
+            own_folder.lock_file.close()
+        raise DiskError(fault.strerror or str(fault)) from fault
     logger.info(
         "disk cache: %d files, %s of %s, in %s",
         len(disk._segments),
@@ -13502,6 +13500,84 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
         folder,
     )
     return disk
+
+
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
+def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
+    """Have a folder of the model: the one that this port had last, or the first free.
+
+    why(L-209): servers of one model that run at the same time have a folder each, and
+    each finds its own after a restart. Raises DiskError, OSError.
+    """
+    folders = [root / identity]
+    folders += [root / f"{identity}-{number}" for number in range(2, MAX_FOLDERS + 1)]
+    own_folders = [f for f in folders if _find_last_port(f) == config.mlx_port]
+    for folder in [*own_folders, *folders]:
+        # The server that had this port before may still be writing its last files.
+        is_own = folder in own_folders
+        patience = config.shutdown_grace_seconds if is_own else 0.0
+        with suppress(BlockingIOError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+            lock_file = _wait_for_lock(folder, patience)
+            if not is_own:
+                with suppress(OSError), _open_private(folder / "port") as file:
+                    file.write(str(config.mlx_port).encode())
+            return _OwnFolder(folder, lock_file)
+    raise DiskError(f"other servers use all {MAX_FOLDERS} folders of this model")
+
+
+def _find_last_port(folder: Path) -> int:
+    """The port of the last server that had a folder; 0 if it is not known."""
+    with (
+        suppress(OSError, ValueError, DiskError),
+        _open_file(folder / "port") as file,
+    ):
+        return int(file.read(8))
+    return 0
+
+
+def _wait_for_lock(folder: Path, seconds: float) -> io.BufferedReader:
+    """_take_lock(), tried for so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return _take_lock(folder)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(LOCK_LOOK_SECONDS)
+
+
+def report_unused(config: Config, fault: DiskError) -> DiskReport:
+    """What people are told of a folder that cannot be used."""
+    return {
+        "folder": str(_find_root(config)),
+        "files": 0,
+        "bytes": 0,
+        "max_bytes": 0,
+        "written_today_bytes": 0,
+        "max_bytes_per_day": 0,
+        "off": f"{fault}; what is there is not read or deleted either",
+    }
+
+
+def find_undeletable(config: Config, fault: DiskError) -> str:
+    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
+    has_files = True  # as long as nobody can look
+    try:
+        has_files = bool(os.listdir(_find_root(config)))
+    except (FileNotFoundError, NotADirectoryError):
+        has_files = False
+    except OSError:
+        pass
+    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -13526,11 +13602,11 @@ def _count_files(folder: Path) -> int:
 
 
 def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first."""
+    """The folders of other models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
-    for lock in root.glob("*/lock"):
+    for folder in root.iterdir():
         with suppress(OSError):
-            used_at[lock.parent] = lock.lstat().st_mtime
+            used_at[folder] = (folder / "lock").lstat().st_mtime
     used_at.pop(own, 0.0)  # type: ignore[arg-type]
     return sorted(used_at, key=lambda folder: -used_at[folder])
 
@@ -13538,7 +13614,7 @@ def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     """Delete the folders of other models, the least recently used first, to a limit.
 
-    Returns the bytes of those that stay.
+    Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
     for other in _find_other_folders(folder.parent, folder):
@@ -13579,9 +13655,14 @@ def delete_other_folders(config: Config) -> str:
     if not wants_disk_cache(config):
         return ""
     fault = ""
-    # This server's own folder is one that is used.
-    for folder in _find_other_folders(_find_root(config), None):
-        fault = _delete_model_folder(folder) or fault
+    try:
+        # This server's own folder is one that is used.
+        for folder in _find_other_folders(_find_root(config), None):
+            fault = _delete_model_folder(folder) or fault
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # there never was one
+    except OSError as error:
+        fault = error.strerror or str(error)
     return fault
 
 
@@ -19104,6 +19185,7 @@ class Scheduler:
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
         self.disk: DiskTier | None = None  # ENGINE opens it
+        self.disk_fault = ""  # why a folder that cannot be used forgets nothing
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
 
@@ -19743,6 +19825,8 @@ class Scheduler:
         n_files, fault = 0, ""
         if self.disk is not None:
             n_files, fault = self.disk.forget(tenant, session)
+        elif tenant or session is not None:
+            fault = self.disk_fault  # where all goes, STATUS deletes the folders
         return DroppedKV(n_entries, n_files, fault)
 
     def _free_memory(self, error: Exception) -> None:
@@ -20265,8 +20349,13 @@ class Engine:
                 " conversations are read again after a restart"
             )
             return
-        disk = open_disk_cache(self._config, scheduler.kv_identity())
-        if disk is None:
+        try:
+            disk = open_disk_cache(self._config, scheduler.kv_identity())
+        except DiskError as fault:
+            self.disk = report_unused(self._config, fault)
+            scheduler.disk_fault = find_undeletable(self._config, fault)
+            folder = self.disk["folder"]
+            logger.warning("disk cache: %s is not used: %s", folder, fault)
             return
         self._use_folder(disk.folder)
         scheduler.disk = DiskTier(disk, scheduler.cache, scheduler.spec)
