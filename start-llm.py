@@ -9063,6 +9063,25 @@ class Ledger:
             if fitting:
                 yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
+    def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
+        """Which private value keeps a transcript of more messages from being replayed.
+
+        why(L-106): without a session id it may be another person's, so it is only said.
+        `n_replayed`: messages that are replayed. Returns the name of the value's rule;
+        "" if there is none, or if the session has a name.
+        """
+        if conversation.session.name is not None:
+            return ""
+        private = _private_values(conversation.messages)
+        newest_index = _newest_input(conversation.messages)
+        with self._ledger_lock:
+            for n in range(newest_index, n_replayed, -1):
+                for transcript in self._find_ending_at(conversation, n):
+                    unsent = transcript.stated.private - private
+                    if unsent and not may_replay(transcript, conversation):
+                        return min(unsent).place.rule
+        return ""
+
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
@@ -26286,6 +26305,18 @@ def _explain_match(
         cached_tokens=match.cached_tokens,
         matched_tokens=match.matched_tokens,
     )
+    transcript = prepared.plan.transcript
+    rule = state.stores.ledger.find_withheld(
+        prepared.plan.conversation,
+        n_replayed=transcript.n_messages if transcript else 0,
+    )
+    if reason is not None and rule:
+        sentence = (
+            f"{reason.sentence}; a reply that was made here is not replayed, as its"
+            f" prompt has a value that this one changes or leaves out (rule: {rule}) and"
+            " that may be another person's: send a session id, such as x-session-id"
+        )
+        reason = reason._replace(sentence=sentence)
     return prepared.in_client_terms(reason)
 
 
