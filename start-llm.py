@@ -27558,7 +27558,9 @@ _CUT_SECONDS: Final = 5.0  # for cut replies to send their last event
 _FLUSH_SECONDS: Final = 5.0  # for records to be written
 _FOLLOW_SECONDS: Final = 0.1  # between two looks of another rank than 0
 _KEEPER_SECONDS: Final = 5.0  # for the last lines of LiteLLM's keeper to be logged
-_M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
+_M_ARENA_MAX: Final = -8  # of mallopt(), as the next one; from malloc.h of glibc
+_M_MMAP_THRESHOLD: Final = -3
+_MIN_MAPPED_BYTES: Final = 1 << 20  # of memory that is given back when it is freed
 
 
 def build_state(
@@ -27612,7 +27614,7 @@ def main() -> int:
     """Run the server. Returns the exit status: see the banner."""
     stop = _stop_on_signals()
     options = read_options(sys.argv[1:])
-    _limit_arenas()
+    _limit_heap()
 
     try:
         config = _read_config(options)
@@ -27671,14 +27673,16 @@ def _raise_descriptor_limit(config: Config) -> None:
         )
 
 
-def _limit_arenas() -> None:
-    """Have all threads share one arena of glibc's malloc; macOS has no such setting.
+def _limit_heap() -> None:
+    """Have glibc's malloc keep less of what is freed; macOS has no such settings.
 
     why(L-53): each arena keeps what is freed in it, and each thread has its own.
+    why(L-210): so does the one that is left, with holes of the size of KV and images.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
 def _stop_on_signals() -> threading.Event:
