@@ -12486,12 +12486,13 @@ SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longe
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
-LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether a folder is free
 _DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
 _MAX_HEADER_BYTES: Final = 16 << 20
+_MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
+_LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
+_LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether it has
 _SECONDS_A_DAY: Final = 86_400
 _DEFAULT_DISK_BYTES: Final = 32 << 30  # by default, but at most a ...
 _DISK_PART: Final = 10  # ... tenth of the free disk
@@ -13535,12 +13536,12 @@ def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
     each finds its own after a restart. Raises DiskError, OSError.
     """
     folders = [root / identity]
-    folders += [root / f"{identity}-{number}" for number in range(2, MAX_FOLDERS + 1)]
+    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
     own_folders = [f for f in folders if _find_last_port(f) == config.mlx_port]
     for folder in [*own_folders, *folders]:
         # The server that had this port before may still be writing its last files.
         is_own = folder in own_folders
-        patience = config.shutdown_grace_seconds if is_own else 0.0
+        patience = _LOCK_SECONDS if is_own else 0.0
         with suppress(BlockingIOError):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
@@ -13549,7 +13550,7 @@ def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
                 with suppress(OSError), _open_private(folder / "port") as file:
                     file.write(str(config.mlx_port).encode())
             return _OwnFolder(folder, lock_file)
-    raise DiskError(f"other servers use all {MAX_FOLDERS} folders of this model")
+    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
 
 
 def _find_last_port(folder: Path) -> int:
@@ -13571,7 +13572,7 @@ def _wait_for_lock(folder: Path, seconds: float) -> io.BufferedReader:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise
-        time.sleep(LOCK_LOOK_SECONDS)
+        time.sleep(_LOCK_LOOK_SECONDS)
 
 
 def report_unused(config: Config, fault: DiskError) -> DiskReport:
