@@ -8102,6 +8102,25 @@ class Ledger:
             if fitting:
                 yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
+    def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
+        """Which private value keeps a transcript of more messages from being replayed.
+
+        why(L-106): without a session id it may be another person's, so it is only said.
+        `n_replayed`: messages that are replayed. Returns the name of the value's rule;
+        "" if there is none, or if the session has a name.
+        """
+        if conversation.session.name is not None:
+            return ""
+        private = _private_values(conversation.messages)
+        newest_index = _newest_input(conversation.messages)
+        with self._ledger_lock:
+            for n in range(newest_index, n_replayed, -1):
+                for transcript in self._find_ending_at(conversation, n):
+                    unsent = transcript.stated.private - private
+                    if unsent and not may_replay(transcript, conversation):
+                        return min(unsent).place.rule
+        return ""
+
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
@@ -11219,8 +11238,8 @@ class PrefixCache:
     def evict_session(self, tenant: str, session: str | None) -> int:
         """Evict what rests of a session, or of a tenant (None), and no branch needs.
 
-        That is all that the tenant may see. Returns how many entries were evicted or
-        shortened.
+        That is all that the tenant may see. What a branch needs is the branch's from
+        now on. Returns how many entries were evicted or shortened.
         """
         entries = [e for e in self._tree.resting if is_seen_by(tenant, e.owner.tenant)]
         if session is not None:
@@ -11232,6 +11251,10 @@ class PrefixCache:
             if depth < entry.end:
                 self._tree.truncate(entry, depth)
                 n_evicted += 1
+            # why(L-208): its file would have the id of the session that is forgotten.
+            for branch in self._tree.branches_of(entry):
+                if branch.start == depth and not branch.is_running:
+                    entry.owner = branch.owner
         return n_evicted
 
     def _enforce_entry_limit(self, *, newest: CacheEntry) -> None:
@@ -11469,7 +11492,9 @@ class CacheLease:
 # looked up by its landmarks, and its tokens are compared with those in the file.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
+#     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
 #         lock                           held by the server that uses it
+#         port                           that its last server listened on
 #         written                        bytes that were written today
 #         secret                         that is in the names of images
 #         <name>.safetensors             a segment; 0600
@@ -11485,7 +11510,7 @@ class CacheLease:
 #                the rest is loaded into an entry that the request then continues
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
-#          delete_other_folders
+#          delete_other_folders, report_unused, find_undeletable, DiskError
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; SegmentWriter: a thread of its own
 
@@ -11511,6 +11536,9 @@ _DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
 _MAX_HEADER_BYTES: Final = 16 << 20
+_MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
+_LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
+_LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether it has
 _SECONDS_A_DAY: Final = 86_400
 _DEFAULT_DISK_BYTES: Final = 32 << 30  # by default, but at most a ...
 _DISK_PART: Final = 10  # ... tenth of the free disk
@@ -11930,17 +11958,15 @@ class DiskCache:
 
     def __init__(
         self,
-        folder: Path,
+        own_folder: _OwnFolder,
         *,
         max_bytes: int,
         max_bytes_per_day: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take a folder, and read the headers of its files.
-
-        Raises DiskError: another server has the folder, or it cannot be used.
-        """
-        self.folder = folder
+        """Read the headers of the files. Raises OSError: the folder cannot be used."""
+        self.folder, self._lock_file = own_folder
+        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -11951,17 +11977,9 @@ class DiskCache:
         self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            self._lock_file = _take_lock(folder)
-            os.utime(folder / "lock")  # see _drop_other_folders
-            self._scan()
-            self.image_secret = self._read_secret()
-        except BlockingIOError as error:
-            raise DiskError("another server uses it") from error
-        except OSError as error:
-            raise DiskError(error.strerror or str(error)) from error
+        os.utime(folder / "lock")  # see _drop_other_folders
+        self._scan()
+        self.image_secret = self._read_secret()
         self._written_day, self._written_bytes = self._read_written()
         self.writer = SegmentWriter(folder)
 
@@ -12515,27 +12533,31 @@ def wants_disk_cache(config: Config) -> bool:
     return is_local and config.cache_isolation == "none"
 
 
-def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
-    """The cache on disk of a model; None, and a line in the log, if there is none.
+def open_disk_cache(config: Config, identity: str) -> DiskCache:
+    """The cache on disk of a model. Raises DiskError: it cannot be used.
 
     `identity` stands for all that makes KV of the same tokens another one, but tenants.
     """
     root = _find_root(config)
+    own_folder: _OwnFolder | None = None
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        max_bytes = _find_disk_limit(config, root)
-        folder = root / identity
-        max_bytes -= _drop_other_folders(folder, max_bytes // 2)
+        limit_bytes = _find_disk_limit(config, root)
+        own_folder = _take_folder(root, identity, config)
+        folder = own_folder.path
+        other_bytes = _drop_other_folders(folder, limit_bytes // 2)
+        # Other servers that run may have taken more than a half.
+        max_bytes = max(limit_bytes - other_bytes, limit_bytes // 2)
         max_daily_bytes = config.cache_disk_max_bytes_per_day
         disk = DiskCache(
-            folder,
+            own_folder,
             max_bytes=max_bytes,
             max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
         )
-    except (DiskError, OSError) as fault:
-        reason = fault.strerror if isinstance(fault, OSError) else fault
-        logger.warning("disk cache: %s is not used: %s", root, reason)
-        return None
+    except OSError as fault:
+        if own_folder is not None:
+            own_folder.lock_file.close()
+        raise DiskError(fault.strerror or str(fault)) from fault
     logger.info(
         "disk cache: %d files, %s of %s, in %s",
         len(disk._segments),
@@ -12544,6 +12566,84 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
         folder,
     )
     return disk
+
+
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
+def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
+    """Have a folder of the model: the one that this port had last, or the first free.
+
+    why(L-209): servers of one model that run at the same time have a folder each, and
+    each finds its own after a restart. Raises DiskError, OSError.
+    """
+    folders = [root / identity]
+    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
+    own_folders = [f for f in folders if _find_last_port(f) == config.mlx_port]
+    for folder in [*own_folders, *folders]:
+        # The server that had this port before may still be writing its last files.
+        is_own = folder in own_folders
+        patience = _LOCK_SECONDS if is_own else 0.0
+        with suppress(BlockingIOError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+            lock_file = _wait_for_lock(folder, patience)
+            if not is_own:
+                with suppress(OSError), _open_private(folder / "port") as file:
+                    file.write(str(config.mlx_port).encode())
+            return _OwnFolder(folder, lock_file)
+    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
+
+
+def _find_last_port(folder: Path) -> int:
+    """The port of the last server that had a folder; 0 if it is not known."""
+    with (
+        suppress(OSError, ValueError, DiskError),
+        _open_file(folder / "port") as file,
+    ):
+        return int(file.read(8))
+    return 0
+
+
+def _wait_for_lock(folder: Path, seconds: float) -> io.BufferedReader:
+    """_take_lock(), tried for so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return _take_lock(folder)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_LOCK_LOOK_SECONDS)
+
+
+def report_unused(config: Config, fault: DiskError) -> DiskReport:
+    """What people are told of a folder that cannot be used."""
+    return {
+        "folder": str(_find_root(config)),
+        "files": 0,
+        "bytes": 0,
+        "max_bytes": 0,
+        "written_today_bytes": 0,
+        "max_bytes_per_day": 0,
+        "off": f"{fault}; what is there is not read or deleted either",
+    }
+
+
+def find_undeletable(config: Config, fault: DiskError) -> str:
+    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
+    has_files = True  # as long as nobody can look
+    try:
+        has_files = bool(os.listdir(_find_root(config)))
+    except (FileNotFoundError, NotADirectoryError):
+        has_files = False
+    except OSError:
+        pass
+    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -12568,11 +12668,11 @@ def _count_files(folder: Path) -> int:
 
 
 def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first."""
+    """The folders of other models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
-    for lock in root.glob("*/lock"):
+    for folder in root.iterdir():
         with suppress(OSError):
-            used_at[lock.parent] = lock.lstat().st_mtime
+            used_at[folder] = (folder / "lock").lstat().st_mtime
     used_at.pop(own, 0.0)  # type: ignore[arg-type]
     return sorted(used_at, key=lambda folder: -used_at[folder])
 
@@ -12580,7 +12680,7 @@ def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     """Delete the folders of other models, the least recently used first, to a limit.
 
-    Returns the bytes of those that stay.
+    Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
     for other in _find_other_folders(folder.parent, folder):
@@ -12621,9 +12721,14 @@ def delete_other_folders(config: Config) -> str:
     if not wants_disk_cache(config):
         return ""
     fault = ""
-    # This server's own folder is one that is used.
-    for folder in _find_other_folders(_find_root(config), None):
-        fault = _delete_model_folder(folder) or fault
+    try:
+        # This server's own folder is one that is used.
+        for folder in _find_other_folders(_find_root(config), None):
+            fault = _delete_model_folder(folder) or fault
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # there never was one
+    except OSError as error:
+        fault = error.strerror or str(error)
     return fault
 
 
@@ -12713,11 +12818,13 @@ class DiskTier:
             return None
         return LoadPlan(found, start, depth)
 
-    def save_some(self, *, is_busy: bool, is_closing: bool = False) -> bool:
+    def save_some(
+        self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
+    ) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
 
-        `is_busy`: requests run, and wait for this. `is_closing`: there will be no later
-        chance, so everything is written now.
+        `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
+        hold. `is_closing`: there will be no later chance, so everything is written now.
         """
         began = self._clock()
         if is_busy and began < self._not_before:
@@ -12730,7 +12837,9 @@ class DiskTier:
                 writer.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
-            self._job = self._find_job(is_busy=is_busy, is_closing=is_closing)
+            self._job = self._find_job(
+                is_busy=is_busy, running_bytes=running_bytes, is_closing=is_closing
+            )
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
             return False
@@ -12751,7 +12860,9 @@ class DiskTier:
             if not self.save_some(is_busy=False, is_closing=True):
                 break
 
-    def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
+    def _find_job(
+        self, *, is_busy: bool, running_bytes: int, is_closing: bool
+    ) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
         self.files.retry_deletions()
@@ -12764,7 +12875,9 @@ class DiskTier:
             self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
-        endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
+        # why(L-163): what runs takes the place of what rests, too.
+        prompt_bytes = self._cache.max_bytes // SPILL_PART
+        endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
         self._share = SPILL_SHARE
         job = self._begin_first(endangered, min_seconds=0.0)
         if job is not None:
@@ -18118,6 +18231,7 @@ class Scheduler:
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
         self.disk: DiskTier | None = None  # ENGINE opens it
+        self.disk_fault = ""  # why a folder that cannot be used forgets nothing
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
 
@@ -18162,9 +18276,16 @@ class Scheduler:
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
-        self._end_waiting()
-        self._end_running()
-        self._admit_waiting()
+        now = self._now()
+        # why(L-207): one message to other ranks, however many requests there are.
+        handles = [*self.waiting, *(running.handle for running in self.running)]
+        reasons = self._lockstep.from_rank_0(
+            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+        )
+        stop_reasons = dict(zip(handles, reasons, strict=True))
+        self._end_waiting(now, stop_reasons)
+        self._end_running(now, stop_reasons)
+        self._admit_waiting(now)
 
         began = self._now()
         for batch in self.batches:
@@ -18174,12 +18295,13 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(self) -> None:
+    def _end_waiting(
+        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
+    ) -> None:
         """End waiting requests that are cancelled, or that have waited too long."""
-        now = self._now()
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
-            if self._lockstep.from_rank_0("stop", handle.read_stop_reason) is not None:
+            if stop_reasons[handle] is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
@@ -18194,24 +18316,21 @@ class Scheduler:
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
 
-    def _end_running(self) -> None:
+    def _end_running(
+        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
+    ) -> None:
         """End running requests that are cancelled, overdue or not read any more."""
-        now = self._now()
         for running in list(self.running):
-            end = self._find_end(running, now)
+            end = stop_reasons[running.handle] or self._find_end(running, now)
             if end is not None:
                 self._finish(running, end)
 
     def _find_end(
         self, running: RunningRequest, now: float
     ) -> EndReason | ServerError | None:
-        """Why a request must end now; None: it goes on."""
-        handle = running.handle
-        stop_reason = self._lockstep.from_rank_0("stop", handle.read_stop_reason)
-        if stop_reason is not None:
-            return stop_reason
+        """Why a request must end that nobody has stopped; None: it goes on."""
         if not running.has_begun:
-            return self._find_timeout(handle, now)
+            return self._find_timeout(running.handle, now)
 
         # why(L-87): the deadline does not count the wait for the first slice.
         max_seconds = self.config.generation_watchdog_seconds
@@ -18301,7 +18420,7 @@ class Scheduler:
 
     # -- admit -------------------------------------------------------------------------
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, now: float) -> None:
         """Start waiting requests, the oldest first, as long as they fit.
 
         What each of the others waits for is noted in its handle.
@@ -18310,10 +18429,10 @@ class Scheduler:
         for index, handle in enumerate(list(self.waiting)):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
-                handle.begin(_QUEUE, self._now())
+                handle.begin(_QUEUE, now)
                 continue
             try:
-                can_go_on = self._admit(handle)
+                can_go_on = self._admit(handle, now)
             except Exception as error:
                 self._lockstep.end_ranks_on(error)
                 logger.exception("a request could not be started")
@@ -18325,12 +18444,12 @@ class Scheduler:
                 else:
                     handle.put(explanation)
 
-    def _admit(self, handle: RequestHandle) -> bool:
+    def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             request_id = self._let_slice_end_at(match)
-            handle.begin(WaitCause("prefix", request_id), self._now())
+            handle.begin(WaitCause("prefix", request_id), now)
             return True
 
         n_prompt = handle.request.n_prompt
@@ -18339,7 +18458,6 @@ class Scheduler:
             self.waiting.remove(handle)
             return True
         if self.running:
-            now = self._now()
             handle.begin(_MEMORY, now)
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
@@ -18715,7 +18833,10 @@ class Scheduler:
             return False
         writer = self.disk.files.writer
         try:
-            return self.disk.save_some(is_busy=self.is_busy)
+            running_bytes = self.budget.running_bytes(self.running)
+            return self.disk.save_some(
+                is_busy=self.is_busy, running_bytes=running_bytes
+            )
         except Exception as error:
             if not writer.failure:
                 logger.exception("disk cache: a fault while KV was copied")
@@ -18750,6 +18871,8 @@ class Scheduler:
         n_files, fault = 0, ""
         if self.disk is not None:
             n_files, fault = self.disk.forget(tenant, session)
+        elif tenant or session is not None:
+            fault = self.disk_fault  # where all goes, STATUS deletes the folders
         return DroppedKV(n_entries, n_files, fault)
 
     def _free_memory(self, error: Exception) -> None:
@@ -19262,8 +19385,13 @@ class Engine:
                 " conversations are read again after a restart"
             )
             return
-        disk = open_disk_cache(self._config, scheduler.kv_identity())
-        if disk is None:
+        try:
+            disk = open_disk_cache(self._config, scheduler.kv_identity())
+        except DiskError as fault:
+            self.disk = report_unused(self._config, fault)
+            scheduler.disk_fault = find_undeletable(self._config, fault)
+            folder = self.disk["folder"]
+            logger.warning("disk cache: %s is not used: %s", folder, fault)
             return
         self._use_folder(disk.folder)
         scheduler.disk = DiskTier(disk, scheduler.cache, scheduler.spec)
@@ -24828,6 +24956,18 @@ def _explain_match(
         cached_tokens=match.cached_tokens,
         matched_tokens=match.matched_tokens,
     )
+    transcript = prepared.plan.transcript
+    rule = state.stores.ledger.find_withheld(
+        prepared.plan.conversation,
+        n_replayed=transcript.n_messages if transcript else 0,
+    )
+    if reason is not None and rule:
+        sentence = (
+            f"{reason.sentence}; a reply that was made here is not replayed, as its"
+            f" prompt has a value that this one changes or leaves out (rule: {rule}) and"
+            " that may be another person's: send a session id, such as x-session-id"
+        )
+        reason = reason._replace(sentence=sentence)
     return prepared.in_client_terms(reason)
 
 
@@ -25844,7 +25984,9 @@ _CUT_SECONDS: Final = 5.0  # for cut replies to send their last event
 _FLUSH_SECONDS: Final = 5.0  # for records to be written
 _FOLLOW_SECONDS: Final = 0.1  # between two looks of another rank than 0
 _KEEPER_SECONDS: Final = 5.0  # for the last lines of LiteLLM's keeper to be logged
-_M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
+_M_ARENA_MAX: Final = -8  # of mallopt(), as the next one; from malloc.h of glibc
+_M_MMAP_THRESHOLD: Final = -3
+_MIN_MAPPED_BYTES: Final = 1 << 20  # of memory that is given back when it is freed
 
 
 def build_state(
@@ -25898,7 +26040,7 @@ def main() -> int:
     """Run the server. Returns the exit status: see the banner."""
     stop = _stop_on_signals()
     options = read_options(sys.argv[1:])
-    _limit_arenas()
+    _limit_heap()
     _raise_descriptor_limit()
 
     try:
@@ -25944,14 +26086,16 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _limit_arenas() -> None:
-    """Have all threads share one arena of glibc's malloc; macOS has no such setting.
+def _limit_heap() -> None:
+    """Have glibc's malloc keep less of what is freed; macOS has no such settings.
 
     why(L-53): each arena keeps what is freed in it, and each thread has its own.
+    why(L-210): so does the one that is left, with holes of the size of KV and images.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
 def _stop_on_signals() -> threading.Event:

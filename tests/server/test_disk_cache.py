@@ -282,7 +282,7 @@ def test_short_prompts_are_not_written(restart, tmp_path, monkeypatch):
     bench.ask(words(np.random.default_rng(1), 300), n=2)
 
     def is_due(disk):
-        disk._find_job(is_busy=False, is_closing=False)
+        disk._find_job(is_busy=False, running_bytes=0, is_closing=False)
         return [disk._is_due(entry, min_seconds=2.0) for entry in disk._cache.entries]
 
     assert on_model_thread(bench, is_due) == [False]
@@ -450,6 +450,32 @@ def test_what_memory_has_no_room_for_is_written_before_it_goes(
     assert bench.engine.report["lines"] < len(prompts)
 
 
+def test_what_rests_beside_a_large_request_is_written_before_it_goes(
+    restart, tmp_path, monkeypatch
+):
+    """The next prompt would evict it, though little rests."""
+    for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS", "SAVE_SHORT_SECONDS"):
+        monkeypatch.setattr(s, name, 1e9)
+    rng = np.random.default_rng(29)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path, memory_limit_bytes=8 << 20)
+    capacity = bench.engine.report["capacity_tokens"]
+    bench.ask(words(rng, capacity // 5), n=1)
+    running = bench.submit(words(rng, capacity * 7 // 10), n=100)
+    wait_until(lambda: bench.engine.call(lambda scheduler: scheduler.running))
+
+    def save_beside(scheduler):
+        assert scheduler.running
+        while scheduler.save_some():
+            scheduler.disk._not_before = 0.0
+        return scheduler.disk.files.report()["files"]
+
+    n_files = bench.engine.call(save_beside)
+    running.stop_reason = "cancelled"
+
+    assert n_files == 1
+
+
 def test_disk_cache_keeps_within_its_bytes_and_drops_the_least_valuable(
     restart, tmp_path
 ):
@@ -553,7 +579,8 @@ def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path
 
 def read_arrays(folder, key):
     """The bytes of all that is loaded for a prompt; None if nothing is."""
-    files = s.DiskCache(folder, max_bytes=1 << 30, max_bytes_per_day=1 << 30)
+    own_folder = s._OwnFolder(folder, s._take_lock(folder))
+    files = s.DiskCache(own_folder, max_bytes=1 << 30, max_bytes_per_day=1 << 30)
     match = files.find(key)
     loaded = files.read(match, 0, match.depth) if match.segments else None
     files.close()
@@ -651,15 +678,78 @@ def test_kv_of_other_weights_is_not_found(restart, tmp_path, monkeypatch):
 # -- a folder that cannot be used ------------------------------------------------------------------
 
 
-def test_second_server_goes_without_the_folder(restart, tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def servers(tmp_path, monkeypatch):
+    """Starts servers of one model beside each other, by port."""
     path = tiny_model("qwen3", tmp_path)
-    restart(path)
-    second = Bench(path, monkeypatch, cache_disk_folder=str(tmp_path / "kv"))
+    running = {}
 
-    assert second.engine.disk is None
-    assert "another server uses it" in caplog.text
-    second.ask(words(np.random.default_rng(1), 600), n=1)
-    second.engine.stop()
+    def start(port, **settings):
+        if port in running:
+            running[port].engine.stop()
+        folder = str(tmp_path / "kv")
+        bench = Bench(
+            path, monkeypatch, cache_disk_folder=folder, mlx_port=port, **settings
+        )
+        running[port] = bench
+        return bench
+
+    yield start
+    for bench in running.values():
+        bench.engine.stop()
+
+
+def test_servers_of_one_model_find_their_own_folders_again(servers):
+    """Whichever of them starts first; before, a second one was cold after each start."""
+    rng = np.random.default_rng(37)
+    prompts = {port: words(rng, 600) for port in (8101, 8102)}
+    for port, prompt in prompts.items():
+        servers(port).ask(prompt, n=1)
+
+    for first in prompts:
+        benches = [servers(port) for port in prompts]
+        for bench in benches:
+            bench.engine.stop()
+        for port in sorted(prompts, key=lambda port: port != first):
+            cached, error, _ = difference(servers(port), prompts[port], n=1)
+            assert (cached >= 598, error) == (True, 0.0)
+
+
+def test_server_on_another_port_finds_what_the_last_one_has_left(servers):
+    rng = np.random.default_rng(38)
+    prompt = words(rng, 600)
+    first = servers(8101)
+    first.ask(prompt, n=1)
+    first.engine.stop()
+
+    cached, _, _ = difference(servers(8102), prompt, n=1)
+
+    assert cached >= 598
+
+
+def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(servers, tmp_path):
+    first = servers(8101)
+    folder = on_model_thread(first, lambda disk: disk.files.folder)
+    config = s.Config(cache_disk_folder=str(tmp_path / "kv"), mlx_port=8101)
+    timer = threading.Timer(0.5, first.engine.stop)
+    timer.start()
+
+    disk = s.open_disk_cache(config, folder.name)
+    disk.close()
+    timer.join()
+
+    assert disk.folder == folder
+
+
+def test_second_server_may_write_though_the_first_has_filled_the_space(servers):
+    first = servers(8101, cache_disk_max_bytes=400_000)
+    first.ask(words(np.random.default_rng(1), 700), n=1)
+    save(first)
+    assert first.engine.call(lambda at: at.disk.files.nbytes) > 200_000
+
+    second = servers(8102, cache_disk_max_bytes=400_000)
+
+    assert second.engine.disk["max_bytes"] == 200_000
 
 
 def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
@@ -668,8 +758,29 @@ def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
 
     bench.ask(words(np.random.default_rng(1), 600), n=1)
 
-    assert bench.engine.disk is None
+    assert "File exists" in bench.engine.disk["off"]
+    assert bench.engine.drop_kv("", "a").fault == "", "nothing is there"
     assert caplog.text.count("disk cache") == 1
+
+
+def test_folder_that_cannot_be_used_is_in_the_status_and_forgets_nothing(
+    restart, tmp_path, monkeypatch
+):
+    """As a read-only one; these tests may run as root, who may write anywhere."""
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    bench.engine.stop()
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(s.os, "utime", refuse)
+    bench = restart(path)
+
+    assert "Read-only" in bench.engine.disk["off"]
+    assert "Read-only" in bench.engine.drop_kv("", "a").fault
+    assert len(files_in(tmp_path / "kv")) == 1
 
 
 @pytest.mark.parametrize("trouble", ["full disk", "vanished folder"])
@@ -778,6 +889,26 @@ def test_others_that_continued_a_forgotten_session_are_written_again(restart, tm
 
     left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
     assert [(one.start, one.end, one.session) for one in left] == [(0, 901, "b")]
+
+
+def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_path):
+    """One that parts from a long conversation early on needs its beginning."""
+    rng = np.random.default_rng(31)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 300)
+    for session, n_more in (("forgotten", 800), ("b", 400)):
+        owner = s.RequestOwner("", session)
+        bench.ask(head + words(rng, n_more), n=1, owner=owner)
+    save(bench)
+
+    bench.engine.drop_kv("", "forgotten")
+    save(bench)
+
+    assert segments(bench) == [(0, 300), (300, 701)]
+    contents = [file.read_bytes() for file in files_in(tmp_path / "kv")]
+    assert not [content for content in contents if b"forgotten" in content]
+    entries = bench.engine.call(lambda scheduler: scheduler.describe_cache())
+    assert {entry["session"] for _, entry in entries} == {"b"}
 
 
 def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):

@@ -776,6 +776,19 @@ def test_the_cache_is_dropped_only_after_a_second_question(visit):
         ]
 
 
+def test_what_could_not_be_dropped_is_not_said_to_be_untouched(visit):
+    sentence = "memory has forgotten it, and the disk not yet: No space left on device"
+    with serving_page(status=four_agents_body(), refusal=(500, sentence)) as stub:
+        page = visit(stub)
+        page.click("#hood > summary")
+        page.click("#drop")
+        page.get_by_role("button", name="Drop it").click()
+
+        expect(page.locator("#toast")).to_have_text(
+            f"Not everything could be dropped: {sentence}"
+        )
+
+
 # -- whatever it is given --------------------------------------------------------------
 
 

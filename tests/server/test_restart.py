@@ -1,5 +1,6 @@
 """Conversations that go on after a restart, over HTTP: nothing is prefilled twice."""
 
+import errno
 import fcntl
 import json
 import os
@@ -230,6 +231,37 @@ def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkey
 
 def refuse_orders(records, database):
     raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_folder_that_cannot_be_used_is_said_and_forgets_nothing(
+    start, tmp_path, monkeypatch
+):
+    """As a read-only one; whoever runs this may be root, who may write anywhere."""
+    server = start(DENSE)
+    Talk(server.served, 1).step()
+    server.close()
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(s.os, "utime", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(s.Path, "unlink", refuse)
+        patch.setattr(s.shutil, "rmtree", lambda _path, onexc: refuse())
+        server.served = server._start()
+        Talk(server.served, 1).step()
+
+        _, status = ask_status(server.served, "GET", "/v1/status")
+        assert "Read-only" in status["disk"]["off"]
+        for query in ("?session=a", ""):
+            code, body = delete_cache(server, query)
+            assert code == 500
+            assert "Read-only" in body["error"]["message"]
+    assert count_records(tmp_path / "disk")
+
+    code, _ = delete_cache(server)  # it can be written to by now
+    assert code == 200
+    assert count_records(tmp_path / "disk") == 0
 
 
 def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):

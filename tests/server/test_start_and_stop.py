@@ -45,6 +45,34 @@ sys.stderr = s.ConsoleStream(sys.stderr)
 s.end_process(s.main())
 """
 
+# Of two megabytes, how many bytes are in no part of the heap: before and after some were
+# freed, from when glibc would put as much into it.
+MAPPED_BUFFERS = """
+import ctypes, importlib.util, sys
+spec = importlib.util.spec_from_file_location("start_llm", sys.argv[1])
+s = importlib.util.module_from_spec(spec)
+sys.modules["start_llm"] = s
+spec.loader.exec_module(s)
+
+def stop_here(*_):
+    class Figures(ctypes.Structure):
+        _fields_ = [(f"n{i}", ctypes.c_size_t) for i in range(10)]
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.mallinfo2.restype = Figures
+    for _ in range(2):
+        mapped_before = libc.mallinfo2().n4
+        buffer = libc.malloc(2 << 20)
+        print(libc.mallinfo2().n4 - mapped_before)
+        libc.free(buffer)
+    raise s.ConfigError("that is all")
+
+s._read_config = stop_here
+sys.argv = sys.argv[1:2]
+s.end_process(s.main())
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -247,3 +275,17 @@ def test_nobody_waits_for_a_console(monkeypatch):
         console.write("text\n")
     console.drain(seconds=0)
     is_released.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc's malloc")
+def test_large_buffers_are_given_back_when_they_are_freed():
+    """In the heap, what is behind them would keep them (L-210)."""
+    command = [sys.executable, "-c", MAPPED_BUFFERS, s.__file__]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=MAX_WAIT_SECONDS, check=False
+    )
+
+    assert "that is all" in process.stderr
+    n_mapped = [int(line) for line in process.stdout.split()]
+    assert len(n_mapped) == 2
+    assert min(n_mapped) >= 2 << 20

@@ -8,7 +8,7 @@ import pytest
 import start_llm as s
 from prometheus_client.parser import text_string_to_metric_families
 from server_fixture import SYSTEM, Served, Talk, user, wait_until
-from status_client import ask, explained, forget, status, words
+from status_client import FIELDS, ask, explained, forget, status, words
 from tiny_models import DENSE, HYBRID, tiny_model
 
 COUNTERS = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
@@ -250,6 +250,45 @@ def test_explaining_runs_nothing_and_changes_nothing(served):
     bodies = [explained(served, talk.messages) for _ in range(3)]
     assert bodies[0] == bodies[1] == bodies[2]
     assert len(served.recorder.fed) == n_calls
+
+
+INBOUND = """\
+## Inbound Context (trusted metadata)
+It is:
+```json
+{"channel": "webchat"}
+```
+"""
+
+
+@pytest.mark.parametrize("rule", ["inbound_context", "runtime"])
+def test_reply_that_may_be_another_persons_is_named_and_with_it_the_way_out(
+    served, rule
+):
+    """OpenClaw leaves its section out now and then; nobody knows by whom it was sent."""
+    head = f"Be brief.\n{INBOUND}{words(80)}"
+    question = "Stats: runtime 896ms, tokens 8.5k\n" + words(60, seed=2)
+
+    def causes(edit, **fields):
+        forget(served)
+        messages = [{"role": "system", "content": head}, user(question)]
+        body = {**FIELDS, "tools": [], "messages": messages, **fields}
+        body["max_tokens"] = 400
+        _, completion = ask(served, "POST", "/v1/chat/completions", body)
+        reply = completion["choices"][0]["message"]
+        sent = [{**m, "content": edit(m["content"])} for m in messages]
+        sent += [reply, user("And then?")]
+        return explained(served, sent, tools=[], **fields)["why_not_more"]
+
+    def edit(text):
+        changed = text.replace(INBOUND, "") if rule != "runtime" else text
+        return changed.replace("896ms", "999ms") if rule == "runtime" else changed
+
+    cause = causes(edit)
+    assert f"rule: {rule}" in cause["sentence"]
+    assert "x-session-id" in cause["sentence"]
+    assert causes(edit, session_id="s") is None
+    assert causes(str) is None
 
 
 def cause_after_edit(served, messages, place, content):

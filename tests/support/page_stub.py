@@ -319,7 +319,8 @@ class StubServer:
     status: Body = field(default_factory=idle_body)
     key: str = ""
     events: list[Body] = field(default_factory=list)
-    refusal: tuple[int, str] | None = None  # of a chat: status and sentence
+    # Of a chat, or of what is to be dropped: status and sentence.
+    refusal: tuple[int, str] | None = None
     before_event: Callable[[int], object] = lambda _index: None
     asked: list[tuple[str, str, Body]] = field(default_factory=list)
     url: str = ""
@@ -340,17 +341,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.stub.asked.append(("DELETE", self.path, {}))
-        self._send_json(200, {"dropped": 3})
+        if not self._is_refused():
+            self._send_json(200, {"dropped": 3})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.stub.asked.append(("POST", self.path, body))
 
-        if not self._has_key():
-            return
-        if self.stub.refusal:
-            status, sentence = self.stub.refusal
-            self._send_json(status, {"error": {"message": sentence}})
+        if not self._has_key() or self._is_refused():
             return
 
         self._send_head(200, "text/event-stream; charset=utf-8")
@@ -365,6 +363,13 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         self._send_json(401, {"error": {"message": "a key is needed"}})
         return False
+
+    def _is_refused(self) -> bool:
+        if self.stub.refusal is None:
+            return False
+        status, sentence = self.stub.refusal
+        self._send_json(status, {"error": {"message": sentence}})
+        return True
 
     def _send_json(self, status: int, body: object) -> None:
         self._send(status, json.dumps(body).encode(), "application/json")
