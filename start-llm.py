@@ -25730,25 +25730,28 @@ def _find_title(request: ChatRequest) -> str:
     A part that begins with a tag is no text of the user: agents put reminders there.
     Nor is one with the instructions of a project, which Codex sends as the first.
     """
-    texts: dict[str, list[str]] = {"system": [], "user": []}
-    for message in request.messages:
-        if message["role"] not in texts:
-            continue
-        content = message["content"]
-        if isinstance(content, str):
-            texts[message["role"]].append(content)
-        else:
-            parts = [part["text"] for part in content if part["type"] == "text"]
-            texts[message["role"]] += parts
+    user_texts = _list_texts(request, "user")
     if isinstance(request.prompt, str):
-        texts["user"].append(request.prompt)
-
-    of_an_agent = [t for t in texts["user"] if t.lstrip().startswith(_OF_AN_AGENT)]
-    own_texts = (t for t in texts["user"] if not t.lstrip().startswith(_OF_AN_AGENT))
-    first_text = next(own_texts, texts["user"][0] if texts["user"] else "")
-    folder = _find_folder([*texts["system"], *of_an_agent])
+        user_texts.append(request.prompt)
+    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
+    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    first_text = next(own_texts, user_texts[0] if user_texts else "")
+    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
     title = ": ".join(filter(None, [folder, first_text]))
     return printable(title, max_length=MAX_TITLE_LENGTH)
+
+
+def _list_texts(request: ChatRequest, role: str) -> list[str]:
+    texts: list[str] = []
+    for message in request.messages:
+        content = message["content"]
+        if message["role"] != role:
+            continue
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    return texts
 
 
 def _find_folder(agent_texts: Iterable[str]) -> str:
