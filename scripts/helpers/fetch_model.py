@@ -128,9 +128,10 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
     """Fetch what is not here yet, the hub showing how far it is. Raises FetchError."""
     hub = huggingface_hub.constants.ENDPOINT
     errors = huggingface_hub.errors
-    advice = f"is the name right? Else set {setting} to a folder or to {DEMO}"
+    question = f"is there a network, and is the name right?{name_advice(repo, setting)}"
     if has_begun(repo):
-        advice = f"start again to resume, or set {setting} to a folder or to {DEMO}"
+        question = "start again to resume."
+    advice = f"{question} Or set {setting} to a folder or to {DEMO}"
     with in_a_sentence(
         f"{repo} is not complete in the local cache and {hub} fails ({advice})"
     ):

@@ -425,7 +425,8 @@ def test_no_network_is_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
         f"org/tiny is not complete in the local cache and {closed_url}"
     )
     assert "refused" in message
-    assert "is the name right? Else set MODEL_PATH to a folder or to demo" in message
+    assert "is the name right? Or set MODEL_PATH to a folder or to demo" in message
+    assert "is the name right? Here it is MODEL_PATH=OWNER/NAME" in refusal("tiny")
 
 
 def test_what_was_begun_can_be_resumed(hub: Hub) -> None:
@@ -434,7 +435,7 @@ def test_what_was_begun_can_be_resumed(hub: Hub) -> None:
 
     hub.refuse = (500, "")
 
-    assert "start again to resume, or set MODEL_PATH" in refusal("org/tiny")
+    assert "start again to resume. Or set MODEL_PATH" in refusal("org/tiny")
 
 
 def test_a_fault_names_the_setting_that_names_the_model(hub: Hub) -> None:
