@@ -27694,7 +27694,8 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
 def _bind_fault(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
+            f"port {port} on {host} is taken: start-llm runs already? Or choose"
+            " another one (--port N, or MLX_PORT)"
         )
     return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
