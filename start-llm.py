@@ -1716,6 +1716,11 @@ class SessionLog:
         self._keep_days = config.log_keep_days
         self._has_warned = threading.Event()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be written: a line of the log has said why."""
+        return self._has_warned.is_set()
+
     def check(self) -> None:
         """Warn at the start if nothing can be written there."""
         try:
@@ -27791,6 +27796,8 @@ def _write_banner(state: ServerState) -> str:
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
+    if state.session_log.has_failed:
+        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
     draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"

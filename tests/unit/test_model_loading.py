@@ -628,7 +628,11 @@ def write_banner(
     engine = SimpleNamespace(
         model=model, memory={"limit": 2 * 10**9}, report={"cache_max_bytes": 10**9}
     )
-    state = SimpleNamespace(config=config, engine=engine, proxy=proxy)
+    session_log = start_llm.SessionLog(config)
+    session_log.check()
+    state = SimpleNamespace(
+        config=config, engine=engine, proxy=proxy, session_log=session_log
+    )
     return start_llm._write_banner(state)
 
 
@@ -667,6 +671,15 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> 
     assert "http://127.0.0.1:8080/v1\n" in text
     assert "0.0.0.0" not in text
     assert "Responses" not in text
+
+
+def test_the_banner_names_no_folder_that_cannot_be_written(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    text = write_banner(loaded, log_root=str(tmp_path / "file" / "logs"))
+    assert "none of sessions: LOG_ROOT cannot be written, as said above" in text
+    assert str(tmp_path) not in text
 
 
 def test_the_device_has_memory() -> None:
