@@ -144,6 +144,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -818,7 +819,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: groups are rotated first
     speculation: _AutoOrOff = "auto"  # several tokens a step, where that pays
-    draft_model: str = ""  # folder of a small model that drafts, too; empty: none
+    draft_model: str = ""  # a small model that drafts, too, named likewise
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -1212,7 +1213,7 @@ def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str
         parts.append(f"{facts['out']:,} out in {facts['decode']:.1f} s")
     if facts["saved_steps"]:
         per_step = facts["out"] / (facts["out"] - facts["saved_steps"])
-        parts.append(f"{per_step:.1f} tokens a step")
+        parts.append(f"{per_step:.1f} tokens at a time, as drafts were right")
     finish = facts["finish"]
     if n_calls and finish == "stop":
         finish = "1 tool call" if n_calls == 1 else f"{n_calls} tool calls"
@@ -1559,6 +1560,26 @@ class SessionLog:
         self._root = Path(__file__).resolve().parent / log_root
         self._keep_days = config.log_keep_days
         self._has_warned = threading.Event()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be written: a line of the log has said why."""
+        return self._has_warned.is_set()
+
+    def check(self) -> None:
+        """Warn at the start if nothing can be written there."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self._root):
+                pass
+        except OSError as error:
+            self._has_warned.set()
+            reason = error.strerror or error
+            logger.warning(
+                "LOG_ROOT %s cannot be written: %s. Sessions are not logged",
+                self._root,
+                reason,
+            )
 
     def write(self, session_id: str, record: Mapping[str, object]) -> None:
         """Append the time and a record. Never raises; the first failure is logged."""
@@ -8551,10 +8572,11 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # steps of this group start (MLX: scale and bias). With "turboquant", each group is
 # first multiplied by a Hadamard matrix with random signs, which spreads a number that
 # stands out over its whole group (arXiv 2504.19874). That is all it has of the method
-# that bears this name elsewhere (in mlx-vlm): there, whole heads are rotated, and a
-# codebook gives the steps, which takes longer to look up than attention does. With 3.5
-# bits keys have 4 here and values 3; there it is the other way round. What stays as it
-# is computed: windows, states, and heads whose size is no multiple of the group.
+# that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
+# there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
+# have 4 here and values 3; there it is the other way round, which harms more. What
+# stays as it is computed: windows, states, and heads whose size is no multiple of the
+# group.
 #
 # A layer reads KV in one of two ways:
 #
@@ -14647,7 +14669,11 @@ except Exception as error:
 
 def resolve_model(config: Config) -> Path:
     """The folder that MODEL_PATH names, fetched if need be. Raises ModelError."""
-    name = _read_model_name(config)
+    return _resolve("MODEL_PATH", _read_model_name(config), config)
+
+
+def _resolve(setting: str, name: str, config: Config) -> Path:
+    """The folder of the model that a setting names. Raises ModelError."""
     server_folder = Path(__file__).resolve().parent
     if name == _DEMO_MODEL:
         folder = server_folder / "models" / name
@@ -14659,11 +14685,11 @@ def resolve_model(config: Config) -> Path:
     script = server_folder / "scripts" / "helpers" / "fetch_model.py"
     command = [sys.executable, "-c", _FETCH_PROGRAM, name]
     if script.is_file():
-        limit = f"--memory-bytes={memory_limit(config)}"
-        command = [sys.executable, str(script), limit, "--", name]
+        options = [f"--memory-bytes={memory_limit(config)}", f"--setting={setting}"]
+        command = [sys.executable, str(script), *options, "--", name]
     elif name == _DEMO_MODEL:
         raise ModelError("no model is named, and no demo is here: start with --model")
-    return _fetch(name, command)
+    return _fetch(f"{setting}={name}", command)
 
 
 def choose_model(config: Config, stop: threading.Event) -> str:
@@ -14707,8 +14733,11 @@ def _is_complete(folder: Path) -> bool:
     return False
 
 
-def _fetch(name: str, command: list[str]) -> Path:
-    """Run the program that fetches a model; its last line is the folder."""
+def _fetch(setting: str, command: list[str]) -> Path:
+    """Run the program that fetches a model; its last line is the folder.
+
+    `setting`: with its value, for errors.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     atexit.register(process.terminate)  # it ends when this process does
     output, _ = process.communicate()
@@ -14716,9 +14745,9 @@ def _fetch(name: str, command: list[str]) -> Path:
         reason = " ".join(output.split())
         if not reason:
             reason = "it cannot be served; the line above says why"
-        raise ModelError(f"MODEL_PATH={name}: {reason}")
+        raise ModelError(f"{setting}: {reason}")
     if not output.strip():
-        raise ModelError(f"MODEL_PATH={name}: what fetches it named no folder")
+        raise ModelError(f"{setting}: what fetches it named no folder")
     return Path(output.splitlines()[-1])
 
 
@@ -14763,10 +14792,13 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     unless MODEL_KIND insists.
     """
     _prepare_device(config)
-    loaded = _load_kind(path, config)
     if not config.draft_model or config.speculation == "off":
-        return loaded
-    return replace(loaded, draft_model=_load_draft_model(loaded, config))
+        return _load_kind(path, config)
+    name = _HUB_URL.sub(r"\1", config.draft_model)
+    # Before the model is loaded, which may take minutes: the name may be wrong.
+    draft_path = _resolve("DRAFT_MODEL", name, config)
+    loaded = _load_kind(path, config)
+    return replace(loaded, draft_model=_load_draft_model(draft_path, loaded, config))
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
@@ -14969,18 +15001,14 @@ def _names_no_code(path: Path) -> bool:
     return not any(code) if isinstance(code, list) else not code
 
 
-def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
+def _load_draft_model(
+    path: Path, loaded: LoadedModel, config: Config
+) -> LoadedDraftModel:
     """The model of DRAFT_MODEL, which must suit the one it drafts for.
 
     Raises ModelError.
     """
     setting = f"DRAFT_MODEL={config.draft_model}"
-    path = Path(os.path.expanduser(config.draft_model))
-    if not _is_complete(path):
-        raise ModelError(
-            f"{setting} is no folder with a config.json and all weights;"
-            " scripts/helpers/fetch_model.py NAME fetches one, and prints its folder"
-        )
     try:
         model_config = mlx_lm.utils.load_config(path)
         model, tokenizer = _load_parts(
@@ -16283,8 +16311,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # last. A draft need not be accepted, so of a long conversation it reads the tail only:
 # its KV has a bound.
 #
-# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftBudget, DraftCosts,
-#          can_draft
+# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
+#          DraftCosts, can_draft
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
 # Thread   model; mlx
 
@@ -16634,6 +16662,7 @@ class ModelDrafter(Drafter):
         draft = self._before_end(proposed)
         if not draft:
             self.budget.charge(self._drafting_seconds)
+            self._count_gain(n_tokens=0, seconds=self._drafting_seconds)
         return draft
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
@@ -16642,6 +16671,20 @@ class ModelDrafter(Drafter):
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        self._count_gain(n_tokens=1 + n_accepted, seconds=seconds)
+
+    def _count_gain(self, *, n_tokens: int, seconds: float) -> None:
+        """Count what a plain step a token would have cost, and what was spent."""
+        gain = self._draft_model.gain
+        gain["tokens"] += n_tokens
+        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+
+
+class DraftGain(TypedDict):
+    """Whether the DraftModel pays: it does if `tokens` exceed `plain_steps`."""
+
+    tokens: int  # of replies, from steps with a draft of it; each has a plain step else
+    plain_steps: float  # that take as long as these steps, with reading and drafting
 
 
 class DraftModel:
@@ -16663,6 +16706,7 @@ class DraftModel:
         self._tenant = ""  # whose conversation they are
         self.has_failed = False  # then it is not asked any more
         self.costs = DraftCosts()
+        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
         n_places = _MAX_TAIL_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
         self.nbytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
         logger.info(
@@ -19044,7 +19088,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #
 # Public   Engine, EngineReport, MemoryReport
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
-#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, SCHEDULER, WARM-UP
+#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two reports; until memory is given back
@@ -19084,6 +19128,7 @@ class EngineReport(TypedDict, total=False):
     capacity_tokens: int  # the longest prompt whose KV fits
     kv_bytes_per_token: int
     prefill_tokens_per_second: float  # of the last slice; absent until there was one
+    draft_model: DraftGain  # only with DRAFT_MODEL
 
 
 type _ModelTask = Callable[[Scheduler], object]  # for the model thread
@@ -19516,6 +19561,10 @@ class Engine:
         speed = scheduler.reader.measured_speed
         if speed is not None:
             report["prefill_tokens_per_second"] = round(speed, 1)
+        if scheduler.draft_model is not None:
+            gain = scheduler.draft_model.gain
+            plain_steps = round(gain["plain_steps"], 1)
+            report["draft_model"] = {**gain, "plain_steps": plain_steps}
         self.report = report
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = scheduler.describe_cache()
@@ -24581,28 +24630,52 @@ class ReplyGeneration:
 
 
 _OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+# What agents write before the folder in which they work: Claude Code and opencode in a
+# line of the system prompt, Codex in a text that no user wrote.
+_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
 
 
 def _find_title(request: ChatRequest) -> str:
-    """How the first message of the user begins, or the prompt of a completion.
+    """An agent's folder, and how the first message of the user begins.
+
+    Of a completion it is how the prompt begins. "shop: Mend the failing test"
 
     A part that begins with a tag is no text of the user: agents put reminders there.
     Nor is one with the instructions of a project, which Codex sends as the first.
     """
+    user_texts = _list_texts(request, "user")
+    if isinstance(request.prompt, str):
+        user_texts.append(request.prompt)
+    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
+    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    first_text = next(own_texts, user_texts[0] if user_texts else "")
+    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
+    title = ": ".join(filter(None, [folder, first_text]))
+    return printable(title, max_length=MAX_TITLE_LENGTH)
+
+
+def _list_texts(request: ChatRequest, role: str) -> list[str]:
     texts: list[str] = []
     for message in request.messages:
-        if message["role"] != "user":
-            continue
         content = message["content"]
+        if message["role"] != role:
+            continue
         if isinstance(content, str):
             texts.append(content)
         else:
             texts += [part["text"] for part in content if part["type"] == "text"]
-    own_texts = (t for t in texts if not t.lstrip().startswith(_OF_AN_AGENT))
-    if isinstance(request.prompt, str):
-        texts.append(request.prompt)
-    first_text = next(own_texts, texts[0] if texts else "")
-    return printable(first_text, max_length=MAX_TITLE_LENGTH)
+    return texts
+
+
+def _find_folder(agent_texts: Iterable[str]) -> str:
+    """The name of the folder that an agent says it works in; "" if it does not."""
+    for text in agent_texts:
+        for label in _FOLDER_LABELS:
+            _, _, rest = text.partition(label)
+            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
+            if path:
+                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
+    return ""
 
 
 def _submit(
@@ -26058,6 +26131,7 @@ def main() -> int:
         if cluster is not None and cluster.rank:
             return _follow(config, cluster, stop)
         state = build_state(config, can_be_demo=not is_named, cluster=cluster)
+        state.session_log.check()
         signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
     except (ConfigError, OSError) as error:
@@ -26193,7 +26267,8 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
             fault = f"cannot listen on {host}:{port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
                 taken = f"port {port} on {host} is taken"
-                fault = f"{taken}: start-llm runs already? Or set MLX_PORT"
+                advice = "Or choose another one (--port N, or MLX_PORT)"
+                fault = f"{taken}: start-llm runs already? {advice}"
             raise ConfigError(fault) from error
     return servers
 
@@ -26270,7 +26345,6 @@ def _write_banner(state: ServerState) -> str:
         else "",
         "sampling": model.sampling[state.config.default_thinking].describe(),
         "device": model.device,
-        "page, chat": f"{url}/",
         "OpenAI": f"{url}/v1",
         "Anthropic": url,
         "Responses": _describe_proxy(state),
@@ -26278,15 +26352,21 @@ def _write_banner(state: ServerState) -> str:
         "log": str(Path(__file__).resolve().parent / log_root),
         "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
     }
+    next_step = f"open {url}/ to chat and to watch"
     if model.is_demo:
         rows["an agent"] = ""  # the demo is too small for an agent's instructions
         rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
+    if state.session_log.has_failed:
+        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
     draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
+    if rows["an agent"]:
+        next_step += ", or start an agent, as above"
+    rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
     return "\n".join([f"start-llm {VERSION} serves {served}", *lines])

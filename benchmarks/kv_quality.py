@@ -16,6 +16,7 @@ It prints a table in Markdown, a line for each scheme:
     peak      with --peak: bytes at most in a prefill of so many tokens, beside the weights
 
 Without a text, for the demo model alone, conversations that it has not seen are the text.
+The scheme mlx-vlm is that library's own TurboQuant, in all layers that the others pack.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import copy
 import copyreg
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ import demo_model
 import mlx.core as mx
 import mlx_lm
 from demo_model import demo_dialogues
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from project_files import start_llm
 
 DEMO: Final = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -46,6 +48,7 @@ DEPTHS: Final = (0.1, 0.5, 0.9)  # of a conversation, where a needle lies
 SCHEMES: Final = [
     *(("uniform", bits) for bits in ("8", "6", "4", "3.5", "3", "2.5", "2")),
     *(("turboquant", bits) for bits in ("8", "4", "3.5", "3", "2.5")),
+    *(("mlx-vlm", bits) for bits in ("8", "4", "4/3", "3.5", "3")),
 ]
 
 
@@ -272,16 +275,81 @@ def with_packing(path: Path, scheme: str, bits: str, group_size: str) -> Any:
     return model
 
 
+def with_mlx_vlm(path: Path, bits: str) -> Any:
+    """The model with mlx-vlm's codec in the place of ours.
+
+    Its cache and its attention, as that library's own models call them; but in the last
+    layer too, which it leaves plain. "4/3" has 4 bits for keys and 3 for values, as our
+    3.5 have; its own 3.5 have it the other way round.
+    """
+    # Here, because it takes a second, and all else can do without.
+    from mlx_vlm.models.base import scaled_dot_product_attention as attend_theirs
+    from mlx_vlm.turboquant import TurboQuantKVCache
+
+    model, _ = mlx_lm.load(str(path))
+    make_plain = model.make_cache
+    widths = {"bits": float(bits.split("/")[0])}
+    if "/" in bits:
+        key_bits, value_bits = map(float, bits.split("/"))
+        widths |= {"key_bits": key_bits, "value_bits": value_bits}
+
+    def make_packed() -> list[Any]:
+        return [
+            TurboQuantKVCache(**widths) if type(layer) is KVCache else layer
+            for layer in make_plain()
+        ]
+
+    model.make_cache = make_packed
+    for name in {type(part).__module__ for part in model.modules()}:
+        attend = getattr(sys.modules[name], "scaled_dot_product_attention", None)
+        if attend is not None and not isinstance(attend, EitherAttention):
+            either = EitherAttention(attend, attend_theirs)
+            sys.modules[name].scaled_dot_product_attention = either  # type: ignore[attr-defined]
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class EitherAttention:
+    """mlx-lm's attention, but mlx-vlm's for caches of its own."""
+
+    attend_others: Callable[..., mx.array]
+    attend_theirs: Callable[..., mx.array]
+
+    def __call__(self, *args: Any, cache: Any, **kwargs: Any) -> mx.array:
+        attend = self.attend_theirs if is_of_mlx_vlm(cache) else self.attend_others
+        return attend(*args, cache=cache, **kwargs)
+
+
+def is_of_mlx_vlm(cache: Any) -> bool:
+    """Whether it is a cache with mlx-vlm's codec."""
+    return type(cache).__module__ == "mlx_vlm.turboquant"
+
+
 def share_of_bytes(path: Path, make: Callable[[Path], Any]) -> float:
     """Bytes of a token by those of bfloat16."""
     module = start_llm()
     plain, _ = mlx_lm.load(str(path))
     packed = make(path)
+    if any(map(is_of_mlx_vlm, make_prompt_cache(packed))):
+        return share_of_mlx_vlm(plain, packed)
     plain.set_dtype(mx.bfloat16)
     packed.set_dtype(mx.bfloat16)
     share: float
     share = module.measure_kv(packed).token_bytes / module.measure_kv(plain).token_bytes
     return share
+
+
+def share_of_mlx_vlm(plain: Any, packed: Any, n_tokens: int = SLICE_TOKENS) -> float:
+    """The same of caches that are no list of arrays: counted after so many tokens."""
+    plain.set_dtype(mx.bfloat16)
+    n_plain = n_packed = 0
+    for old, new in zip(
+        prefill(plain, n_tokens), prefill(packed, n_tokens), strict=True
+    ):
+        if is_of_mlx_vlm(new):
+            n_plain += old.nbytes
+            n_packed += new.nbytes
+    return n_packed / n_plain
 
 
 def headings(options: argparse.Namespace) -> list[str]:
@@ -373,6 +441,8 @@ def main() -> None:
             continue
 
         def load(folder: Path, scheme: str = scheme, bits: str = bits) -> Any:
+            if scheme == "mlx-vlm":
+                return with_mlx_vlm(folder, bits)
             name = "uniform" if scheme == "plain" else scheme
             return with_packing(folder, name, bits, options.group_size)
 

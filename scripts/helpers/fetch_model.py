@@ -1,6 +1,6 @@
 """Find the model that a name stands for, fetch what of it is not here yet, and print its folder.
 
-    .venv/bin/python scripts/helpers/fetch_model.py [NAME] [--memory-bytes N]
+    .venv/bin/python scripts/helpers/fetch_model.py [NAME] [--memory-bytes N] [--setting NAME]
 
 NAME is a folder, a Hugging Face repository or "demo". Without one it is MODEL_PATH, and without
 that choose_model.py asks, as at the start of start-llm.py. MODEL_PATH and HF_TOKEN come from the
@@ -70,11 +70,16 @@ def tell(progress: str) -> None:
 # Find -------------------------------------------------------------------------
 
 
-def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
-    """The folder of a model; a first time may take minutes. Raises FetchError."""
+def find(
+    name: str, *, token: str | None, memory_bytes: int, setting: str = "MODEL_PATH"
+) -> Path:
+    """The folder of a model; a first time may take minutes. Raises FetchError.
+
+    `setting`: what names the model, for errors.
+    """
     if name == DEMO:
         return complete(ROOT / "models" / DEMO)
-    with in_a_sentence(f"MODEL_PATH={name} cannot be used"):
+    with in_a_sentence(f"{setting}={name} cannot be used"):
         folder = Path(name).expanduser()
         if folder.is_file():
             raise ValueError(
@@ -90,7 +95,7 @@ def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
         OSError, ValueError, FetchError
     ):  # it is not in the local cache, or not whole
         return complete(Path(snapshot(repo, local_files_only=True)))
-    return download(repo, token=token, memory_bytes=memory_bytes)
+    return download(repo, token=token, memory_bytes=memory_bytes, setting=setting)
 
 
 def complete(folder: Path) -> Path:
@@ -119,11 +124,14 @@ def complete(folder: Path) -> Path:
 # Fetch ------------------------------------------------------------------------
 
 
-def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
+def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -> Path:
     """Fetch what is not here yet, the hub showing how far it is. Raises FetchError."""
     hub = huggingface_hub.constants.ENDPOINT
     errors = huggingface_hub.errors
-    advice = f"start again to resume, or set MODEL_PATH to a folder or to {DEMO}"
+    question = f"is there a network, and is the name right?{name_advice(repo, setting)}"
+    if has_begun(repo):
+        question = "start again to resume."
+    advice = f"{question} Or set {setting} to a folder or to {DEMO}"
     with in_a_sentence(
         f"{repo} is not complete in the local cache and {hub} fails ({advice})"
     ):
@@ -135,14 +143,14 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
             )
             check_architecture(Path(config_file))
             files = snapshot(repo, token=token, dry_run=True)
-            check_room(repo, files, memory_bytes=memory_bytes)
+            check_room(repo, files, memory_bytes=memory_bytes, setting=setting)
             return complete(Path(snapshot(repo, token=token)))
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             reason = (
-                f"MODEL_PATH={repo} is neither a folder on this machine nor a "
+                f"{setting}={repo} is neither a folder on this machine nor a "
                 f"repository on {hub} (a private one needs HF_TOKEN)."
             )
-            reason += name_advice(repo)
+            reason += name_advice(repo, setting)
             if isinstance(error, errors.GatedRepoError):
                 reason = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
             raise FetchError(reason) from error
@@ -160,7 +168,14 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
             ) from error
 
 
-def name_advice(name: str) -> str:
+def has_begun(repo: str) -> bool:
+    """Whether something of a repository is in the local cache."""
+    with suppress(ValueError):  # no name of a repository
+        return bool(huggingface_hub.try_to_load_from_cache(repo, "config.json"))
+    return False
+
+
+def name_advice(name: str, setting: str) -> str:
     """Which names work, in place of one that no repository can have; "" of all others."""
     if "/" in name:
         return ""
@@ -168,7 +183,7 @@ def name_advice(name: str) -> str:
     advice = " This is how Ollama names a model." if is_of_ollama else ""
     words = quote_plus(name.replace(":", " "))
     page = f"{huggingface_hub.constants.ENDPOINT}/models?library=mlx&search={words}"
-    return f"{advice} Here it is MODEL_PATH=OWNER/NAME: {page} lists such models."
+    return f"{advice} Here it is {setting}=OWNER/NAME: {page} lists such models."
 
 
 def check_architecture(config_file: Path) -> None:
@@ -199,7 +214,9 @@ def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
+def check_room(
+    repo: str, files: Sequence[Any], *, memory_bytes: int, setting: str
+) -> None:
     """Raise FetchError unless memory has room for the weights and the disk for what is to come."""
     weight_files = [file for file in files if file.filename.endswith(".safetensors")]
     new_files = [file for file in files if file.will_download]
@@ -209,12 +226,14 @@ def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
     free_bytes = shutil.disk_usage(cache).free
 
     if needed_bytes > memory_bytes or fetched_bytes > free_bytes:
-        smaller = first_fitting(min(memory_bytes - WORKING_BYTES, free_bytes))
+        advice = "the smaller the better"
+        if setting == "MODEL_PATH":
+            smaller = first_fitting(min(memory_bytes - WORKING_BYTES, free_bytes))
+            advice = f"MODEL_PATH={smaller} would fit"
         raise FetchError(
             f"{repo} needs {in_bytes(needed_bytes)} of memory (the server may use "
             f"{in_bytes(memory_bytes)}) and {in_bytes(fetched_bytes)} more on disk "
-            f"({cache} has {in_bytes(free_bytes)} free); "
-            f"MODEL_PATH={smaller} would fit."
+            f"({cache} has {in_bytes(free_bytes)} free); {advice}."
         )
     tell(f"{repo}: fetching {in_bytes(fetched_bytes)} into {cache}")
 
@@ -233,6 +252,8 @@ def main() -> int:
     parser.add_argument(
         "--memory-bytes", metavar="N", type=int, default=total, help=text
     )
+    text = "that names it, for errors (default: %(default)s)"
+    parser.add_argument("--setting", default="MODEL_PATH", help=text)
     args = parser.parse_args()
     # Ctrl-C ends it at once; Python would wait for the hub's threads, to the end of their files.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -241,7 +262,8 @@ def main() -> int:
             settings = {**dotenv_values(ROOT / ".env"), **os.environ}
         name = args.name or (settings.get("MODEL_PATH") or "").strip() or choose()
         token = (settings.get("HF_TOKEN") or "").strip() or None
-        print(find(name, token=token, memory_bytes=args.memory_bytes))
+        memory_bytes, setting = args.memory_bytes, args.setting
+        print(find(name, token=token, memory_bytes=memory_bytes, setting=setting))
     except FetchError as error:
         tell(str(error))
         return 2

@@ -5,7 +5,8 @@ stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a
 stderr    for the server: each line is a level and a sentence, to be logged; STATE and the state
           of LiteLLM: starting, up or port_taken; or, from the gate in LiteLLM, REPLICAS and how
           the servers are (replica_choice.py)
-files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, .assignments, for their owner alone
+files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, .assignments, for their owner alone; where
+          LOG_ROOT cannot be written, in a folder that goes with this program
 
 LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
 of its user do not reach it. One whose keeper was killed is known by pid file, command line and
@@ -24,10 +25,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -375,6 +377,23 @@ def start_logging(level: str) -> None:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s")
 
 
+@contextmanager
+def folder_for(log_root: Path) -> Iterator[Path]:
+    """LOG_ROOT, or where that cannot be written, a folder of its own inside."""
+    with ExitStack() as stack:
+        try:
+            log_root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(tempfile.TemporaryFile(dir=log_root))
+        except OSError as error:
+            name = tempfile.mkdtemp(prefix="start-llm-")  # for its owner alone
+            stack.callback(shutil.rmtree, name, ignore_errors=True)
+            reason = error.strerror or error
+            text = "LOG_ROOT %s cannot be written (%s): LiteLLM's log is in %s, while it runs"
+            log.warning(text, log_root, reason, name)
+            log_root = Path(name)
+        yield log_root
+
+
 def main() -> None:
     line = sys.stdin.readline()
     stop = threading.Event()
@@ -386,7 +405,13 @@ def main() -> None:
     order = Order.from_json(line)
     start_logging(order.log_level)
     root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
-    files = root.resolve() / f"litellm-{order.proxy_port}"
+    with folder_for(root) as folder:
+        keep_litellm(order, folder.resolve(), stop)
+
+
+def keep_litellm(order: Order, folder: Path, stop: threading.Event) -> None:
+    """Keep it running until `stop`, with its files in this folder."""
+    files = folder / f"litellm-{order.proxy_port}"
     command = [sys.executable, order.program, "--config", f"{files}.json"]
     command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
     keeper = Keeper(

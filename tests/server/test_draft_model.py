@@ -428,6 +428,9 @@ def test_where_drafts_do_not_pay_it_rests(
             output_ids.append(6)
 
     assert n_least <= n_drafts <= n_most
+    gain = counting.draft_model.gain
+    assert (gain["tokens"] > gain["plain_steps"]) == (n_right > 0)
+    assert gain["plain_steps"] == pytest.approx(1.1 * n_drafts, rel=0.1)
     for n_fed in (8, 5, 3) * 2:  # its own seconds count
         counting.draft_model.costs.measure(n_fed, 1000.0)
     assert drafter.draft(1000, lambda: 6) == []
@@ -487,8 +490,7 @@ def test_a_draft_model_is_loaded_beside_the_model(models):
 
 def test_a_draft_model_that_does_not_suit_stops_the_start(models, tmp_path):
     assert refusal(models(DENSE), tmp_path) == (
-        f"DRAFT_MODEL={tmp_path} is no folder with a config.json and all weights;"
-        " scripts/helpers/fetch_model.py NAME fetches one, and prints its folder"
+        f"DRAFT_MODEL={tmp_path}: it cannot be served; the line above says why"
     )
     assert "layers that cannot go back" in refusal(models(DENSE), models(HYBRID))
     assert "layers that cannot go back" in refusal(models(DENSE), models(SLIDING))
@@ -520,6 +522,11 @@ def test_a_start_that_a_draft_model_makes_impossible_says_so(
     assert failure() == "DRAFT_MODEL: the model has layers that no draft suits"
 
 
+def gain_of(served):
+    """What /v1/status says of the draft model."""
+    return s.status_body(served.state)["engine"]["draft_model"]
+
+
 def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
     replies = []
     for settings in ({}, {"draft_model": str(models(DENSE))}):
@@ -529,11 +536,17 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
             banner = s._write_banner(served.state)
             memory = served.state.engine.memory
             counted = served.state.metrics.snapshot()
+            n_accepted = counted["draft_model_tokens_accepted"]
+            if settings:  # the model thread publishes it a few times a second
+                wait_until(lambda: gain_of(served)["tokens"] > n_accepted)  # noqa: B023
+                gain = gain_of(served)
 
     assert replies[0] == replies[1]
     assert memory["draft_model"] > 100_000
     assert str(models(DENSE)) in banner.split("\n  drafts ")[1]
-    assert counted["draft_model_tokens_accepted"] > 0
+    assert n_accepted > 0
+    # Each step of a draft writes a token of its own, too.
+    assert gain["tokens"] <= n_accepted + counted["draft_steps"]
 
 
 # -- planted faults ----------------------------------------------------------------------

@@ -602,6 +602,25 @@ def test_without_a_part_there_is_one_line_and_no_proxy(
     assert not (tmp_path / "logs").exists()
 
 
+def test_where_the_logs_cannot_be_written_litellm_runs_with_a_folder_of_its_own(
+    tmp_path, caplog
+):
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+
+    with beside.folder_for(no_folder / "logs") as folder:
+        assert folder.is_dir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        f"LOG_ROOT {no_folder / 'logs'} cannot be written"
+    ]
+
+    with beside.folder_for(tmp_path / "logs") as folder:
+        assert folder == tmp_path / "logs"
+    assert folder.is_dir()
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [

@@ -602,7 +602,7 @@ def test_one_percent_of_the_memory_can_be_seen(visit):
         track = cache.locator(".track").bounding_box()["width"]
         own_width = cache.locator(".own").bounding_box()["width"]
         assert own_width / track == pytest.approx(0.01, abs=0.005)
-        expect(page.locator("#room")).to_contain_text("At most it was 60.0 kB")
+        expect(page.locator("#room")).to_contain_text("At most 60.0 kB were")
         expect(page.locator("#kinds .peak").first).to_be_visible()
 
 

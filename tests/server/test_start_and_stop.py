@@ -289,3 +289,11 @@ def test_large_buffers_are_given_back_when_they_are_freed():
     n_mapped = [int(line) for line in process.stdout.split()]
     assert len(n_mapped) == 2
     assert min(n_mapped) >= 2 << 20
+
+
+def test_a_log_root_that_cannot_be_written_is_said_at_the_start(start):
+    program = start(LOG_ROOT="/dev/null/logs")
+
+    (line,) = [line for line in program.said.splitlines() if "LOG_ROOT /dev" in line]
+    assert "LOG_ROOT /dev/null/logs cannot be written: Not a directory" in line
+    assert program.end(signal.SIGTERM) == 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -482,6 +483,45 @@ def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
         assert title == (beginning[:60] if is_on else "")
 
 
+@pytest.mark.parametrize(
+    "messages, title",
+    [
+        (
+            [
+                {
+                    "role": "system",
+                    "content": " - Primary working directory: /a/shop\n",
+                },
+                user("Mend the test."),
+            ],
+            "shop: Mend the test.",
+        ),
+        (
+            [
+                {"role": "system", "content": "<env>\n  Working directory: C:\\a\\b\n"},
+                user("Go."),
+            ],
+            "b: Go.",
+        ),
+        (
+            [
+                user("# AGENTS.md\nBe kind."),
+                user("<environment_context>\n  <cwd>/a/shop</cwd>\n"),
+                user("Go."),
+            ],
+            "shop: Go.",
+        ),
+        ([user("My working directory: /a/secret")], "My working directory: /a/secret"),
+        ([{"role": "system", "content": "Working directory: "}, user("Go.")], "Go."),
+        ([user("<a>")], "<a>"),
+    ],
+)
+def test_a_title_begins_with_the_folder_that_an_agent_works_in(messages, title):
+    request = SimpleNamespace(messages=messages, prompt=None)
+
+    assert s._find_title(request) == title
+
+
 def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
     folder, tmp_path, caplog
 ):
@@ -556,7 +596,9 @@ def test_a_request_is_one_short_line_without_parts_that_are_zero():
 
     drafted: s.RequestFacts = {**FACTS, "saved_steps": 36}
     summary = s.format_summary(drafted, client="PI")
-    assert summary.endswith("64 out in 0.5 s, 2.3 tokens a step, stop")
+    assert summary.endswith(
+        "64 out in 0.5 s, 2.3 tokens at a time, as drafts were right, stop"
+    )
 
     waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
     summary = s.format_summary(waited, client="PI")

@@ -425,7 +425,24 @@ def test_no_network_is_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
         f"org/tiny is not complete in the local cache and {closed_url}"
     )
     assert "refused" in message
-    assert "set MODEL_PATH to a folder or to demo" in message
+    assert "is the name right? Or set MODEL_PATH to a folder or to demo" in message
+    assert "is the name right? Here it is MODEL_PATH=OWNER/NAME" in refusal("tiny")
+
+
+def test_what_was_begun_can_be_resumed(hub: Hub) -> None:
+    with pytest.raises(FetchError, match="would fit"):
+        fetch(memory_bytes=1000)  # its config.json is here now
+
+    hub.refuse = (500, "")
+
+    assert "start again to resume. Or set MODEL_PATH" in refusal("org/tiny")
+
+
+def test_a_fault_names_the_setting_that_names_the_model(hub: Hub) -> None:
+    with pytest.raises(FetchError, match=r"^DRAFT_MODEL=org/none is neither"):
+        find("org/none", token=None, memory_bytes=PLENTY, setting="DRAFT_MODEL")
+    with pytest.raises(FetchError, match="the smaller the better"):
+        find("org/tiny", token=None, memory_bytes=1000, setting="DRAFT_MODEL")
 
 
 # -- the program ---------------------------------------------------------------------------
@@ -495,7 +512,7 @@ def test_settings_come_from_where_the_server_reads_them(
         monkeypatch.setenv(name, value)
     calls: list[tuple[str, str | None]] = []
 
-    def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
+    def find(name: str, *, token: str | None, **_: Any) -> Path:
         calls.append((name, token))
         return home
 

@@ -182,7 +182,39 @@ def test_what_is_no_folder_is_for_the_script(
     assert resolve_model(Config(model_path=name)) == tiny
 
     memory = f"--memory-bytes={start_llm.memory_limit(Config(model_path=name))}"
-    assert json.loads(arguments.read_text()) == [memory, "--", name]
+    assert json.loads(arguments.read_text()) == [
+        memory,
+        "--setting=MODEL_PATH",
+        "--",
+        name,
+    ]
+
+
+def test_a_draft_model_is_named_and_fetched_as_the_model_is(
+    script: Path, tiny: Path, copy: Path
+) -> None:
+    arguments = script.with_name("arguments.json")
+    script.write_text(
+        "import json, pathlib, sys\n"
+        f"pathlib.Path({str(arguments)!r}).write_text(json.dumps(sys.argv[1:]))\n"
+        f"print({str(copy)!r})"
+    )
+    page = "https://huggingface.co/org/draft/tree/main"
+
+    loaded = load_model(tiny, Config(model_path=str(tiny), draft_model=page))
+
+    assert loaded.draft_model is not None
+    assert loaded.draft_model.path == copy
+    assert json.loads(arguments.read_text())[1:] == [
+        "--setting=DRAFT_MODEL",
+        "--",
+        "org/draft",
+    ]
+
+    script.write_text("raise SystemExit(2)")
+    assert load_refusal(tiny, draft_model="org/draft") == (
+        "DRAFT_MODEL=org/draft: it cannot be served; the line above says why"
+    )
 
 
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main", "?library=mlx", "#files"])
@@ -596,7 +628,11 @@ def write_banner(
     engine = SimpleNamespace(
         model=model, memory={"limit": 2 * 10**9}, report={"cache_max_bytes": 10**9}
     )
-    state = SimpleNamespace(config=config, engine=engine, proxy=proxy)
+    session_log = start_llm.SessionLog(config)
+    session_log.check()
+    state = SimpleNamespace(
+        config=config, engine=engine, proxy=proxy, session_log=session_log
+    )
     return start_llm._write_banner(state)
 
 
@@ -608,13 +644,14 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(
     assert text.startswith(f"start-llm {start_llm.VERSION} ")
     for part in (
         *("tiny-qwen3: ", "4,096 tokens", "2.0 GB", "1.0 GB", loaded.device),
-        *("http://127.0.0.1:8080/\n", "http://127.0.0.1:8080/v1\n"),
+        *("http://127.0.0.1:8080/v1\n", "open http://127.0.0.1:8080/ to chat"),
         *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1 (LiteLLM)\n"),
         *("python3.12 install_and_run.py launch claude\n", "Ctrl-C", "--model"),
         str(SOURCE.parent / "logs"),
     ):
         assert part in text
     assert "demo" not in text
+    assert text.splitlines()[-1].startswith("  next ")
     demo = load_model(tiny, Config(model_path="demo"))
     demo_text = write_banner(demo)
     assert "What is 17 + 25?" in demo_text
@@ -634,6 +671,15 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> 
     assert "http://127.0.0.1:8080/v1\n" in text
     assert "0.0.0.0" not in text
     assert "Responses" not in text
+
+
+def test_the_banner_names_no_folder_that_cannot_be_written(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    text = write_banner(loaded, log_root=str(tmp_path / "file" / "logs"))
+    assert "none of sessions: LOG_ROOT cannot be written, as said above" in text
+    assert str(tmp_path) not in text
 
 
 def test_the_device_has_memory() -> None:
