@@ -5654,51 +5654,35 @@ class TenantRecords:
 # `digest` names it without what changes by itself, such as ids and dates; `pinned` are
 # such values, of which some are private to a session (`is_private`).
 #
-# Public   HealingStore, ReplyContext, Session, ANONYMOUS, heal_messages,
-#          private_owner, reply_contexts
+# Public   HealingStore, ReplyContext, is_same_session, heal_messages, reply_contexts
 # Uses     API TYPES, ANTHROPIC API, CANONICALIZATION, SAVED RECORDS
 # Owns     _healing_lock
 # Thread   any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Session:
-    """Who sends a conversation: a session that its client has named, or nobody known.
+def is_same_session(first: str, second: str) -> bool:
+    """Whether both are one session that its client has named.
 
-    Sessions are compared by is_same() alone. Two anonymous ones are never known to be
-    the same one.
+    "" is nobody known: two of them are never known to be the same one.
     """
-
-    name: str | None = None  # the session id as sent; None: anonymous
-
-    @classmethod
-    def of(cls, request: ChatRequest) -> Session:
-        """The session of a request; an empty id is none."""
-        return cls(request.session.session_id or None)
-
-    def is_same(self, other: Session) -> bool:
-        """Whether both have a name, and it is one."""
-        return self.name is not None and self.name == other.name
+    return first == second != ""
 
 
-ANONYMOUS: Final = Session()
-
-
-def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> bytes:
+def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """Whose private values a conversation has, once `message` is added to it.
 
-    `owner` is whose it had before: b"" while it has no private value. If the session
-    has a name, it is the owner; if not, all that send the same private values are one
-    owner. What was remembered of one owner is found for no other by its context
-    (L-106).
+    `owner` is whose it had before: b"" while it has no private value. If the client has
+    named the session, it is the owner; if not (""), all that send the same private
+    values are one owner. What was remembered of one owner is found for no other by its
+    context (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
     ]
     if not private_values:
         return owner
-    if session.name is not None:
-        return sha256(session.name.encode()).digest()
+    if session:
+        return sha256(session.encode()).digest()
 
     digest = sha256(owner)
     for pinned in private_values:
@@ -5707,7 +5691,7 @@ def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> 
 
 
 class ReplyContext(NamedTuple):
-    """What a reply answers, as two digests. Both cover private_owner() (L-106)."""
+    """What a reply answers, as two digests. Both cover _private_owner() (L-106)."""
 
     # Without the contents of tool results: clients shorten them.
     all_messages: bytes
@@ -5716,7 +5700,7 @@ class ReplyContext(NamedTuple):
 
 
 def reply_contexts(
-    messages: Iterable[CanonicalMessage], session: Session
+    messages: Iterable[CanonicalMessage], session: str
 ) -> list[ReplyContext]:
     """What a reply would answer in the place of each message, and after the last."""
     chain = b""
@@ -5725,7 +5709,7 @@ def reply_contexts(
     for message in messages:
         link = b"" if message.role == "tool" else message.digest
         chain = sha256(chain + link).digest()
-        owner = private_owner(owner, message, session)
+        owner = _private_owner(owner, message, session)
         contexts.append(ReplyContext(chain + owner, message.digest + owner))
     return contexts
 
@@ -8161,8 +8145,8 @@ def block_hashes(
 # From other sections: of a CanonicalMessage the `original` is rendered and the `digest`
 # compared; `pinned` are its PinnedValues (`value`, or a whole `block`), `notes` its
 # Notes (`text`), each with the name of its `rule`. A ChatTemplate renders whole
-# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused. A Session
-# has a name, or is anonymous.
+# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
+# A session is the id that its client has sent, or "".
 #
 # Public   Ledger, PromptPlanner, PromptPlan, Conversation, GeneratedReply, ShownEnd
 # Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, CANONICALIZATION, SAVED RECORDS,
@@ -8181,7 +8165,8 @@ class Conversation(NamedTuple):
 
     messages: tuple[CanonicalMessage, ...] = ()
     prefix_keys: tuple[bytes, ...] = ()  # [n] is the key of the first n messages
-    session: Session = ANONYMOUS
+    session: str = ""  # the id that its client has sent; "": anonymous
+    contexts: tuple[ReplyContext, ...] = ()  # [n]: of a reply after n messages
 
     @property
     def context_key(self) -> bytes:
@@ -8490,7 +8475,7 @@ class Transcript(LedgerRecord):
     stated: StatedValues
     # Of each message and the reply: as sent, or as it was put back (L-137), or "".
     thinking: tuple[str, ...]
-    session: Session
+    session: str  # see Conversation
     last_call_id: str  # of the last tool call generated here; "" if there is none
     part_of: Transcript | None = None  # the record that cut_to() has cut
 
@@ -8558,7 +8543,7 @@ class Transcript(LedgerRecord):
         """Whether both serve the same requests, with the same tokens."""
         return (
             self.session_id == other.session_id
-            and self.session.name == other.session.name
+            and self.session == other.session
             and self.stated == other.stated
             and self.thinking == other.thinking
             and self.last_call_id == other.last_call_id
@@ -8582,7 +8567,7 @@ class Transcript(LedgerRecord):
             "shown_text": self.reply.shown_text,
             "shown_ends": list(self.reply.shown_ends),
             "stated": _pack_stated(self.stated),
-            "session": self.session.name,
+            "session": self.session,
             "last_call_id": self.last_call_id,
         }
         saved_parts = [part for part in parts if part]
@@ -8626,7 +8611,7 @@ class Transcript(LedgerRecord):
             reply=reply,
             stated=_unpack_stated(value["stated"]),
             thinking=tuple(texts[part] for part in parts[n_segments + 1 :]),
-            session=Session(value["session"]),
+            session=value["session"] or "",
             last_call_id=value["last_call_id"],
         )
 
@@ -8791,7 +8776,8 @@ def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
 #
 #     heads       for all that send the same private values and notes; a session with a
 #                 name has its first head again, whatever values it sends
-#     tools       of a conversation up to its first call: for the same private_owner()
+#     tools       of a conversation up to its first call: for who sends the same
+#                 private values
 #     thinking    the same: see THINKING RESTORE
 
 
@@ -8802,7 +8788,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     for message, thinking in zip(messages, transcript.thinking, strict=False):
         if message.thinking not in ("", thinking):
             return False
-    if session.is_same(transcript.session):
+    if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
@@ -8816,7 +8802,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     unsent = transcript.stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
     has_other_head = not head_values.issubset(transcript.stated.private)
-    if session.name is not None or has_other_head:
+    if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
 
@@ -8853,7 +8839,7 @@ def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatc
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
     n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
-    is_foreign = not conversation.session.is_same(transcript.session)
+    is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
 
 
@@ -8870,23 +8856,19 @@ def _shared_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
 
 def _session_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
     """The key under which a session has its head; b"" if it is anonymous."""
-    name = conversation.session.name
-    if name is None:
+    if not conversation.session:
         return b""
-    return _digest("session", name, conversation.head_key, tuple(stated.pinned))
+    places = tuple(stated.pinned)
+    return _digest("session", conversation.session, conversation.head_key, places)
 
 
 def _conversation_tools_key(
-    messages: Iterable[CanonicalMessage], session: Session
+    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
 ) -> bytes:
     """The key under which a conversation has its tools; b"" before its first call."""
-    key = b""
-    owner = b""
-    for message in messages:
-        key = _extend_key(key, message)
-        owner = private_owner(owner, message, session)
+    for message, context in zip(messages, contexts[1:], strict=True):
         if "tool_calls" in message.original:
-            return key + owner
+            return _digest("tools", context.all_messages)
     return b""
 
 
@@ -8967,17 +8949,19 @@ class Ledger:
         return Chosen(start.restated, starts)
 
     def choose_tools(
-        self, request: ChatRequest, messages: Iterable[CanonicalMessage]
+        self,
+        tools: tuple[JsonObject, ...],
+        messages: Sequence[CanonicalMessage],
+        contexts: Sequence[ReplyContext],
     ) -> Chosen[tuple[JsonObject, ...]]:
-        """The tools to show for a request that has these messages.
+        """The tools to show for a request with these tools and messages.
 
         Templates print them first: after another list of tools nothing can be replayed.
         why(L-89): lists that differ only in order are shown in the order seen first.
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, Session.of(request))
-        tools = request.tools
+        conversation_key = _conversation_tools_key(messages, contexts)
         start: RenderedTools | None
         if tools:
             texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
@@ -9293,9 +9277,10 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        chosen = self.ledger.choose_tools(request, messages)
+        contexts = reply_contexts(messages, request.session.session_id or "")
+        chosen = self.ledger.choose_tools(sent_tools, messages, contexts)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages)
+        plan = self._plan_unlimited(request, template, messages, contexts)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -9303,7 +9288,7 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages)
+            plan = self._plan_unlimited(request, template, messages, contexts)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
@@ -9338,11 +9323,13 @@ class PromptPlanner:
         request: ChatRequest,
         template: ChatTemplate,
         messages: tuple[CanonicalMessage, ...],
+        contexts: Sequence[ReplyContext],
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
         messages = template.pin_head_mode(messages, request)
-        conversation = Conversation(messages, keys, Session.of(request))
+        session = request.session.session_id or ""
+        conversation = Conversation(messages, keys, session, tuple(contexts))
         plan = None
         refusals: list[str] = []
         n_tries = 0
@@ -9459,9 +9446,9 @@ class PromptPlanner:
         self, newest: Sequence[Message], conversation: Conversation
     ) -> list[Message]:
         """Put the thinking back into copies of the newest messages."""
-        contexts = reply_contexts(conversation.messages, conversation.session)
         start = len(conversation.messages) - len(newest)
-        return heal_messages(newest, self.healing, contexts=contexts[start:])
+        contexts = conversation.contexts[start:]
+        return heal_messages(newest, self.healing, contexts=contexts)
 
 
 def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
@@ -25173,10 +25160,10 @@ class ReplyRecorder:
             generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
             stores.ledger.record(plan, reply=reply, generated=generated)
         if recording.in_healing_store:
-            conversation = plan.conversation
-            contexts = reply_contexts(conversation.messages, conversation.session)
             stores.healing_store.remember(
-                reply.original, contexts[-1], session_id=self._prepared.session_id
+                reply.original,
+                plan.conversation.contexts[-1],
+                session_id=self._prepared.session_id,
             )
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
