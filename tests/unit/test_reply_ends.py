@@ -389,7 +389,7 @@ def test_a_whole_reply_is_recorded_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("fields", "in_ledger", "in_healing_store"),
+    ("fields", "in_ledger", "has_thinking"),
     [
         ({}, True, True),
         ({"has_calls": True}, False, True),
@@ -398,12 +398,12 @@ def test_a_whole_reply_is_recorded_everywhere():
     ],
 )
 def test_a_reply_cut_at_a_limit_is_replayed_if_it_was_cut_in_its_text(
-    fields, in_ledger, in_healing_store
+    fields, in_ledger, has_thinking
 ):
     recording = recording_of("length", has_end_token=False, **fields)
     assert recording_of("deadline", has_end_token=False, **fields) == recording
     assert recording.in_ledger == in_ledger
-    assert recording.in_healing_store == in_healing_store
+    assert recording.has_thinking == has_thinking
 
 
 def test_a_reply_that_ended_with_its_only_call_is_replayed():
@@ -415,7 +415,7 @@ def test_a_reply_that_ended_with_its_only_call_is_replayed():
 def test_a_reply_ended_by_a_stop_string_is_not_replayed():
     recording = recording_of(is_over=True, has_end_token=False)
     assert not recording.in_ledger
-    assert recording.in_healing_store and recording.in_history
+    assert recording.has_thinking and recording.in_history
 
 
 # -- how a conversation is named -------------------------------------------------------
