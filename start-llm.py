@@ -68,7 +68,8 @@ GLOSSARY; in brackets the name in the system that this one replaces
       note              a reminder or late system message, which comes and goes
     restate             put into the newest message what a replayed prompt lacks
     ledger, transcript  recorded tokens of conversations. Others have none: vLLM, SGLang
-                        and llama.cpp render and tokenize the whole history each time
+                        and llama.cpp render and tokenize the whole history each time.
+                        The thinking of replies lies in it, too [HealingStore]
     splice              render only new messages, to follow a transcript
     cache entry         KV of a conversation; SGLang: a path in the radix tree
     PrefixCache         all entries; SGLang: RadixCache [LRUPromptCache]
@@ -176,7 +177,6 @@ from contextlib import (
 from copy import copy, deepcopy
 from dataclasses import (
     KW_ONLY,
-    asdict,
     dataclass,
     field,
     fields,
@@ -473,6 +473,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
     ValidationInfo,
     field_validator,
 )
@@ -4599,42 +4602,53 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #                                committed is there, however the process ended
 #
 # The file is a copy: whoever puts records keeps its own in memory, and calls load()
-# once, when it is made. A record has a value, as JSON, and parts: large texts and
-# tokens that records share. A part is stored once, under its digest; parts that no
-# record has any more are deleted now and then, and at once if something is forgotten:
+# once, when it is made. A record is a row, with what is new in it as JSON, and the id
+# of its parent, which was put before and has the rest:
 #
-#     records   tenant, kind, key, number -> session, last use, value, digests of parts
-#     parts     digest -> bytes
+#     id    parent
+#     5a            a request and its reply
+#     c7    5a      the next one of this conversation: its new tokens alone
+#     19    5a      another one, that continues the first as well
 #
 # Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
 # since SQLite synced its journal last. A row whose checksum is wrong is left out. A
-# file that SQLite cannot read, be it one page of it, is deleted, and begun anew. What
-# cannot be saved now, as on a full disk, is tried again; where too much waits, the file
-# is begun anew. Where everything is forgotten, it is deleted: that needs no room.
+# file that SQLite cannot read, be it one page of it, is deleted, and begun anew; so is
+# one of an older version. What cannot be saved now, as on a full disk, is tried again;
+# where too much waits, the file is begun anew. Where everything is forgotten, it is
+# deleted: that needs no room.
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
-# Thread   any: put, remove, touch; load: its caller's, on a connection of its own;
+# Thread   any: put, update, remove; load: its caller's, on a connection of its own;
 #          what is written: "records"
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
-_CLEAN_AFTER: Final = 2_000  # changes, until parts that no record has are deleted
-_RECORD_FORMAT: Final = 1  # of values; another number: the file is begun anew
+_RECORD_FORMAT: Final = (
+    2  # of the table and the values; another: the file is begun anew
+)
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
-    tenant TEXT, kind TEXT, key BLOB, number INTEGER,
-    session_id TEXT, used_at REAL, value BLOB, digests BLOB, checksum INTEGER,
-    PRIMARY KEY (tenant, kind, key, number)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT ROWID;
+    number INTEGER PRIMARY KEY,  -- in the order in which they were put
+    id BLOB UNIQUE, parent BLOB, tenant TEXT, key BLOB,
+    session_id TEXT, used_at REAL, value BLOB, checksum INTEGER
+)
 """
-_DIGEST_BYTES: Final = 32  # of SHA-256
+# What was not used since ?, and is no parent of what was, however far up.
+_DELETE_UNUSED: Final = """
+WITH RECURSIVE kept (id, parent) AS (
+    SELECT id, parent FROM records WHERE used_at >= ?
+    UNION
+    SELECT records.id, records.parent FROM kept JOIN records ON records.id = kept.parent
+)
+DELETE FROM records WHERE id NOT IN (SELECT id FROM kept)
+"""
 _RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
-_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is begun anew
+_MAX_WAITING_CHANGES: Final = 10_000  # of the file, until it is begun anew
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
-type _Order = Callable[[sqlite3.Connection], None]  # it reads or changes the file
+# A statement with its values; or an event, set once all that came before is saved.
+type _Change = tuple[str, tuple[object, ...]] | threading.Event
 
 
 class _UnusableFile(sqlite3.DatabaseError):
@@ -4646,10 +4660,12 @@ class _UnusableFile(sqlite3.DatabaseError):
 class SavedRecord(NamedTuple):
     """A record in its saved form."""
 
+    id: bytes
+    parent_id: bytes  # b"": it has none
+    key: bytes  # b"": it is a parent, and found no more
     session_id: str
     last_used: float  # seconds, on the clock of time.monotonic()
-    value: Any  # as JSON has it
-    parts: Sequence[bytes] = ()  # that other records may have, too; none is empty
+    value: bytes
 
 
 class RecordFile:
@@ -4657,13 +4673,13 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._pending: list[_Order] = []  # taken out of the queue, not saved yet
+        self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        self._waiting: list[_Change] = []  # taken out of the queue, not saved yet
         self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
         self._must_be_erased = False  # what is in the file is to be forgotten
         self._retry = threading.Event()  # set: the next try is now
         self.failure = ""  # why nothing is saved now
-        self._n_changes = 0  # since unused parts were deleted
+        self.number = 0  # one more for each file that was begun; 0: there is none yet
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
         """Read and write this file from now on; drop what was not used for so long.
@@ -4682,58 +4698,52 @@ class RecordFile:
         except (sqlite3.Error, OSError) as fault:
             self._note_failure(path, fault)
         self._path = path
+        self.number = 1
         threading.Thread(
             target=self._run, args=(path,), name="records", daemon=True
         ).start()
 
     def _prepare(self, path: Path, ttl_seconds: float) -> None:
-        """Make the tables, or check them.
+        """Make the table, or check it.
 
         Raises sqlite3.Error, with a code of _DAMAGED if the file is of no use; OSError.
         """
         with closing(_connect(path)) as database:
-            _make_tables(database)
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":  # else one page would cost all records, at each start
                 raise _UnusableFile(verdict)
             if ttl_seconds:
-                oldest = time.time() - ttl_seconds
-                database.execute("DELETE FROM records WHERE used_at < ?", (oldest,))
-            _delete_unused_parts(database)
+                database.execute(_DELETE_UNUSED, (time.time() - ttl_seconds,))
             database.commit()
 
     def of_tenant(self, tenant: str) -> TenantRecords:
         """The records of a tenant."""
         return TenantRecords(self, tenant)
 
-    def order(self, order: _Order) -> None:
+    def change(self, statement: str, values: tuple[object, ...]) -> None:
         """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._orders.put(order)
+            self._changes.put((statement, values))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was ordered is in the file; whether it is.
+        """Wait until all changes are in the file; whether they are.
 
-        While nothing can be saved, nobody waits.
+        Then nothing is left of what was removed, in the journal either. While nothing
+        can be saved, nobody waits.
         """
         if self._path is None:
             return True
-        is_done = threading.Event()
-
-        def commit(database: sqlite3.Connection) -> None:
-            database.commit()
-            is_done.set()
-
+        is_saved = threading.Event()
         if not self.failure:
-            self._orders.put(commit)
+            self._changes.put(is_saved)
         deadline = time.monotonic() + timeout
-        while not is_done.wait(_SAVE_DELAY_SECONDS):
+        while not is_saved.wait(_SAVE_DELAY_SECONDS):
             if self.failure or time.monotonic() > deadline:
                 return False
         return True
 
     def erase(self, timeout: float) -> None:
-        """Delete the file, and all that was ordered before.
+        """Delete the file, and all changes that wait for it.
 
         Raises OSError: it is still there. Then nothing is saved until it can be
         deleted, which is tried again and again.
@@ -4742,32 +4752,24 @@ class RecordFile:
             return
         erasure: Future[None] = Future()
         self._erasures.put(erasure)
-        self._orders.put(lambda _database: None)  # wakes the thread if it rests
+        self._changes.put(threading.Event())  # wakes the thread if it rests
         self._retry.set()
         erasure.result(timeout)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
+        rows = self.read("SELECT DISTINCT tenant FROM records")
+        return [tenant for (tenant,) in rows]
+
+    def read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """Rows of the file. None, if there is no file or it cannot be read."""
         if self._path is None:
             return []
         self.flush(_LOAD_SECONDS)
         try:
             with closing(_connect(self._path)) as database:
-                rows = database.execute("SELECT DISTINCT tenant FROM records")
-                return [tenant for (tenant,) in rows]
+                return database.execute(query, values).fetchall()
         except (sqlite3.Error, OSError) as fault:
-            logger.warning("records: they cannot be read: %s", fault)
-            return []
-
-    def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
-        """See TenantRecords. Nothing, if there is no file or it cannot be read."""
-        if self._path is None:
-            return []
-        try:
-            self.flush(_LOAD_SECONDS)
-            with closing(_connect(self._path)) as database:
-                return list(_read_records(database, tenant, kind))
-        except (sqlite3.Error, OSError, TypeError, ValueError) as fault:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
@@ -4787,8 +4789,7 @@ class RecordFile:
         while not self._erasures.empty():  # no other thread takes any
             asked.append(self._erasures.get())
         if asked:
-            self._must_be_erased = True
-            self._drop_orders()
+            self._forget_all()
         if not self._must_be_erased:
             return
         try:
@@ -4801,38 +4802,64 @@ class RecordFile:
         for erasure in asked:
             erasure.set_result(None)
 
-    def _drop_orders(self) -> None:
-        self._pending = []
-        while not self._orders.empty():
-            self._orders.get()
+    def _forget_all(self) -> None:
+        """Let the file be deleted, with all changes that wait for it."""
+        self._must_be_erased = True
+        self.number += 1
+        self._waiting = []
+        while not self._changes.empty():
+            self._changes.get()
 
     def _save(self, path: Path) -> None:
-        """Save what is ordered, until the file has to go.
+        """Save all changes as they come, until the file has to go.
 
         Raises sqlite3.Error, OSError: also if somebody has deleted the file.
         """
         with closing(_connect(path)) as database:
-            _make_tables(database)
             while self._erasures.empty():
-                if not self._pending:
-                    self._note_success()
-                    self._pending.append(self._orders.get())
+                if not self._waiting:
+                    if self.failure:
+                        logger.info("records: everything is saved again")
+                        self.failure = ""
+                    self._waiting.append(self._changes.get())
                     time.sleep(_SAVE_DELAY_SECONDS)
                 path.stat()  # else SQLite would write into what nobody finds again
-                self._save_next(database)
+                while not self._changes.empty():  # no other thread takes any
+                    self._waiting.append(self._changes.get())
+                self._save_waiting(database)
+
+    def _save_waiting(self, database: sqlite3.Connection) -> None:
+        """Save what waits, in one transaction. Raises sqlite3.Error."""
+        flushes: list[threading.Event] = []
+        for change in self._waiting:
+            if isinstance(change, threading.Event):
+                flushes.append(change)
+                continue
+            try:
+                database.execute(*change)
+            except ValueError as fault:  # a text that UTF-8 has not
+                logger.warning("records: one is not saved: %s", fault)
+        database.commit()
+        self._waiting = []
+
+        if flushes:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for is_saved in flushes:
+            is_saved.set()
 
     def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
         """Say it once; begin anew if it is damaged, or if too much waits for it.
 
         Then it is deleted: what should be forgotten would still be in it.
         """
+        if isinstance(fault, FileNotFoundError):  # the next one has nothing in it
+            self.number += 1
         reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
-        n_waiting = len(self._pending) + self._orders.qsize()
-        if is_damaged or n_waiting > _MAX_WAITING_ORDERS:
+        n_waiting = len(self._waiting) + self._changes.qsize()
+        if is_damaged or n_waiting > _MAX_WAITING_CHANGES:
             logger.warning("records: %s is begun anew: %s", path, reason)
-            self._must_be_erased = True
-            self._drop_orders()
+            self._forget_all()
         elif not self.failure:
             logger.warning(
                 "records: nothing is saved for now in %s, and a restart would forget"
@@ -4841,29 +4868,6 @@ class RecordFile:
                 reason,
             )
         self.failure = reason
-
-    def _note_success(self) -> None:
-        if self.failure:
-            logger.info("records: everything is saved again")
-            self.failure = ""
-
-    def _save_next(self, database: sqlite3.Connection) -> None:
-        """Carry out what could not be saved before, and then all that has come."""
-        while not self._orders.empty():  # no other thread takes any
-            self._pending.append(self._orders.get())
-        for order in self._pending:
-            try:
-                order(database)
-            except (sqlite3.Error, OSError):
-                raise
-            except Exception as fault:  # noqa: BLE001 - of one record, not of the file
-                logger.warning("records: one is not saved: %s", fault)
-        self._n_changes += len(self._pending)
-        if self._n_changes > _CLEAN_AFTER:  # else parts would grow without limit
-            self._n_changes = 0
-            _delete_unused_parts(database)
-        database.commit()
-        self._pending = []
 
 
 def _delete_database(path: Path) -> None:
@@ -4877,7 +4881,7 @@ def _delete_database(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database. What is deleted is overwritten.
+    """Open the database, which has its table then. What is deleted is overwritten.
 
     Raises sqlite3.Error, OSError.
     """
@@ -4888,67 +4892,13 @@ def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=10.0)
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
         database.execute(f"PRAGMA {pragma}")
-    return database
-
-
-def _make_tables(database: sqlite3.Connection) -> None:
-    """Make the tables, if there are none. Raises sqlite3.Error: it is no file of ours."""
     (file_format,) = database.execute("PRAGMA user_version").fetchone()
     if file_format not in (0, _RECORD_FORMAT):
-        raise _UnusableFile(f"its format is {file_format}")
+        raise _UnusableFile("it is of another version of this program")
     if not file_format:
+        database.execute(_SCHEMA)
         database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
-    database.executescript(_SCHEMA)
-
-
-def _delete_unused_parts(database: sqlite3.Connection) -> None:
-    """Delete the parts that no record has."""
-    used: set[bytes] = set()
-    for (digests,) in database.execute("SELECT digests FROM records"):
-        used.update(_split_digests(digests))
-    stored = database.execute("SELECT digest FROM parts").fetchall()
-    unused = [(digest,) for (digest,) in stored if digest not in used]
-    database.executemany("DELETE FROM parts WHERE digest = ?", unused)
-
-
-def _split_digests(digests: bytes) -> list[bytes]:
-    starts = range(0, len(digests), _DIGEST_BYTES)
-    return [digests[start : start + _DIGEST_BYTES] for start in starts]
-
-
-def _read_records(
-    database: sqlite3.Connection, tenant: str, kind: str
-) -> Iterator[tuple[bytes, SavedRecord]]:
-    shared: dict[bytes, bytes] = {}  # by digest, so that each part is one object
-    rows = database.execute(
-        "SELECT key, session_id, used_at, value, digests, checksum FROM records"
-        " WHERE tenant = ? AND kind = ? ORDER BY used_at, key, number",
-        (tenant, kind),
-    )
-    for key, session_id, used_at, value, digests, checksum in rows:
-        if zlib.crc32(value + digests) != checksum:
-            continue
-        parts: list[bytes] = []
-        for digest in _split_digests(digests):
-            part = shared.get(digest) or _find_part(database, digest)
-            shared[digest] = part
-            parts.append(part)
-        if all(parts):
-            last_used = time.monotonic() - (time.time() - used_at)
-            yield key, SavedRecord(session_id, last_used, json.loads(value), parts)
-
-
-def _find_part(database: sqlite3.Connection, digest: bytes) -> bytes:
-    """The part under a digest; b"" if it is not there, or damaged."""
-    query = "SELECT data FROM parts WHERE digest = ?"
-    for (data,) in database.execute(query, (digest,)):
-        if sha256(data).digest() == digest:
-            return bytes(data)
-        # The next record that has it brings it again. Not if others write meanwhile.
-        with suppress(sqlite3.OperationalError):
-            database.execute("DELETE FROM parts WHERE digest = ?", (digest,))
-            database.commit()
-    return b""
+    return database
 
 
 class TenantRecords:
@@ -4958,90 +4908,67 @@ class TenantRecords:
         self._file = file
         self._tenant = tenant
 
-    def put(self, kind: str, key: bytes, pack: Callable[[], list[SavedRecord]]) -> None:
-        """Replace the records under a key.
+    @property
+    def file_number(self) -> int:
+        """0 without a file. It changes where the file is begun anew.
 
-        `pack` is called later, on the file's thread: it reads nothing that changes.
+        Then nothing is in it of what was put before.
         """
+        return self._file.number
 
-        def save(database: sqlite3.Connection) -> None:
-            self._delete(database, kind, key)
-            for number, record in enumerate(pack()):
-                self._insert(database, kind, key, number, record)
-
-        self._file.order(save)
-
-    def remove(self, kind: str, key: bytes) -> None:
-        """Remove the records under a key."""
-        self._file.order(lambda database: self._delete(database, kind, key))
-
-    def touch(self, kind: str, key: bytes) -> None:
-        """Note that the records under a key are used now."""
-        used_at = time.time()
-
-        def update(database: sqlite3.Connection) -> None:
-            database.execute(
-                "UPDATE records SET used_at = ?"
-                " WHERE tenant = ? AND kind = ? AND key = ?",
-                (used_at, self._tenant, kind, key),
-            )
-
-        self._file.order(update)
-
-    def forget_parts(self) -> None:
-        """Delete what no record has any more, in the journal, too."""
-
-        def clean(database: sqlite3.Connection) -> None:
-            _delete_unused_parts(database)
-            database.commit()
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-        self._file.order(clean)
-
-    def load(self, kind: str) -> list[tuple[bytes, SavedRecord]]:
-        """All whole records of a kind with their keys, those used last as the last.
-
-        A part that several records have is one object.
-        """
-        return self._file.load(self._tenant, kind)
-
-    def _delete(self, database: sqlite3.Connection, kind: str, key: bytes) -> None:
-        database.execute(
-            "DELETE FROM records WHERE tenant = ? AND kind = ? AND key = ?",
-            (self._tenant, kind, key),
-        )
-
-    def _insert(
-        self,
-        database: sqlite3.Connection,
-        kind: str,
-        key: bytes,
-        number: int,
-        record: SavedRecord,
-    ) -> None:
-        digests = b""
-        for part in record.parts:
-            digest = sha256(part).digest()
-            database.execute(
-                "INSERT OR IGNORE INTO parts VALUES (?, ?)", (digest, part)
-            )
-            digests += digest
-        # A lone surrogate, which UTF-8 has not, is written as \ud800.
-        value = json.dumps(record.value).encode()
-        checksum = zlib.crc32(value + digests)
+    def put(self, record: SavedRecord) -> None:
+        """Add a record, if it is not there; its parent was put before."""
         used_at = time.time() - (time.monotonic() - record.last_used)
-        place = (self._tenant, kind, key, number)
-        database.execute(
-            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*place, record.session_id, used_at, value, digests, checksum),
+        place = (record.id, record.parent_id, self._tenant, record.key)
+        checksum = zlib.crc32(record.value)
+        self._file.change(
+            "INSERT OR IGNORE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*place, record.session_id, used_at, record.value, checksum),
         )
+
+    def update(
+        self, record_id: bytes, *, key: bytes, session_id: str, last_used: float
+    ) -> None:
+        """Change a record in all but its value and its parent."""
+        used_at = time.time() - (time.monotonic() - last_used)
+        self._file.change(
+            "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
+            (key, session_id, used_at, record_id),
+        )
+
+    def remove(self, record_id: bytes) -> None:
+        """Remove a record."""
+        self._file.change("DELETE FROM records WHERE id = ?", (record_id,))
+
+    def load(self) -> list[SavedRecord]:
+        """All whole records, in the order in which they were put."""
+        rows = self._file.read(
+            "SELECT id, parent, key, session_id, used_at, value, checksum FROM records"
+            " WHERE tenant = ? ORDER BY number",
+            self._tenant,
+        )
+        records = []
+        for row_id, parent_id, key, session_id, used_at, value, checksum in rows:
+            if zlib.crc32(value) == checksum:
+                age = time.time() - used_at
+                records.append(
+                    SavedRecord(
+                        id=row_id,
+                        parent_id=parent_id,
+                        key=key,
+                        session_id=session_id,
+                        last_used=time.monotonic() - age,
+                        value=value,
+                    )
+                )
+        return records
 
 
 # region THINKING RESTORE ======================================================
 # Puts the thinking back that a client has stripped from a reply.
 #
 # LEDGER replays the recorded tokens of most replies, with their thinking. This section
-# is for replies that have to be rendered again.
+# is for replies that have to be rendered again. LEDGER keeps their thinking, too.
 #
 #     the model wrote        [thinking: "2 + 2"] "4"
 #     the client sends       user "sum of 2 and 2?", assistant "4", user "and 3?"
@@ -5056,51 +4983,34 @@ class TenantRecords:
 # `digest` names it without what changes by itself, such as ids and dates; `pinned` are
 # such values, of which some are private to a session (`is_private`).
 #
-# Public   HealingStore, ReplyContext, Session, ANONYMOUS, heal_messages,
-#          private_owner, reply_contexts
-# Uses     API TYPES, ANTHROPIC API, CANONICALIZATION, SAVED RECORDS
-# Owns     _healing_lock
-# Thread   any
+# Public   ReplyContext, is_same_session, heal_messages, reply_contexts
+# Uses     API TYPES, CANONICALIZATION
+# Thread   any; pure
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Session:
-    """Who sends a conversation: a session that its client has named, or nobody known.
+def is_same_session(first: str, second: str) -> bool:
+    """Whether both are one session that its client has named.
 
-    Sessions are compared by is_same() alone. Two anonymous ones are never known to be
-    the same one.
+    "" is nobody known: two of them are never known to be the same one.
     """
-
-    name: str | None = None  # the session id as sent; None: anonymous
-
-    @classmethod
-    def of(cls, request: ChatRequest) -> Session:
-        """The session of a request; an empty id is none."""
-        return cls(request.session.session_id or None)
-
-    def is_same(self, other: Session) -> bool:
-        """Whether both have a name, and it is one."""
-        return self.name is not None and self.name == other.name
+    return first == second != ""
 
 
-ANONYMOUS: Final = Session()
-
-
-def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> bytes:
+def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """Whose private values a conversation has, once `message` is added to it.
 
-    `owner` is whose it had before: b"" while it has no private value. If the session
-    has a name, it is the owner; if not, all that send the same private values are one
-    owner. What was remembered of one owner is found for no other by its context
-    (L-106).
+    `owner` is whose it had before: b"" while it has no private value. If the client has
+    named the session, it is the owner; if not (""), all that send the same private
+    values are one owner. What was remembered of one owner is found for no other by its
+    context (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
     ]
     if not private_values:
         return owner
-    if session.name is not None:
-        return sha256(session.name.encode()).digest()
+    if session:
+        return sha256(session.encode()).digest()
 
     digest = sha256(owner)
     for pinned in private_values:
@@ -5109,7 +5019,7 @@ def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> 
 
 
 class ReplyContext(NamedTuple):
-    """What a reply answers, as two digests. Both cover private_owner() (L-106)."""
+    """What a reply answers, as two digests. Both cover _private_owner() (L-106)."""
 
     # Without the contents of tool results: clients shorten them.
     all_messages: bytes
@@ -5118,7 +5028,7 @@ class ReplyContext(NamedTuple):
 
 
 def reply_contexts(
-    messages: Iterable[CanonicalMessage], session: Session
+    messages: Iterable[CanonicalMessage], session: str
 ) -> list[ReplyContext]:
     """What a reply would answer in the place of each message, and after the last."""
     chain = b""
@@ -5127,184 +5037,27 @@ def reply_contexts(
     for message in messages:
         link = b"" if message.role == "tool" else message.digest
         chain = sha256(chain + link).digest()
-        owner = private_owner(owner, message, session)
+        owner = _private_owner(owner, message, session)
         contexts.append(ReplyContext(chain + owner, message.digest + owner))
     return contexts
 
 
-class _Thought(NamedTuple):
-    """The thinking of a reply, under one of its keys."""
-
-    thinking: str
-    session_id: str  # as people see it, see GeneratedReply
-    last_used: float  # seconds, by this key
-
-    def pack(self) -> list[SavedRecord]:
-        """It, to be saved; the text is stored once for all its keys."""
-        text = self.thinking.encode("utf-8", "surrogatepass")
-        return [SavedRecord(self.session_id, self.last_used, None, [text])]
-
-
-# The kinds of keys. The second is a hash of the thinking, whosever it is: a client has
-# the hash only from a reply with that thinking.
-_BY_CONTEXT: Final = "thinking by context"  # of digests of the context and the reply
-_BY_SIGNATURE: Final = "thinking by signature"
-
-
-class HealingStore:
-    """The thinking of replies. For any thread; the least recently used goes first.
-
-    A reply is found under three keys: two for its context, one for its signature.
-    """
-
-    CAP: Final = 4000  # keys of each kind
-    MAX_BYTES: Final = 64_000_000  # of thinking
-
-    def __init__(
-        self, saved: TenantRecords | None = None, *, ttl_seconds: float = 0.0
-    ) -> None:
-        """`ttl_seconds`: since its last use thinking is dropped; 0: never."""
-        self._saved = saved or RecordFile().of_tenant("")
-        self._max_idle_seconds = ttl_seconds or math.inf
-        self._healing_lock = threading.Lock()  # guards what follows
-        # By kind and key; those used least recently first.
-        self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
-            _BY_CONTEXT: OrderedDict(),
-            _BY_SIGNATURE: OrderedDict(),
-        }
-        self._n_keys: Counter[int] = Counter()  # of each text, by its id()
-        self._nbytes = 0  # of the texts that have a key
-
-    def load(self) -> None:
-        """Remember what an earlier server has saved."""
-        texts: dict[bytes, str] = {}  # each once, whatever keys it has
-        for kind in self._thoughts:
-            for key, saved in self._saved.load(kind):
-                (part,) = saved.parts
-                text = texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
-                thought = _Thought(text, saved.session_id, saved.last_used)
-                with self._healing_lock:
-                    self._keep(kind, key, thought)
-
-    def remember(
-        self, reply: Message, context: ReplyContext, *, session_id: str = ""
-    ) -> None:
-        """Keep the thinking of a reply, if it has any."""
-        thinking = reply.get("reasoning_content")
-        if not thinking:
-            return
-        thought = _Thought(thinking, session_id, time.monotonic())
-        digest = reply_digest(reply)
-        with self._healing_lock:
-            for context_digest in context:
-                self._put(_BY_CONTEXT, context_digest + digest, thought)
-            self._put(_BY_SIGNATURE, thinking_signature(thinking).encode(), thought)
-            # why(L-128): what outlives a request is bounded in bytes.
-            while self._nbytes > self.MAX_BYTES:
-                for kind, thoughts in self._thoughts.items():
-                    self._drop(kind, next(iter(thoughts), b""))
-
-    def find_thinking(self, reply: Message, context: ReplyContext) -> str:
-        """The thinking that led to this reply; "" if it is not known."""
-        if not len(self):
-            return ""
-        digest = reply_digest(reply)
-        signature = reply.get("thought_id")
-        with self._healing_lock:
-            thinking = ""
-            if isinstance(signature, str):
-                thinking = self._use(_BY_SIGNATURE, signature.encode())
-            for context_digest in context:
-                thinking = thinking or self._use(_BY_CONTEXT, context_digest + digest)
-        return thinking
-
-    def expire(self, now: float) -> None:
-        """Drop what was not used for too long."""
-        with self._healing_lock:
-            for kind in self._thoughts:
-                self._drop_idle(kind, now)
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop the thinking of the replies to a session; None: all of it."""
-        with self._healing_lock:
-            for kind, thoughts in self._thoughts.items():
-                forgotten = [
-                    key
-                    for key, thought in thoughts.items()
-                    if session_id in (None, thought.session_id)
-                ]
-                for key in forgotten:
-                    self._drop(kind, key)
-        self._saved.forget_parts()
-
-    def __len__(self) -> int:
-        return len(self._thoughts[_BY_CONTEXT])
-
-    # The methods below are called with the lock held.
-
-    def _drop_idle(self, kind: str, now: float) -> None:
-        thoughts = self._thoughts[kind]
-        while thoughts:
-            key, thought = next(iter(thoughts.items()))
-            if now - thought.last_used <= self._max_idle_seconds:
-                return
-            self._drop(kind, key)
-
-    def _use(self, kind: str, key: bytes) -> str:
-        """The thinking under a key, which is now the one used last; "" without any."""
-        thoughts = self._thoughts[kind]
-        thought = thoughts.pop(key, None)
-        if thought is None:
-            return ""
-        thoughts[key] = thought._replace(last_used=time.monotonic())
-        self._saved.touch(kind, key)
-        return thought.thinking
-
-    def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
-        """Replace the thought under a key, in the file, too."""
-        self._keep(kind, key, thought)
-        self._saved.put(kind, key, thought.pack)
-
-    def _keep(self, kind: str, key: bytes, thought: _Thought) -> None:
-        """Replace the thought under a key; drop the oldest if there are too many."""
-        thoughts = self._thoughts[kind]
-        self._drop(kind, key)
-        thoughts[key] = thought
-        text = thought.thinking
-        if not self._n_keys[id(text)]:
-            self._nbytes += sys.getsizeof(text)
-        self._n_keys[id(text)] += 1
-        if len(thoughts) > self.CAP:
-            self._drop(kind, next(iter(thoughts)))
-
-    def _drop(self, kind: str, key: bytes) -> None:
-        """Remove a key, if it is there, and the text's bytes with its last key."""
-        thought = self._thoughts[kind].pop(key, None)
-        if thought is None:
-            return
-        self._saved.remove(kind, key)
-        text = thought.thinking
-        self._n_keys[id(text)] -= 1
-        if not self._n_keys[id(text)]:
-            del self._n_keys[id(text)]
-            self._nbytes -= sys.getsizeof(text)
-
-
 def heal_messages(
     messages: Iterable[Message],
-    store: HealingStore,
+    find_thinking: Callable[[Message, ReplyContext], str],
     *,
     contexts: Iterable[ReplyContext],
 ) -> list[Message]:
     """The same messages; replies that were sent without their thinking have it again.
 
+    `find_thinking`: of a reply in a context; "" if it is not known.
     `contexts`: one for each message, in order; more are ignored.
     """
     healed = []
     for message, context in zip(messages, contexts, strict=False):
         thinking = ""
         if message["role"] == "assistant" and not message.get("reasoning_content"):
-            thinking = store.find_thinking(message, context)
+            thinking = find_thinking(message, context)
         restored = {"reasoning_content": thinking} if thinking else {}
         healed.append({**message, **restored})
     return healed
@@ -7212,9 +6965,11 @@ def block_hashes(
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
 #  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
-#               after each reply under the key of that conversation. (A prompt needs
-#               none: rendered again, it gives the same tokens.) System messages and
-#               tools are recorded as they were first rendered.
+#               after each reply under the key of that conversation. It has its new
+#               tokens alone, and points to the transcript that it continues. (A prompt
+#               needs none: rendered again, it gives the same tokens.) System messages
+#               and tools are recorded as they were first rendered, and the thinking of
+#               replies for THINKING RESTORE.
 #  4 Whose      Conversations of several people may have the same key. Which records may
 #               be used for whom is decided here.
 #  5 Store      Finds records by key, and drops those used least recently.
@@ -7224,12 +6979,12 @@ def block_hashes(
 # From other sections: of a CanonicalMessage the `original` is rendered and the `digest`
 # compared; `pinned` are its PinnedValues (`value`, or a whole `block`), `notes` its
 # Notes (`text`), each with the name of its `rule`. A ChatTemplate renders whole
-# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused. A Session
-# has a name, or is anonymous.
+# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
+# A session is the id that its client has sent, or "".
 #
 # Public   Ledger, PromptPlanner, PromptPlan, Conversation, GeneratedReply, ShownEnd
-# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, CANONICALIZATION, SAVED RECORDS,
-#          THINKING RESTORE, CHAT TEMPLATE
+# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, ANTHROPIC API, CANONICALIZATION,
+#          SAVED RECORDS, THINKING RESTORE, CHAT TEMPLATE
 # Owns     _ledger_lock
 # Thread   any
 
@@ -7244,7 +6999,8 @@ class Conversation(NamedTuple):
 
     messages: tuple[CanonicalMessage, ...] = ()
     prefix_keys: tuple[bytes, ...] = ()  # [n] is the key of the first n messages
-    session: Session = ANONYMOUS
+    session: str = ""  # the id that its client has sent; "": anonymous
+    contexts: tuple[ReplyContext, ...] = ()  # [n]: of a reply after n messages
 
     @property
     def context_key(self) -> bytes:
@@ -7266,34 +7022,10 @@ class Conversation(NamedTuple):
             n_system += 1
         return n_system
 
-    def transcript_keys(self, n_messages: int) -> tuple[bytes, ...]:
-        """The keys of transcripts that end with the last of the first `n_messages`.
-
-        Two keys: of the reply as it was recorded whole, and of any reply here that its
-        client has left. Empty if the last message is no reply.
-        """
-        if self.messages[n_messages - 1].role != "assistant":
-            return ()
-        prompt_key, key = self.prefix_keys[n_messages - 1 : n_messages + 1]
-        return key, _left_reply_key(prompt_key)
-
-
-def _chain_keys(root: bytes, messages: Iterable[CanonicalMessage]) -> tuple[bytes, ...]:
-    """The keys of all prefixes; that of no messages is the root."""
-    keys = [root]
-    for message in messages:
-        keys.append(_extend_key(keys[-1], message))
-    return tuple(keys)
-
 
 def _extend_key(key: bytes, message: CanonicalMessage) -> bytes:
     # The ids of calls are not part of the digest: clients change them.
     return sha256(key + message.role.encode() + message.digest).digest()
-
-
-def _left_reply_key(prompt_key: bytes) -> bytes:
-    """The key of all replies to a prompt that their clients have left, wherever."""
-    return sha256(prompt_key + b"left").digest()
 
 
 def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
@@ -7328,7 +7060,14 @@ class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    pinned: Mapping[FieldPlace, set[str]] = {}
+    # A place is no key of an object of JSON: it is saved as a list of items.
+    pinned: Annotated[
+        Mapping[FieldPlace, set[str]],
+        PlainValidator(
+            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+        ),
+        PlainSerializer(lambda pinned: list(pinned.items())),
+    ] = {}
     notes: tuple[str, ...] = ()  # in the order in which they were stated
     private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
 
@@ -7493,26 +7232,63 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
+_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
 
-@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
+# Tokens as they are saved: base64 of their bytes.
+type _SavedIds = Annotated[
+    TokenIds,
+    PlainValidator(lambda text: np.frombuffer(binascii.a2b_base64(text), "<i4").copy()),
+    PlainSerializer(lambda ids: binascii.b2a_base64(ids.astype("<i4")).decode()),
+]
+
+
+@dataclass(eq=False, kw_only=True)
 class LedgerRecord:
-    """What the ledger has under a key. The ledger's lock guards what changes."""
+    """What the ledger has under a key. Its lock guards these fields, which change.
 
-    nbytes: int  # estimated, without shared_parts()
-    session_id: str = ""  # for Ledger.forget(), see GeneratedReply; it changes
-    last_used: float = 0.0  # seconds; it changes
+    A record may continue or stand for another one, its parent, which stays for as long,
+    be it found under a key or not.
+    """
 
-    def shared_parts(self) -> Iterable[object]:
-        """What other records may hold as well."""
-        return ()
+    parent: LedgerRecord | None = None
+    session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
+    last_used: float = 0.0  # seconds
+    id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
+    key: bytes = field(default=b"", init=False)  # b"": it is not found, or no more
+    n_holders: int = field(default=0, init=False)  # its key, and whose parent it is
+    saved_in: int = field(default=0, init=False)  # the number of that file; 0: nowhere
 
-    def pack(self) -> SavedRecord:
-        """It, to be saved. Its class has its inverse, unpack()."""
-        raise NotImplementedError
+    @property
+    def target(self) -> LedgerRecord:
+        """The record that is meant where this one is found."""
+        return self
 
-    def total_bytes(self) -> int:
-        """About how many bytes it takes alone."""
-        return self.nbytes + sum(map(sys.getsizeof, self.shared_parts()))
+    @cached_property
+    def nbytes(self) -> int:
+        """About how many bytes it takes, without its parent; counted once."""
+        content = [part.name for part in fields(self) if part.name not in _NOT_IN_VALUE]
+        return _RECORD_BYTES + memory_bytes(*[getattr(self, name) for name in content])
+
+    def lineage(self) -> list[LedgerRecord]:
+        """It, its parent, and so on."""
+        lineage: list[LedgerRecord] = []
+        record: LedgerRecord | None = self
+        while record is not None:
+            lineage.append(record)
+            record = record.parent
+        return lineage
+
+
+@dataclass(eq=False, kw_only=True)
+class Alias(LedgerRecord):
+    """Another key of its parent."""
+
+    kind: Literal["alias"] = "alias"
+
+    @property
+    def target(self) -> LedgerRecord:
+        assert self.parent is not None
+        return self.parent
 
 
 class ShownEnd(NamedTuple):
@@ -7522,72 +7298,80 @@ class ShownEnd(NamedTuple):
     n_letters: int  # of the content
 
 
-class GeneratedReply(NamedTuple):
-    """The tokens of a reply, and for whom they were generated."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedReply:
+    """The tokens of a reply."""
 
     # The last one is the end token, unless the reply is cut. Those of a reply that its
     # client has left may go on to an end token, and to calls: cut_to() drops these.
-    ids: TokenIds
+    ids: _SavedIds
     is_cut: bool  # it is replayed without its end token; always, if its client left it
-    block_hashes: Sequence[bytes]  # of the prompt
-    session_id: str  # as people see it: the client's, or made by session_id_for()
-    finished_at: float  # seconds, on the clock of Ledger.expire()
     shown_text: str = ""  # of a reply that its client has left: the content
-    shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
+    shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Transcript(LedgerRecord):
-    """The tokens of a conversation up to a reply.
+    """The tokens of a conversation up to a reply, after those of its parent.
 
     The end token of the reply is not among them: templates print it before the next
     message. Before the end token of a cut reply they may print more (a line break),
     which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
     """
 
-    # Of each request its new prompt tokens, then the tokens of its reply. Transcripts
-    # that continue this one share them.
-    segments: tuple[TokenIds, ...]
-    positions: PromptPositions  # of the last prompt
+    kind: Literal["transcript"] = "transcript"
+    prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
+    positions: PromptPositions  # of the whole prompt
     stated: StatedValues
-    # Of each message and the reply: as sent, or as it was put back (L-137), or "".
-    thinking: tuple[str, ...]
-    session: Session
+    n_messages: int  # of the conversation, with the reply
+    # Of each message after its parent's, and of the reply: as sent, or as it was put
+    # back (L-137), or "".
+    new_thinking: tuple[str, ...]
+    is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    part_of: Transcript | None = None  # the record that cut_to() has cut
-
-    @classmethod
-    def of(
-        cls, plan: PromptPlan, reply: CanonicalMessage, generated: GeneratedReply
-    ) -> Transcript:
-        """What to record of a prompt and its reply."""
-        segments: tuple[TokenIds, ...] = ()
-        last_call_id = ""
-        if plan.transcript is not None:
-            segments = plan.transcript.segments
-            last_call_id = plan.transcript.last_call_id
-
-        prompt_ids = plan.rendered.ids[plan.n_replayed :].copy()
-        reply_ids = generated.ids if generated.is_cut else generated.ids[:-1]
-        for call in reply.original.get("tool_calls", ()):
-            last_call_id = call["id"]
-        return cls(
-            nbytes=_transcript_bytes(plan, generated),
-            session_id=generated.session_id,
-            last_used=generated.finished_at,
-            segments=(*segments, prompt_ids, reply_ids),
-            positions=plan.rendered.positions,
-            reply=generated,
-            stated=plan.stated,
-            thinking=(*plan.thinking, reply.thinking),
-            session=plan.conversation.session,
-            last_call_id=last_call_id,
-        )
+    # The record that cut_to() has cut.
+    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
 
     @property
-    def n_messages(self) -> int:
-        return len(self.thinking)
+    def session(self) -> str:
+        """As in a Conversation."""
+        return self.session_id if self.is_named else ""
+
+    @cached_property
+    def nbytes(self) -> int:
+        n_stated = len(self.stated.private)
+        if self.stated.pinned is not _stated_by(self.parent).pinned:
+            n_stated += len(self.stated.pinned)  # else the parent counts them
+        # The size of new notes is not counted, but taken to be 4 bytes a new token.
+        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
+        n_small += 4 * len(self.prompt_ids)
+        reply = self.reply
+        shown = (reply.shown_text, reply.shown_ends)
+        return (
+            _RECORD_BYTES
+            + n_small
+            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
+        )
+
+    def transcripts(self) -> list[Transcript]:
+        """Those that it continues, the first as the first, and itself."""
+        return [r for r in reversed(self.lineage()) if isinstance(r, Transcript)]
+
+    def token_ids(self) -> TokenIds:
+        """The tokens of the conversation."""
+        parts = []
+        for transcript in self.transcripts():
+            reply = transcript.reply
+            reply_ids = reply.ids if reply.is_cut else reply.ids[:-1]
+            parts += [transcript.prompt_ids, reply_ids]
+        return np.concatenate(parts)
+
+    def thinking(self) -> list[str]:
+        """Of all its messages, see new_thinking."""
+        parts = [transcript.new_thinking for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7602,8 +7386,6 @@ class Transcript(LedgerRecord):
             the client sends      I have looked.     -> ends after 4 tokens
             the client sends      I have loo         -> None
         """
-        if not self.reply.shown_ends:
-            return self  # nobody left it
         text = reply.original["content"].rstrip()
         shown_text = self.reply.shown_text
         has_calls = "tool_calls" in reply.original
@@ -7613,212 +7395,71 @@ class Transcript(LedgerRecord):
         index = bisect_left(ends, len(text), key=lambda end: end.n_letters)
         if index == len(ends) or shown_text[len(text) : ends[index].n_letters].strip():
             return None
-        *segments, reply_ids = self.segments
-        shown_ids = reply_ids[: ends[index].n_tokens]
-        return replace(self, segments=(*segments, shown_ids), part_of=self)
+        shown_ids = self.reply.ids[: ends[index].n_tokens]
+        part = replace(self.reply, ids=shown_ids, shown_text="", shown_ends=())
+        return replace(self, reply=part, part_of=self)
 
     def is_same(self, other: Transcript) -> bool:
         """Whether both serve the same requests, with the same tokens."""
         return (
             self.session_id == other.session_id
-            and self.session.name == other.session.name
+            and self.is_named == other.is_named
             and self.stated == other.stated
-            and self.thinking == other.thinking
+            and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
-            and np.array_equal(
-                np.concatenate(self.segments), np.concatenate(other.segments)
-            )
+            and np.array_equal(self.token_ids(), other.token_ids())
         )
 
-    def pack(self) -> SavedRecord:
-        arrays = [*self.segments, self.reply.ids]
-        texts = [text.encode("utf-8", "surrogatepass") for text in self.thinking]
-        parts = [array.astype("<i4").tobytes() for array in arrays] + texts
-        value = {
-            "nbytes": self.nbytes,
-            "n_segments": len(self.segments),
-            "part_bytes": [len(part) for part in parts],  # an empty one is not saved
-            "positions": asdict(self.positions),
-            "is_cut": self.reply.is_cut,
-            "shown_text": self.reply.shown_text,
-            "shown_ends": list(self.reply.shown_ends),
-            "stated": _pack_stated(self.stated),
-            "session": self.session.name,
-            "last_call_id": self.last_call_id,
-        }
-        saved_parts = [part for part in parts if part]
-        return SavedRecord(
-            self.session_id, self.last_used, {"transcript": value}, saved_parts
-        )
 
-    @classmethod
-    def unpack(cls, saved: SavedRecord, texts: dict[bytes, str]) -> Transcript:
-        """The transcript of a record. `texts`: those unpacked before, by their bytes.
-
-        Raises LookupError, TypeError or ValueError if it is no transcript.
-        """
-        value = saved.value["transcript"]
-        saved_parts = iter(saved.parts)
-        parts = [next(saved_parts) if n else b"" for n in value["part_bytes"]]
-        n_segments = value["n_segments"]
-        arrays = [np.frombuffer(part, "<i4") for part in parts[: n_segments + 1]]
-        for part in parts[n_segments + 1 :]:
-            texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
-        reply = GeneratedReply(
-            ids=arrays[-1],
-            is_cut=value["is_cut"],
-            block_hashes=(),
-            session_id=saved.session_id,
-            finished_at=saved.last_used,
-            shown_text=value["shown_text"],
-            shown_ends=[ShownEnd(*end) for end in value["shown_ends"]],
-        )
-        return cls(
-            nbytes=value["nbytes"],
-            session_id=saved.session_id,
-            last_used=saved.last_used,
-            segments=tuple(arrays[:-1]),
-            positions=PromptPositions(
-                **{name: tuple(values) for name, values in value["positions"].items()}
-            ),
-            reply=reply,
-            stated=_unpack_stated(value["stated"]),
-            thinking=tuple(texts[part] for part in parts[n_segments + 1 :]),
-            session=Session(value["session"]),
-            last_call_id=value["last_call_id"],
-        )
-
-    def shared_parts(self) -> Iterable[object]:
-        """Its tokens and thinking: transcripts that continue this one hold them too."""
-        for segment in self.segments:
-            yield segment if segment.base is None else segment.base
-        yield from self.thinking
+def _stated_by(record: LedgerRecord | None) -> StatedValues:
+    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
-def _transcript_bytes(plan: PromptPlan, generated: GeneratedReply) -> int:
-    """About how many bytes a transcript takes, without its shared parts."""
-    n_tokens = len(plan.rendered.ids) - plan.n_replayed + len(generated.ids)
-    n_messages = len(plan.conversation.messages) + 1
-    n_pointers = len(generated.block_hashes) + 2 * n_messages
-    n_pointers += 20 * len(generated.shown_ends)
-    stated = plan.stated
-    n_stated = len(stated.private)
-    if plan.transcript is None or plan.transcript.stated.pinned is not stated.pinned:
-        n_stated += len(stated.pinned)  # else the other transcript counts them
-
-    # It also has texts: new notes, and what was shown. Their size is not counted, but
-    # taken to be 4 bytes a new token.
-    return 4 * n_tokens + 8 * n_pointers + 300 * n_stated + 1_000
-
-
-_START_BYTES: Final = 600  # of each record below, without what it has rendered
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class RenderedHead(LedgerRecord):
     """The system messages that prompts begin with, as they were first rendered."""
 
+    kind: Literal["head"] = "head"
     restated: Restated
 
-    @classmethod
-    def of(cls, restated: Restated) -> RenderedHead:
-        n_bytes = _START_BYTES + memory_bytes(*restated)
-        return cls(nbytes=n_bytes, restated=restated)
 
-    def pack(self) -> SavedRecord:
-        messages, stated = self.restated
-        value = {"messages": messages, "stated": _pack_stated(stated)}
-        return SavedRecord(self.session_id, self.last_used, {"head": value})
-
-    @classmethod
-    def unpack(cls, saved: SavedRecord) -> RenderedHead:
-        value = saved.value["head"]
-        stated = _unpack_stated(value["stated"])
-        return cls.of(Restated(value["messages"], stated))
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class RenderedTools(LedgerRecord):
     """The tools that prompts begin with, as they were first rendered."""
 
-    text: bytes  # as JSON: a tenth of the memory of what it stands for
-    digest: bytes  # of the tools, in this order and with members in theirs
-
-    @classmethod
-    def of(cls, tools: tuple[JsonObject, ...], digest: bytes) -> RenderedTools:
-        text = json.dumps(tools, ensure_ascii=False).encode()
-        return cls(nbytes=_START_BYTES + len(text), text=text, digest=digest)
-
-    def read(self) -> tuple[JsonObject, ...]:
-        return tuple(from_json(self.text))
-
-    def pack(self) -> SavedRecord:
-        value = {"digest": self.digest.hex()}
-        return SavedRecord(
-            self.session_id, self.last_used, {"tools": value}, [self.text]
-        )
-
-    @classmethod
-    def unpack(cls, saved: SavedRecord) -> RenderedTools:
-        (text,) = saved.parts
-        digest = bytes.fromhex(saved.value["tools"]["digest"])
-        return cls(nbytes=_START_BYTES + len(text), text=text, digest=digest)
+    kind: Literal["tools"] = "tools"
+    text: str  # as JSON: a tenth of the memory of what it stands for
+    digest: str  # of the tools, in this order and with members in theirs
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class StartReference(LedgerRecord):
-    """The key of the head that a session has, or of a conversation's tools."""
+@dataclass(eq=False, kw_only=True)
+class Thought(LedgerRecord):
+    """The thinking of a reply: it has a key by its signature, and two by context."""
 
-    nbytes: int = _START_BYTES
-    start_key: bytes
-
-    def pack(self) -> SavedRecord:
-        value = {"start_key": self.start_key.hex()}
-        return SavedRecord(self.session_id, self.last_used, {"reference": value})
-
-    @classmethod
-    def unpack(cls, saved: SavedRecord) -> StartReference:
-        return cls(start_key=bytes.fromhex(saved.value["reference"]["start_key"]))
+    kind: Literal["thought"] = "thought"
+    text: str
 
 
-PromptStart = RenderedHead | RenderedTools | StartReference
+type _AnyRecord = Transcript | RenderedHead | RenderedTools | Thought | Alias
+# The value of a saved record: what its class adds to LedgerRecord.
+_SAVED_VALUE: Final[TypeAdapter[Any]] = TypeAdapter(
+    Annotated[_AnyRecord, Field(discriminator="kind")]
+)
+_NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 
-def _pack_stated(stated: StatedValues) -> JsonObject:
-    return {
-        "pinned": [[*place, sorted(values)] for place, values in stated.pinned.items()],
-        "notes": stated.notes,
-        "private": [[*place, value] for place, value in stated.private],
-    }
-
-
-def _unpack_stated(packed: JsonObject) -> StatedValues:
-    pinned = {
-        FieldPlace(index, rule): set(values) for index, rule, values in packed["pinned"]
-    }
-    private = {
-        PrivateValue(FieldPlace(index, rule), value)
-        for index, rule, value in packed["private"]
-    }
-    return StatedValues(pinned, tuple(packed["notes"]), frozenset(private))
-
-
-def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
-    """A record as it was. Raises LookupError, TypeError, ValueError: it is none."""
-    record: LedgerRecord
-    match saved.value:
-        case {"transcript": _}:
-            return Transcript.unpack(saved, texts)
-        case {"head": _}:
-            record = RenderedHead.unpack(saved)
-        case {"tools": _}:
-            record = RenderedTools.unpack(saved)
-        case _:
-            record = StartReference.unpack(saved)
+def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecord:
+    """A record as it was. Raises ValueError: it is none."""
+    record: LedgerRecord = _SAVED_VALUE.validate_json(saved.value)
+    record.id = saved.id
+    record.parent = parent
+    record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
+    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
+        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7851,7 +7492,8 @@ def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
 #
 #     heads       for all that send the same private values and notes; a session with a
 #                 name has its first head again, whatever values it sends
-#     tools       of a conversation up to its first call: for the same private_owner()
+#     tools       of a conversation up to its first call: for who sends the same
+#                 private values
 #     thinking    the same: see THINKING RESTORE
 
 
@@ -7859,10 +7501,10 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking, strict=False):
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
         if message.thinking not in ("", thinking):
             return False
-    if session.is_same(transcript.session):
+    if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
@@ -7876,7 +7518,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     unsent = transcript.stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
     has_other_head = not head_values.issubset(transcript.stated.private)
-    if session.name is not None or has_other_head:
+    if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
 
@@ -7913,41 +7555,31 @@ def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatc
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
     n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
-    is_foreign = not conversation.session.is_same(transcript.session)
+    is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
 
 
-def _shared_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
-    """The key of a head for all that may have it in common. `stated`: by the head.
-
-    why(L-93): a head with other fields in other places is another head. why(L-106): so
-    is one with other private values or notes.
-    """
-    key = conversation.head_key
-    places = tuple(stated.pinned)
-    return _digest("head", key, places, sorted(stated.private), stated.notes)
-
-
-def _session_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
-    """The key under which a session has its head; b"" if it is anonymous."""
-    name = conversation.session.name
-    if name is None:
-        return b""
-    return _digest("session", name, conversation.head_key, tuple(stated.pinned))
-
-
 def _conversation_tools_key(
-    messages: Iterable[CanonicalMessage], session: Session
+    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
 ) -> bytes:
     """The key under which a conversation has its tools; b"" before its first call."""
-    key = b""
-    owner = b""
-    for message in messages:
-        key = _extend_key(key, message)
-        owner = private_owner(owner, message, session)
+    for message, context in zip(messages, contexts[1:], strict=True):
         if "tool_calls" in message.original:
-            return key + owner
+            return _digest("tools", context.all_messages)
     return b""
+
+
+def _thinking_keys(
+    reply: Message, context: ReplyContext, *, signature: object
+) -> list[bytes]:
+    """The keys of the thinking of a reply; the first that is there counts.
+
+    A signature is a hash of the thinking, whosever it is: a client has it only from a
+    reply with that thinking. What is none finds nothing.
+    """
+    digest = reply_digest(reply)
+    by_context = [_digest("thinking", part, digest) for part in context]
+    return [_digest("signature", signature), *by_context]
 
 
 def _digest(*parts: object) -> bytes:
@@ -7957,23 +7589,21 @@ def _digest(*parts: object) -> bytes:
 # -- 5 store ---------------------------------------------------------------------------
 
 
-_LEDGER: Final = "ledger"  # the kind of its saved records
-
-
 class Chosen[Value](NamedTuple):
     """What a prompt begins with, and what to remember if the request is accepted."""
 
     value: Value
-    starts: Mapping[bytes, PromptStart]  # by key
+    starts: Mapping[bytes, LedgerRecord]  # by the keys to find it under
 
 
 class Ledger:
-    """What is remembered of prompts: transcripts, and heads and tools as rendered.
+    """What is remembered: transcripts, heads and tools as rendered, and thinking.
 
     For any thread, in memory. It records and finds; what a prompt becomes is decided by
     PromptPlanner. A model of its own needs a ledger of its own: no key names the model.
 
-    why(L-128): all of it is counted in bytes, and of a request that is refused nothing
+    why(L-135): a record is counted while it is found, or another one that is continues
+    it. why(L-128): all of it is counted in bytes, and of a request that is refused nothing
     is remembered. Until a request is accepted, only its plan holds what it begins with.
     The ledger finds it there, so that requests planned at the same time begin alike.
     """
@@ -7984,25 +7614,33 @@ class Ledger:
         """What `saved` has from an earlier server is here after load()."""
         self._config = config
         self._saved = saved or RecordFile().of_tenant("")
-        # Guards the four below, and what changes in the records.
+        # Guards the three below, and what changes in the records.
         self._ledger_lock = threading.Lock()
         # By key; those used least recently first.
         self._records: OrderedDict[bytes, Sequence[LedgerRecord]] = OrderedDict()
         self._nbytes = 0
-        self._holders: Counter[int] = Counter()  # of each shared part, by its id()
         self._planned: WeakValueDictionary[bytes, LedgerRecord] = WeakValueDictionary()
 
     def load(self) -> None:
         """Remember what an earlier server has saved."""
-        records: dict[bytes, list[LedgerRecord]] = {}
-        texts: dict[bytes, str] = {}
-        for key, saved in self._saved.load(_LEDGER):
-            with suppress(LookupError, TypeError, ValueError, StopIteration):
-                record = _unpack_record(saved, texts)
-                records.setdefault(key, []).append(record)
+        records: dict[bytes, LedgerRecord] = {}
+        rows = self._saved.load()
+        for row in rows:
+            parent = records.get(row.parent_id)
+            if row.parent_id and parent is None:
+                continue
+            with suppress(ValueError):
+                records[row.id] = _read_record(row, parent)
+                records[row.id].saved_in = self._saved.file_number
+
         with self._ledger_lock:
-            for key, found in records.items():
-                self._keep(key, found)
+            for record in sorted(records.values(), key=lambda r: r.last_used):
+                if record.key:
+                    others = self._records.get(record.key, ())
+                    self._put(record.key, [*others, record])
+            for row in rows:
+                if row.id not in records or not records[row.id].n_holders:
+                    self._saved.remove(row.id)
             self._expire(time.monotonic())
 
     def choose_head(
@@ -8012,99 +7650,148 @@ class Ledger:
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
-        session_key = _session_head_key(conversation, head.stated)
-        start_key = self._find_reference(session_key)
-        start = self._find_start(start_key, RenderedHead)
-        if start is None:
-            start_key = _shared_head_key(conversation, head.stated)
-            start = self._find_or_plan(
-                start_key, RenderedHead, lambda: RenderedHead.of(head)
-            )
+        # why(L-93): a head with other fields in other places is another head.
+        key = _digest(conversation.head_key, tuple(head.stated.pinned))
+        # why(L-106): so is one with other private values or notes, but in its session.
+        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
+        session_key = b""
+        if conversation.session:
+            session_key = _digest(key, conversation.session)
 
-        starts: dict[bytes, PromptStart] = {start_key: start}
-        if session_key:
-            starts[session_key] = StartReference(start_key=start_key)
-        return Chosen(start.restated, starts)
+        with self._ledger_lock:
+            start = self._find_start(session_key, RenderedHead)
+            if start is not None:
+                start_key = start.key
+            else:
+                start = self._find_start(start_key, RenderedHead)
+            if start is None:
+                start = RenderedHead(restated=head)
+                self._planned[start_key] = start
+        keys = filter(None, (start_key, session_key))
+        return Chosen(start.restated, dict.fromkeys(keys, start))
 
     def choose_tools(
-        self, request: ChatRequest, messages: Iterable[CanonicalMessage]
+        self,
+        tools: tuple[JsonObject, ...],
+        messages: Sequence[CanonicalMessage],
+        contexts: Sequence[ReplyContext],
     ) -> Chosen[tuple[JsonObject, ...]]:
-        """The tools to show for a request that has these messages.
+        """The tools to show for a request with these tools and messages.
 
         Templates print them first: after another list of tools nothing can be replayed.
         why(L-89): lists that differ only in order are shown in the order seen first.
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, Session.of(request))
-        tools = request.tools
-        start: RenderedTools | None
-        if tools:
-            texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
-            start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
-            # Version 2: equal bytes for equal tools with the same order of members.
-            digest = sha256(marshal.dumps(tools, 2)).digest()
-            start = self._find_or_plan(
-                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest)
-            )
-            shown_tools = tools if start.digest == digest else start.read()
-        else:
-            start_key = self._find_reference(conversation_key)
-            start = self._find_start(start_key, RenderedTools)
+        conversation_key = _conversation_tools_key(messages, contexts)
+        if not tools:
+            with self._ledger_lock:
+                start = self._find_start(conversation_key, RenderedTools)
             if start is None:
                 return Chosen((), {})
-            shown_tools = start.read()
+            keys = filter(None, (start.key, conversation_key))
+            return Chosen(tuple(from_json(start.text)), dict.fromkeys(keys, start))
 
-        starts: dict[bytes, PromptStart] = {start_key: start}
-        if conversation_key:
-            starts[conversation_key] = StartReference(start_key=start_key)
-        return Chosen(shown_tools, starts)
+        texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
+        start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
+        # Version 2: equal bytes for equal tools with the same order of members.
+        digest = sha256(marshal.dumps(tools, 2)).hexdigest()
+        with self._ledger_lock:
+            start = self._find_start(start_key, RenderedTools)
+            if start is None:
+                text = json.dumps(tools, ensure_ascii=False)
+                start = RenderedTools(text=text, digest=digest)
+                self._planned[start_key] = start
+        shown_tools = tools
+        if start.digest != digest:
+            shown_tools = tuple(from_json(start.text))
+        keys = filter(None, (start_key, conversation_key))
+        return Chosen(shown_tools, dict.fromkeys(keys, start))
+
+    def find_thinking(self, reply: Message, context: ReplyContext) -> str:
+        """The thinking that led to this reply; "" if it is not known."""
+        keys = _thinking_keys(reply, context, signature=reply.get("thought_id"))
+        with self._ledger_lock:
+            for key in keys:
+                for record in self._records.get(key, ()):
+                    if isinstance(record.target, Thought):
+                        self._mark_used(record, time.monotonic())
+                        return record.target.text
+        return ""
+
+    def remember_thinking(
+        self, reply: Message, context: ReplyContext, *, session_id: str, now: float
+    ) -> None:
+        """Keep the thinking of a reply, if it has any."""
+        text = reply.get("reasoning_content")
+        if not text:
+            return
+        thought = Thought(text=text)
+        signature = thinking_signature(text)
+        with self._ledger_lock:
+            for key in _thinking_keys(reply, context, signature=signature):
+                self._place(key, thought, session_id=session_id, now=now)
+            self._expire(now)
 
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
         why(L-136): only this is a use, of that and of the transcript that it replays.
         What is found for a request that is refused stays as old as it was.
-        `session_id`: see GeneratedReply.
+        `session_id`: see LedgerRecord.
         """
         transcript = plan.transcript
         with self._ledger_lock:
-            if transcript is not None:
-                (transcript.part_of or transcript).last_used = now
-                for key in plan.conversation.transcript_keys(transcript.n_messages):
-                    self._saved.touch(_LEDGER, key)
             for key, start in plan.starts.items():
-                start.last_used = now
-                if isinstance(start, StartReference) or key not in self._records:
-                    start.session_id = session_id
-                    self._put(key, [start])
-                else:
-                    self._records.move_to_end(key)
-                    self._saved.touch(_LEDGER, key)
+                self._place(key, start, session_id=session_id, now=now)
+            if transcript is not None:
+                self._mark_used(transcript.part_of or transcript, now)
             self._mark_past_used(plan.conversation)
             self._expire(now)
 
     def record(
-        self, plan: PromptPlan, *, reply: CanonicalMessage, generated: GeneratedReply
+        self,
+        plan: PromptPlan,
+        *,
+        reply: CanonicalMessage,
+        generated: GeneratedReply,
+        session_id: str,
+        now: float,
     ) -> None:
         """Remember a reply. `reply`: as the client will send it back.
 
-        If the client has left it, what it sends back may be shorter.
+        If the client has left it, what it sends back may be shorter: it lies under the
+        key of its prompt.
         """
-        transcript = Transcript.of(plan, reply, generated)
-        prompt_key = plan.conversation.prefix_keys[-1]
-        key = _extend_key(prompt_key, reply)
-        if generated.shown_ends:
-            key = _left_reply_key(prompt_key)
+        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        for call in reply.original.get("tool_calls", ()):
+            last_call_id = call["id"]
+        new = Transcript(
+            parent=plan.transcript,
+            session_id=session_id,
+            last_used=now,
+            prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
+            reply=generated,
+            positions=plan.rendered.positions,
+            stated=plan.stated,
+            n_messages=len(plan.conversation.messages) + 1,
+            new_thinking=(*plan.new_thinking, reply.thinking),
+            is_named=bool(plan.conversation.session),
+            last_call_id=last_call_id,
+        )
+        key = plan.conversation.prefix_keys[-1]
+        if not generated.shown_ends:
+            key = _extend_key(key, reply)
         with self._ledger_lock:
-            others = [
-                t for t in self._find_transcripts(key) if not t.is_same(transcript)
-            ]
-            others.sort(key=lambda other: other.last_used)
-            kept = others[-(self.MAX_ALTERNATIVES - 1) :]
-            self._put(key, [*kept, transcript])
+            transcripts = self._find_transcripts(key)
+            same = [transcript for transcript in transcripts if transcript.is_same(new)]
+            if same:
+                self._mark_used(same[0], now)
+            else:
+                transcripts.sort(key=lambda transcript: transcript.last_used)
+                self._put(key, [*transcripts[1 - self.MAX_ALTERNATIVES :], new])
             self._mark_past_used(plan.conversation)
-            self._expire(transcript.last_used)
+            self._expire(now)
 
     def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
         """Transcripts to replay for this conversation, the longest first.
@@ -8112,14 +7799,10 @@ class Ledger:
         Each ends before the newest input, in which changes are restated.
         """
         newest_index = _newest_input(conversation.messages)
-        with self._ledger_lock:
-            groups = [
-                self._find_ending_at(conversation, n)
-                for n in range(newest_index, 0, -1)
-            ]
-
-        for group in groups:
-            fitting = [t for t in group if may_replay(t, conversation)]
+        for n_messages in range(newest_index, 0, -1):
+            with self._ledger_lock:
+                found = self._find_ending_at(conversation, n_messages)
+            fitting = [t for t in found if may_replay(t, conversation)]
             if fitting:
                 yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
@@ -8130,7 +7813,7 @@ class Ledger:
         `n_replayed`: messages that are replayed. Returns the name of the value's rule;
         "" if there is none, or if the session has a name.
         """
-        if conversation.session.name is not None:
+        if conversation.session:
             return ""
         private = _private_values(conversation.messages)
         newest_index = _newest_input(conversation.messages)
@@ -8145,18 +7828,14 @@ class Ledger:
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
-        `session_id`: see GeneratedReply. Heads and tools that it has sent first become
-        another session's that has a reference to them, if there is one. (Conversations
-        without a session have none to heads.)
+        `session_id`: see LedgerRecord. What another session continues, or begins with,
+        stays for it alone.
         """
         with self._ledger_lock:
-            if session_id is not None:
-                self._hand_over_starts(session_id)
             for key, records in list(self._records.items()):
                 left = [r for r in records if session_id not in (None, r.session_id)]
                 if len(left) < len(records):
                     self._put(key, left)
-        self._saved.forget_parts()
 
     def expire(self, now: float) -> None:
         """Drop what was not used for LEDGER_TTL_SECONDS."""
@@ -8187,54 +7866,26 @@ class Ledger:
     def snapshot(self) -> dict[str, int]:
         """Counts for the status page."""
         with self._ledger_lock:
-            n_records = Counter(map(type, chain.from_iterable(self._records.values())))
+            found = chain.from_iterable(self._records.values())
+            n_records = Counter(map(type, {record.target for record in found}))
         return {
             "transcripts": n_records[Transcript],
             "heads": n_records[RenderedHead],
             "tools": n_records[RenderedTools],
+            "healing": n_records[Thought],
             "bytes": self._nbytes,
         }
 
-    def _find_or_plan[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], make: Callable[[], Start]
-    ) -> Start:
-        """The start under a key, recorded or planned; if there is none, a new one."""
-        start = self._find_start(key, kind)
-        if start is not None:
-            return start
-        own_start = make()
-        with self._ledger_lock:
-            planned = self._planned.setdefault(key, own_start)
-        assert isinstance(planned, kind)
-        return planned
-
-    def _find_reference(self, key: bytes) -> bytes:
-        """The key of the start that is meant here; b"" if there is none."""
-        reference = self._find_start(key, StartReference)
-        return b"" if reference is None else reference.start_key
+    # The methods below are called with the lock held.
 
     def _find_start[Start: LedgerRecord](
         self, key: bytes, kind: type[Start]
     ) -> Start | None:
-        with self._ledger_lock:
-            for record in self._records.get(key, ()):
-                if isinstance(record, kind):
-                    return record
+        """The start under a key, recorded or planned."""
+        for record in (*self._records.get(key, ()), self._planned.get(key)):
+            if record is not None and isinstance(record.target, kind):
+                return record.target
         return None
-
-    # The methods below are called with the lock held.
-
-    def _hand_over_starts(self, session_id: str) -> None:
-        heirs = {
-            record.start_key: record.session_id
-            for record in chain.from_iterable(self._records.values())
-            if isinstance(record, StartReference) and record.session_id != session_id
-        }
-        for key, heir in heirs.items():
-            for record in self._records.get(key, ()):
-                if record.session_id == session_id:
-                    record.session_id = heir
-                    self._put(key, [record])  # a start is alone under its key
 
     def _find_transcripts(self, key: bytes) -> list[Transcript]:
         records = self._records.get(key, ())
@@ -8245,64 +7896,129 @@ class Ledger:
     ) -> list[Transcript]:
         """The transcripts of the first messages, as far as the client has them."""
         reply = conversation.messages[n_messages - 1]
-        transcripts = []
-        for key in conversation.transcript_keys(n_messages):
-            for transcript in self._find_transcripts(key):
-                part = transcript.cut_to(reply)
-                if part is not None:
-                    transcripts.append(part)
-        return transcripts
+        if reply.role != "assistant":
+            return []
+        prompt_key, key = conversation.prefix_keys[n_messages - 1 : n_messages + 1]
+        found = [t for t in self._find_transcripts(key) if not t.reply.shown_ends]
+        for left in self._find_transcripts(prompt_key):
+            part = left.cut_to(reply) if left.reply.shown_ends else None
+            if part is not None:
+                found.append(part)
+        return found
+
+    def _place(
+        self, key: bytes, target: LedgerRecord, *, session_id: str, now: float
+    ) -> None:
+        """Let a record be found under a key, which may be one more; it is used now.
+
+        An alias is of the session that has used it last.
+        """
+        for record in self._records.get(key, ()):
+            if record.target is target:
+                if record is not target:
+                    record.session_id = session_id
+                self._mark_used(record, now)
+                return
+        record = Alias(parent=target) if target.key else target
+        record.session_id = session_id
+        record.last_used = now
+        self._put(key, [record])
+
+    def _mark_used(self, record: LedgerRecord, now: float) -> None:
+        record.last_used = now
+        if record.key:
+            self._records.move_to_end(record.key)
+            self._save(record)
 
     def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
-        """Replace the records under a key, in the file, too; [] removes it."""
-        self._keep(key, records)
-        kept = self._records.get(key, ())
-        if kept:
-            self._saved.put(_LEDGER, key, lambda: [record.pack() for record in kept])
-        else:
-            self._saved.remove(_LEDGER, key)
-
-    def _keep(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
-        """Replace the records under a key; [] removes it.
+        """Replace the records under a key, in the file, too; [] removes it.
 
         why(L-136): a record that alone is too large is not kept, or all others would go
         for it.
         """
         max_bytes = self._config.ledger_max_bytes
-        kept = [record for record in records if record.total_bytes() <= max_bytes]
+        replaced = self._records.pop(key, ())
+        kept = [
+            record
+            for record in records
+            if sum(each.nbytes for each in record.lineage()) <= max_bytes
+        ]
         for record in kept:
-            self._count(record)
-        for record in self._records.pop(key, ()):
-            self._uncount(record)
+            if record not in replaced:
+                record.key = key
+                self._hold(record)
+                self._save(record)
+        for record in replaced:
+            if record not in kept:
+                record.key = b""
+                self._let_go(record)
         if kept:
             self._records[key] = kept
 
-    def _count(self, record: LedgerRecord) -> None:
-        """Add its bytes; why(L-135): those of a shared part with its first holder."""
-        self._nbytes += record.nbytes
-        for part in record.shared_parts():
-            if not self._holders[id(part)]:
-                self._nbytes += sys.getsizeof(part)
-            self._holders[id(part)] += 1
+    def _hold(self, record: LedgerRecord | None) -> None:
+        """Count a record that gets a holder, and its parents, if it is the first."""
+        while record is not None:
+            record.n_holders += 1
+            if record.n_holders > 1:
+                return
+            self._nbytes += record.nbytes
+            record = record.parent
 
-    def _uncount(self, record: LedgerRecord) -> None:
-        """Subtract its bytes; those of a shared part with its last holder."""
-        self._nbytes -= record.nbytes
-        for part in record.shared_parts():
-            self._holders[id(part)] -= 1
-            if not self._holders[id(part)]:
-                del self._holders[id(part)]
-                self._nbytes -= sys.getsizeof(part)
+    def _let_go(self, record: LedgerRecord | None) -> None:
+        """Drop a record that loses a holder, and its parents, if it was the last."""
+        while record is not None:
+            record.n_holders -= 1
+            if record.n_holders:
+                self._save(record)
+                return
+            self._nbytes -= record.nbytes
+            self._saved.remove(record.id)
+            record.saved_in = 0
+            record = record.parent
+
+    def _save(self, record: LedgerRecord) -> None:
+        """Let the file have a record as it is now, and its parents, if there is one."""
+        file_number = self._saved.file_number
+        if not file_number:
+            return
+        if record.saved_in == file_number:  # and so are its parents
+            session_id = record.session_id if record.key else ""
+            self._saved.update(
+                record.id,
+                key=record.key,
+                session_id=session_id,
+                last_used=record.last_used,
+            )
+            return
+
+        for each in reversed(record.lineage()):
+            if each.saved_in == file_number:
+                continue
+            try:
+                value = _SAVED_VALUE.dump_json(each, exclude=_NOT_IN_VALUE)
+            except ValueError as fault:  # half a character, which UTF-8 has not
+                logger.warning("records: one is not saved: %s", fault)
+                return
+            each.saved_in = file_number
+            self._saved.put(
+                SavedRecord(
+                    id=each.id,
+                    parent_id=each.parent.id if each.parent else b"",
+                    key=each.key,
+                    session_id=each.session_id if each.key else "",
+                    last_used=each.last_used,
+                    value=value,
+                )
+            )
 
     def _mark_past_used(self, conversation: Conversation) -> None:
         """Move the transcripts of a conversation to the end, the shortest last.
 
-        So a transcript expires after those that continue it and share its segments.
+        So a transcript expires after those that continue it, and hold it.
         """
-        for n_messages in range(len(conversation.messages), 0, -1):
-            for key in conversation.transcript_keys(n_messages):
-                if key in self._records:
-                    self._records.move_to_end(key)
+        for key in reversed(conversation.prefix_keys):
+            if key in self._records:
+                self._records.move_to_end(key)
 
     def _expire(self, now: float) -> None:
         """Drop the least recently used while they are too old, or all are too large.
@@ -8336,9 +8052,9 @@ class PromptPlan:
     transcript: Transcript | None = None  # that is replayed
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
     refusal: str = ""  # why the longest transcript was not replayed
-    thinking: tuple[str, ...] = ()  # of each message, see Transcript
+    new_thinking: tuple[str, ...] = ()  # of messages after those of `transcript`
     unverified: Splice | None = None  # set if `rendered` is its guess
-    starts: Mapping[bytes, PromptStart] = field(default_factory=dict)  # to remember
+    starts: Mapping[bytes, LedgerRecord] = field(default_factory=dict)  # to remember
 
     @property
     def can_be_recorded(self) -> bool:
@@ -8352,7 +8068,6 @@ class PromptPlanner:
     config: Config
     metrics: CacheMetrics
     ledger: Ledger
-    healing: HealingStore
     # Context keys for which a guess was wrong.
     unguessable: LRUCache = field(default_factory=lambda: LRUCache(256))
 
@@ -8372,9 +8087,10 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        chosen = self.ledger.choose_tools(request, messages)
+        contexts = reply_contexts(messages, request.session.session_id or "")
+        chosen = self.ledger.choose_tools(sent_tools, messages, contexts)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages)
+        plan = self._plan_unlimited(request, template, messages, contexts)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -8382,7 +8098,7 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages)
+            plan = self._plan_unlimited(request, template, messages, contexts)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
@@ -8417,11 +8133,15 @@ class PromptPlanner:
         request: ChatRequest,
         template: ChatTemplate,
         messages: tuple[CanonicalMessage, ...],
+        contexts: Sequence[ReplyContext],
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
-        keys = _chain_keys(template.render_context_key(request), messages)
+        keys = [template.render_context_key(request)]
+        for message in messages:
+            keys.append(_extend_key(keys[-1], message))
         messages = template.pin_head_mode(messages, request)
-        conversation = Conversation(messages, keys, Session.of(request))
+        session = request.session.session_id or ""
+        conversation = Conversation(messages, tuple(keys), session, tuple(contexts))
         plan = None
         refusals: list[str] = []
         n_tries = 0
@@ -8455,7 +8175,7 @@ class PromptPlanner:
 
         With PRESERVE_THINKING=false thinking goes with the next message of the user.
         """
-        if self.config.preserve_thinking or not any(transcript.thinking):
+        if self.config.preserve_thinking or not any(transcript.thinking()):
             return True
         new_messages = messages[transcript.n_messages :]
         return all(message.role != "user" for message in new_messages)
@@ -8472,7 +8192,7 @@ class PromptPlanner:
         messages = conversation.messages
         new_messages, stated = restate_messages(messages, n_past, transcript.stated)
         healed = self._heal(new_messages, conversation)
-        recorded_ids = np.concatenate(transcript.segments)
+        recorded_ids = transcript.token_ids()
         splice = Splice(
             template,
             replace(request, messages=OriginalMessages(tuple(healed))),
@@ -8489,7 +8209,7 @@ class PromptPlanner:
             stated=stated,
             transcript=transcript,
             n_replayed=len(recorded_ids),
-            thinking=transcript.thinking + _thinking_of(healed),
+            new_thinking=_thinking_of(healed),
             unverified=None if guess is None else splice,
         )
 
@@ -8511,7 +8231,7 @@ class PromptPlanner:
         n_system = conversation.n_system
         head = restate_messages(messages[:n_system], 0, NOTHING_STATED)
         can_restate = _newest_input(messages) >= 0
-        starts: Mapping[bytes, PromptStart] = {}
+        starts: Mapping[bytes, LedgerRecord] = {}
         if head.stated.pinned and can_restate:
             head, starts = self.ledger.choose_head(conversation, head)
 
@@ -8531,16 +8251,16 @@ class PromptPlanner:
             conversation=conversation,
             stated=stated,
             starts=starts,
-            thinking=thinking,
+            new_thinking=thinking,
         )
 
     def _heal(
         self, newest: Sequence[Message], conversation: Conversation
     ) -> list[Message]:
         """Put the thinking back into copies of the newest messages."""
-        contexts = reply_contexts(conversation.messages, conversation.session)
         start = len(conversation.messages) - len(newest)
-        return heal_messages(newest, self.healing, contexts=contexts[start:])
+        contexts = conversation.contexts[start:]
+        return heal_messages(newest, self.ledger.find_thinking, contexts=contexts)
 
 
 def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
@@ -23330,9 +23050,8 @@ class TenantStores:
     removed, or all are copied, in one step of the interpreter.
     """
 
-    healing_store: HealingStore  # thinking that clients strip
-    ledger: Ledger  # tokens of conversations, to be replayed
-    planner: PromptPlanner  # makes prompts from these two
+    ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
+    planner: PromptPlanner  # makes prompts from it
     session_index: SessionIndex  # figures of the last requests
     session_turn_store: SessionTurnStore  # digests of the last messages
     history: RequestHistory  # requests to compare the next one with
@@ -23347,12 +23066,10 @@ class TenantStores:
         cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
     ) -> TenantStores:
         """Stores without anything in them. What they remember is put into `saved`."""
-        healing_store = HealingStore(saved, ttl_seconds=config.ledger_ttl_seconds)
         ledger = Ledger(config, saved)
         return cls(
-            healing_store=healing_store,
             ledger=ledger,
-            planner=PromptPlanner(config, metrics, ledger, healing_store),
+            planner=PromptPlanner(config, metrics, ledger),
             session_index=SessionIndex(config),
             session_turn_store=SessionTurnStore(),
             history=RequestHistory(config),
@@ -23365,12 +23082,10 @@ class TenantStores:
     def load(self) -> None:
         """Remember what an earlier server has saved."""
         self.ledger.load()
-        self.healing_store.load()
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
-        self.healing_store.expire(now)
         self.session_index.expire(now)
         self.history.expire(now)
 
@@ -24491,17 +24206,17 @@ class ReplyGeneration:
         )
         if not is_replayed and is_thinking:
             return
-        stores = self._state.stores
         plan = self._prepared.plan
         reply = self._canonical_reply(message)
         if is_replayed:
             generated = self._generated_reply(is_cut=not has_end_token)
-            stores.ledger.record(plan, reply=reply, generated=generated)
+            self._put_in_ledger(reply, generated)
         if not is_thinking:  # then the thinking is complete
-            conversation = plan.conversation
-            contexts = reply_contexts(conversation.messages, conversation.session)
-            stores.healing_store.remember(
-                reply.original, contexts[-1], session_id=self._prepared.session_id
+            self._state.stores.ledger.remember_thinking(
+                reply.original,
+                plan.conversation.contexts[-1],
+                session_id=self._prepared.session_id,
+                now=time.monotonic(),
             )
 
     def _record_left(self) -> None:
@@ -24519,11 +24234,23 @@ class ReplyGeneration:
         # A client that got the calls would send them back: this one left before them.
         text_alone = self._decoder.parser.message()
         text_alone.pop("tool_calls", None)
-        generated = self._generated_reply(is_cut=True)._replace(
-            shown_text=text_alone["content"], shown_ends=tuple(shown_ends)
+        generated = replace(
+            self._generated_reply(is_cut=True),
+            shown_text=text_alone["content"],
+            shown_ends=tuple(shown_ends),
         )
-        reply = self._canonical_reply(text_alone)
-        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
+        self._put_in_ledger(self._canonical_reply(text_alone), generated)
+
+    def _put_in_ledger(
+        self, reply: CanonicalMessage, generated: GeneratedReply
+    ) -> None:
+        self._state.stores.ledger.record(
+            self._prepared.plan,
+            reply=reply,
+            generated=generated,
+            session_id=self._prepared.session_id,
+            now=time.monotonic(),
+        )
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
         original = {**message, "content": message["content"] or ""}
@@ -24535,8 +24262,6 @@ class ReplyGeneration:
             ids=np.asarray(self._decoder.token_ids, np.int32),
             is_cut=is_cut,
             block_hashes=self._prepared.engine_request.key.block_hashes,
-            session_id=self._prepared.session_id,
-            finished_at=time.monotonic(),
         )
 
     def _record_turn(self, row: RequestRow) -> None:
@@ -24893,7 +24618,6 @@ def status_body(state: ServerState) -> StatusBody:
         refusals += stores.refusals
         sessions += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
         ledger.update(stores.ledger.snapshot())
-        ledger["healing"] += len(stores.healing_store)
     requests.sort(key=lambda row: row["started_at"])
     recent.sort(key=lambda row: row["time"] or 0.0)
     divergences.sort(key=lambda divergence: divergence["time"])
@@ -25080,7 +24804,6 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
             continue
         stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
-        stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
     dropped = state.engine.drop_kv(state.tenant, session)

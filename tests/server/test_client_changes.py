@@ -1513,11 +1513,8 @@ class Desk:
         self._end = end
         self.keeps_thinking = "preserve_thinking" in template.source
         self.metrics = s.CacheMetrics()
-        self._healing = s.HealingStore()
         self._ledger = s.Ledger(s.Config())
-        self._planner = s.PromptPlanner(
-            s.Config(), self.metrics, self._ledger, self._healing
-        )
+        self._planner = s.PromptPlanner(s.Config(), self.metrics, self._ledger)
 
     def draft(self, messages: list[Message], *, room: int = 1 << 30) -> s.PromptPlan:
         body = {"messages": messages, "tools": TOOLS}
@@ -1542,15 +1539,12 @@ class Desk:
         generated = s.GeneratedReply(
             ids=np.array([*ids, self._end], np.int32),
             is_cut=False,
-            session_id="",
-            finished_at=1.0,
-            block_hashes=(),
         )
         [turn] = self._template.canonicalize([message])
-        self._ledger.record(draft, reply=turn, generated=generated)
-        conversation = draft.conversation
-        contexts = s.reply_contexts(conversation.messages, conversation.session)
-        self._healing.remember(turn.original, contexts[-1])
+        place = {"session_id": "", "now": 1.0}
+        self._ledger.record(draft, reply=turn, generated=generated, **place)
+        context = draft.conversation.contexts[-1]
+        self._ledger.remember_thinking(turn.original, context, **place)
 
 
 @cache

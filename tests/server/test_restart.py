@@ -217,7 +217,7 @@ def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkey
     assert count_records(tmp_path / "disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(s.RecordFile, "_save_next", refuse_orders)
+        patch.setattr(s.RecordFile, "_save_waiting", refuse_changes)
         code, body = delete_cache(server, "?session=a")
         assert code == 500
         assert "disk is full" in body["error"]["message"]
@@ -229,7 +229,7 @@ def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkey
         assert count_records(tmp_path / "disk") == 0
 
 
-def refuse_orders(records, database):
+def refuse_changes(records, database):
     raise sqlite3.OperationalError("database or disk is full")
 
 

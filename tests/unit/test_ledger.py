@@ -18,6 +18,7 @@ import pytest
 import start_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server_fixture import wait_until
 from templates import CHATML, call, chat, said, tiny_tokenizer, tokenizer_of, tool
 from transformers import PreTrainedTokenizerFast
 
@@ -144,11 +145,8 @@ def planner(
 ) -> start_llm.PromptPlanner:
     settings = start_llm.Config(**config)
     ledger = start_llm.Ledger(settings, saved)
-    healing = start_llm.HealingStore(saved)
     ledger.load()
-    healing.load()
-    metrics = start_llm.CacheMetrics()
-    return start_llm.PromptPlanner(settings, metrics, ledger, healing)
+    return start_llm.PromptPlanner(settings, start_llm.CacheMetrics(), ledger)
 
 
 def ids_of(plan: start_llm.PromptPlan) -> list[int]:
@@ -158,10 +156,8 @@ def ids_of(plan: start_llm.PromptPlan) -> list[int]:
 def generated(
     ids: Iterable[int], *, is_cut: bool = False, **more: Any
 ) -> start_llm.GeneratedReply:
-    facts = {"session_id": "", "finished_at": 0.0, "block_hashes": (), **more}
-    return start_llm.GeneratedReply(
-        ids=np.array([*ids], np.int32), is_cut=is_cut, **facts
-    )
+    token_ids = np.array([*ids], np.int32)
+    return start_llm.GeneratedReply(ids=token_ids, is_cut=is_cut, **more)
 
 
 # -- the table of LEDGER.md ----------------------------------------------------------------
@@ -306,6 +302,8 @@ class Conversation:
             replace(plan, rendered=rendered),
             reply=reply,
             generated=generated(reply_ids[-1:], is_cut=ended is None),
+            session_id="",
+            now=0.0,
         )
         return maker.plan(self.request, template, room=PLENTY)
 
@@ -489,11 +487,11 @@ class Server:
         text = words or f"~{json.dumps(reply)}~"
         ids = [*speaker.template.encode(text), end]
 
-        record = generated(ids, session_id=session, finished_at=self.now)
-        self.planner.ledger.record(draft, reply=turn, generated=record)
-        conversation = draft.conversation
-        contexts = start_llm.reply_contexts(conversation.messages, conversation.session)
-        self.planner.healing.remember(turn.original, contexts[-1], session_id=session)
+        ledger = self.planner.ledger
+        place = {"session_id": session or draft.conversation.session, "now": self.now}
+        ledger.record(draft, reply=turn, generated=generated(ids), **place)
+        context = draft.conversation.contexts[-1]
+        ledger.remember_thinking(turn.original, context, **place)
         return [*ids_of(draft), *ids]
 
     def answer(
@@ -517,6 +515,18 @@ class Server:
 
     def n_bytes(self) -> int:
         return self.planner.ledger.snapshot()["bytes"]
+
+
+def transcripts(records: Iterable[Any]) -> list[start_llm.Transcript]:
+    return [record for record in records if isinstance(record, start_llm.Transcript)]
+
+
+def forget_transcripts(server: Server) -> None:
+    """Forget them alone: what else is remembered of replies is their thinking."""
+    ledger = server.planner.ledger
+    for key, records in list(ledger._records.items()):
+        if transcripts(records):
+            ledger._put(key, [])
 
 
 def starts_with(draft: start_llm.PromptPlan, past: Sequence[int]) -> bool:
@@ -689,7 +699,7 @@ def test_a_note_in_front_of_a_question_costs_no_reply(
         if n > 0:
             n_messages = len(draft.conversation.messages)
             assert draft.transcript
-            assert len(draft.transcript.thinking) == n_messages - 1
+            assert draft.transcript.n_messages == n_messages - 1
         server.say(draft, FINE)
         past += [memo, question, FINE] if stays else [question, FINE]
 
@@ -928,7 +938,7 @@ def test_a_request_may_end_in_a_reply(model: str) -> None:
 
     assert starts_with(draft, past)
     assert draft.transcript
-    assert len(draft.transcript.thinking) == 3
+    assert draft.transcript.n_messages == 3
     assert server.draft([SYSTEM, USER, FINE]).transcript is None
 
 
@@ -1085,7 +1095,7 @@ def test_equal_alternatives_are_one() -> None:
 PIECES = ["I have", " looked.", " It is", "\n\n", "four,", " and more"]
 
 
-def leave(server: Server, draft: start_llm.PromptPlan, **more: Any) -> list[list[int]]:
+def leave(server: Server, draft: start_llm.PromptPlan) -> list[list[int]]:
     """Record a reply of these pieces, each a delta; the tokens up to each of them."""
     encode = server.speaker.template.encode
     pieces = [encode(piece) for piece in PIECES]
@@ -1097,16 +1107,15 @@ def leave(server: Server, draft: start_llm.PromptPlan, **more: Any) -> list[list
             ends.append(start_llm.ShownEnd(len(ids), len(text)))
     thought = said("assistant", text, reasoning_content="because of it")
     [reply] = server.speaker.template.canonicalize(chat([thought]).messages)
-    record = generated(ids, is_cut=True, shown_text=text, shown_ends=ends, **more)
-    server.planner.ledger.record(draft, reply=reply, generated=record)
+    record = generated(ids, is_cut=True, shown_text=text, shown_ends=tuple(ends))
+    server.planner.ledger.record(
+        draft,
+        reply=reply,
+        generated=record,
+        session_id=draft.conversation.session,
+        now=server.now,
+    )
     return [[*ids_of(draft), *ids[: end.n_tokens]] for end in ends]
-
-
-def holds_tokens(record: start_llm.LedgerRecord, ids: list[int]) -> bool:
-    """Whether it is a transcript that begins with these tokens."""
-    if not isinstance(record, start_llm.Transcript):
-        return False
-    return record.segments[0][: len(ids)].tolist() == ids
 
 
 def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model: str) -> None:
@@ -1150,7 +1159,7 @@ def test_of_a_left_reply_nothing_is_replayed_to_a_client_with_another_text(
 def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
     server = Server()
     asked = [SYSTEM, said("user", f"{note('The user is Bob')}\nhello")]
-    leave(server, server.draft(asked, user="bob"), session_id="bob")
+    leave(server, server.draft(asked, user="bob"))
     other = [SYSTEM, said("user", f"{note('The user is Ann')}\nhello")]
     echo = [said("assistant", "I have looked."), NEXT]
     assert server.draft([*other, *echo], user="ann").transcript is None
@@ -1160,23 +1169,22 @@ def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
     assert server.n_bytes() == 0
 
 
-def test_a_left_reply_is_not_forgotten_before_what_goes_on_from_it() -> None:
-    """Its tokens are shared by all that follows, and counted in its record alone."""
-    server = Server(ledger_max_bytes=40_000)
+def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
+    """It does not need the record of the reply, which may be forgotten before."""
+    server = Server()
     asked = [SYSTEM, said("user", "a long question " * 100)]
     [prompt_and_reply, *_] = leave(server, server.draft(asked))
     messages = [*asked, said("assistant", "I have"), NEXT]
-    for n in range(3):
-        assert starts_with(server.draft(messages), prompt_and_reply)
-        server.answer(messages, said("assistant", f"reply {n}"))
-        messages += [said("assistant", f"reply {n}"), NEXT]
+    past = server.answer(messages, FINE)
+    assert past[: len(prompt_and_reply)] == prompt_and_reply
 
-    for n in range(40):
-        fill(server, n)
-        records = chain.from_iterable(server.planner.ledger._records.values())
-        holders = [r for r in records if holds_tokens(r, prompt_and_reply[:100])]
-        assert not holders or any(holder.reply.shown_ends for holder in holders)
-    assert not holders
+    ledger = server.planner.ledger
+    for key, records in list(ledger._records.items()):
+        if any(record.reply.shown_ends for record in transcripts(records)):
+            ledger._put(key, [])
+    assert not server.draft(messages).transcript
+    assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+    assert server.n_bytes() == counted(ledger)
 
 
 def test_a_left_reply_that_is_replayed_stays_young() -> None:
@@ -1216,7 +1224,7 @@ def test_a_reply_whose_end_was_trimmed_is_replayed(model: str) -> None:
     echoed = [SYSTEM, USER, said("assistant", "All done."), NEXT]
     assert starts_with(server.draft(echoed), past)
 
-    server.planner.ledger.forget(None)
+    forget_transcripts(server)
     whole_reply = said("assistant", "All done.", reasoning_content="why")
     cold = Server(model).draft([SYSTEM, USER, whole_reply, NEXT])
     assert ids_of(server.draft(echoed)) == ids_of(cold)
@@ -1232,7 +1240,7 @@ def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
     draft = server.draft([*messages, changed, said("user", "go on")])
     assert starts_with(draft, first)
     assert draft.transcript
-    assert len(draft.transcript.thinking) == 3
+    assert draft.transcript.n_messages == 3
 
     invented = server.draft([SYSTEM, USER, changed, NEXT])
     assert invented.transcript is None
@@ -1261,10 +1269,7 @@ def test_thinking_outlives_the_past_it_was_part_of() -> None:
     """What is rendered again for want of a past is healed, where the template prints it."""
     server = Server()
     server.answer([SYSTEM, USER], THOUGHT)
-    ledger = server.planner.ledger
-    for key in [*ledger._records]:
-        if ledger._find_transcripts(key):
-            ledger._put(key, [])
+    forget_transcripts(server)
     draft = server.draft(SECOND_REQUEST)
     assert draft.transcript is None
     assert "because of it" in server.text(draft)
@@ -1333,7 +1338,7 @@ def test_a_transcript_that_may_not_be_shown_is_not_used() -> None:
     server.now = 90.0
     assert server.draft(SECOND_REQUEST).refusal == "thinking is not preserved"
     records = chain.from_iterable(server.planner.ledger._records.values())
-    uses = [r.last_used for r in records if isinstance(r, start_llm.Transcript)]
+    uses = [record.last_used for record in transcripts(records)]
     assert uses == [0.0]
 
 
@@ -1341,7 +1346,7 @@ def test_thinking_that_was_put_back_is_in_the_transcript() -> None:
     """The prompt has it, so a client that sends it after all may have it replayed."""
     server = Server("demo/tiny")
     server.answer([SYSTEM, USER], THOUGHT)
-    server.planner.ledger.forget(None)
+    forget_transcripts(server)
     past = server.answer(SECOND_REQUEST, said("assistant", "done"))
     assert "because of it" in server.speaker.text(past)
 
@@ -1355,7 +1360,7 @@ def test_thinking_that_was_put_back_is_not_preserved_either() -> None:
     server = Server("demo/tiny", preserve_thinking=False)
     thinks = asks("x", reasoning_content="why I look")
     server.answer([SYSTEM, USER], thinks, tools=TOOLS)
-    server.planner.ledger.forget(None)
+    forget_transcripts(server)
     messages = [SYSTEM, USER, asks("x"), result("r")]
     past = server.answer(messages, FINE, tools=TOOLS)
     assert "why I look" in server.speaker.text(past)
@@ -2170,12 +2175,9 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
 
 
 def counted(book: start_llm.Ledger) -> int:
-    n_bytes = 0
-    parts = {}
-    for record in chain.from_iterable(book._records.values()):
-        n_bytes += record.nbytes
-        parts.update({id(part): part for part in record.shared_parts()})
-    return n_bytes + sum(map(sys.getsizeof, parts.values()))
+    found = chain.from_iterable(book._records.values())
+    held = chain.from_iterable(record.lineage() for record in found)
+    return sum(record.nbytes for record in {*held})
 
 
 def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
@@ -2217,13 +2219,10 @@ def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
         draft = server.draft([*base, FINE, said("user", f"go on {n}")])
         server.say(draft, said("assistant", f"done {n}"))
 
-    parts = {}
-    for record in chain.from_iterable(server.planner.ledger._records.values()):
-        for segment in getattr(record, "segments", ()):
-            owner = segment if segment.base is None else segment.base
-            parts[id(owner)] = owner.nbytes
-    assert len(parts) > 24
-    assert sum(parts.values()) < server.n_bytes()
+    found = transcripts(chain.from_iterable(server.planner.ledger._records.values()))
+    held = {*chain.from_iterable(record.transcripts() for record in found)}
+    assert len(held) > len(found) == 4 + 12
+    assert sum(record.prompt_ids.nbytes for record in held) < server.n_bytes()
     server.planner.ledger.forget("")
     assert server.n_bytes() == 0
 
@@ -2244,14 +2243,11 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
-        pasts = chain.from_iterable(server.planner.ledger._records.values())
-        segment_lists = [past.segments for past in pasts]
-        own_segments = {id(own) for parts in segment_lists for own in parts[-2:]}
-        for segments in segment_lists:
-            assert own_segments.issuperset(map(id, segments))
+        found = {*chain.from_iterable(server.planner.ledger._records.values())}
+        assert all(found.issuperset(record.lineage()) for record in found)
 
 
-EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "bytes": 0}
+EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "healing": 0, "bytes": 0}
 
 
 def test_one_past_that_is_too_large_is_not_kept() -> None:
@@ -2436,7 +2432,7 @@ def test_ledger_is_the_same_after_a_restart_between_any_two_turns(
     after = server.planner.ledger.snapshot()
     assert after["bytes"] == counted(server.planner.ledger)
     assert after == {**before, "bytes": after["bytes"]}
-    # numpy views of one saved text are counted without the object around it.
+    # Objects that two records shared are each their own now.
     assert after["bytes"] == pytest.approx(before["bytes"], rel=0.2)
 
 
@@ -2444,11 +2440,12 @@ def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path: Path) -
     server = Server()
     server.restart(tmp_path / "records")
     server.answer([SYSTEM, USER], FINE)
+    server.now = 50.0
     assert server.draft([SYSTEM, USER, FINE, NEXT]).transcript
 
     assert server.records
-    ((_, saved),) = server.records.of_tenant("").load("ledger")
-    assert start_llm.time.monotonic() - saved.last_used < 60.0  # it was recorded at 0.0
+    (saved,) = server.records.of_tenant("").load()
+    assert saved.last_used == pytest.approx(50.0, abs=1.0)
 
 
 def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None:
@@ -2459,7 +2456,6 @@ def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None
         reply = said("assistant", f"told {session}", reasoning_content=f"hm {session}")
         server.answer(words, reply, session=session)
     server.planner.ledger.forget("a")
-    server.planner.healing.forget("a")
     assert server.records.flush(60.0)
 
     saved = b"".join(path.read_bytes() for path in tmp_path.iterdir())
@@ -2467,6 +2463,81 @@ def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None
     assert b"hm a" not in saved
     server.restart(tmp_path / "records")
     assert server.planner.ledger.snapshot()["transcripts"] == 1
+
+
+def test_a_row_has_only_what_is_new(tmp_path: Path) -> None:
+    server = Server()
+    server.restart(tmp_path / "records")
+    fill(server, 0, turns=60)
+
+    assert server.records
+    sizes = [len(row.value) for row in server.records.of_tenant("").load()]
+    assert len(sizes) == 60
+    assert sizes[-1] < 2 * sizes[5]
+
+
+def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path: Path) -> None:
+    """Its tokens stay for that session; it is not found, and has no name any more."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    asked = [SYSTEM, said("user", "of somebody")]
+    server.answer(asked, asks("x"), user="the first")
+    messages = [*asked, asks("x"), result("r")]
+    past = server.answer(messages, FINE, user="the second")
+    assert starts_with(server.draft([*messages, FINE, NEXT], user="the second"), past)
+
+    server.planner.ledger.forget("the first")
+    assert server.records and server.records.flush(60.0)
+    saved = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"the first" not in saved
+    for _ in range(2):
+        assert server.n_bytes() == counted(server.planner.ledger)
+        assert server.planner.ledger.snapshot()["transcripts"] == 1
+        again = server.draft([*messages, FINE, NEXT], user="the second")
+        assert starts_with(again, past)
+        assert not server.draft(messages, user="the second").transcript
+        server.restart(tmp_path / "records")
+
+    server.planner.ledger.forget("the second")
+    assert server.n_bytes() == 0
+    assert server.records.of_tenant("").load() == []
+
+
+@pytest.mark.parametrize("by_whom", ["here", "somebody"])
+def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
+    tmp_path: Path, by_whom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_llm, "_RETRY_SECONDS", 0.01)
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = fill(server, 0)
+    assert server.records and server.records.flush(60.0)
+    if by_whom == "here":
+        server.records.erase(60.0)
+    else:
+        (tmp_path / "records").unlink()
+        server.draft(messages)  # is not saved
+        wait_until(lambda: server.records.number > 1)
+    past = server.answer(messages, FINE)
+    wait_until(lambda: not server.records.failure)
+
+    server.restart(tmp_path / "records")
+    assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+
+
+def test_a_conversation_of_any_length_is_let_go() -> None:
+    """Its records hold each other, one after the other."""
+    server = Server()
+    ledger = server.planner.ledger
+    record: Any = None
+    for _ in range(50_000):
+        record = start_llm.Alias(parent=record)
+    ledger._put(b"key", [record])
+    assert server.n_bytes() == counted(ledger) > 50_000
+
+    ledger.forget(None)
+    assert server.n_bytes() == 0
+    del record
 
 
 def test_eight_clients_share_a_ledger() -> None:

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -245,7 +244,27 @@ def test_each_word_call_and_order_names_a_reply() -> None:
     assert len(digests) == len(different)
 
 
-# -- the store ----------------------------------------------------------------------
+# -- what is remembered -------------------------------------------------------------
+
+
+class Store:
+    """A ledger, of which only thinking is asked, and a clock."""
+
+    def __init__(
+        self, saved: start_llm.TenantRecords | None = None, **config: Any
+    ) -> None:
+        self.ledger = start_llm.Ledger(start_llm.Config(**config), saved)
+        self.ledger.load()
+
+    def remember(self, answer: dict, context: Any, *, session_id: str = "") -> None:
+        now = start_llm.time.monotonic()
+        self.ledger.remember_thinking(answer, context, session_id=session_id, now=now)
+
+    def find_thinking(self, answer: dict, context: Any) -> str:
+        return self.ledger.find_thinking(answer, context)
+
+    def __len__(self) -> int:
+        return self.ledger.snapshot()["healing"]
 
 
 @given(
@@ -257,41 +276,38 @@ def test_each_word_call_and_order_names_a_reply() -> None:
 def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
     """Against a plain LRU: remembering a reply and asking for it are both uses."""
     oracle: OrderedDict[int, str] = OrderedDict()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_llm.HealingStore, "CAP", 4)
-        store = start_llm.HealingStore()
-        for n_steps, (step, n) in enumerate(steps):
-            if step == "keep":
-                oracle[n] = f"thought {n_steps}"
-                store.remember(reply(f"r{n}", thought=oracle[n]), ASKED)
-            assert store.find_thinking(reply(f"r{n}"), ASKED) == oracle.get(n, "")
+    store = Store()
+    store.remember(reply("r", thought="thought 00"), (b"one context",))
+    n_bytes = store.ledger.nbytes
+    store = Store(ledger_max_bytes=4 * n_bytes)
+    for n_steps, (step, n) in enumerate(steps):
+        if step == "keep":
+            oracle[n] = f"thought {n_steps:02}"
+            thought = reply(f"r{n}", thought=oracle[n])
+            store.remember(thought, (b"one context",))
+        # By its context alone: the signature is a key that nobody asks for.
+        found = store.find_thinking(reply(f"r{n}"), (b"one context",))
+        assert found in ("", oracle.get(n))
 
-            if n in oracle:
-                oracle.move_to_end(n)
-            while len(oracle) > 4:
-                oracle.popitem(last=False)
-            assert len(store) == len(oracle)
-
-
-def test_the_store_holds_four_thousand_names() -> None:
-    store = start_llm.HealingStore()
-    for n in range(4005):
-        store.remember(reply(f"r{n}", thought=f"t{n}"), ASKED)
-    assert len(store) == store.CAP == 4000
-    assert store.find_thinking(reply("r4"), ASKED) == ""
-    assert store.find_thinking(reply("r5"), ASKED) == "t5"
+        if found:
+            oracle.move_to_end(n)
+        newest = list(oracle)[-2:]
+        assert all(
+            store.find_thinking(reply(f"r{m}"), (b"one context",)) == oracle[m]
+            for m in newest
+        )
+        assert store.ledger.nbytes <= 4 * n_bytes
 
 
 def test_a_reply_without_thinking_is_not_kept() -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(reply("x"), ASKED)
     store.remember(reply("y", reasoning_content=""), ASKED)
     assert len(store) == 0
 
 
-def test_many_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm.HealingStore, "CAP", 50)
-    store = start_llm.HealingStore()
+def test_many_threads_share_a_store() -> None:
+    store = Store(ledger_max_bytes=100_000)
 
     def work(seed: int) -> bool:
         for n in range(300):
@@ -299,57 +315,41 @@ def test_many_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
             store.remember(reply(name, thought=f"of {name}"), ASKED)
             if store.find_thinking(reply(name), ASKED) not in {"", f"of {name}"}:
                 return False
+            if n % 90 == 89:
+                store.ledger.forget(None)
         return True
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(1, 9)))
-    assert len(store) == 50
+    assert 0 < store.ledger.nbytes <= 100_000
+    store.ledger.forget(None)
+    assert store.ledger.nbytes == len(store) == 0
 
 
-def test_the_thinking_used_least_recently_goes_where_there_is_too_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(start_llm.HealingStore, "MAX_BYTES", 10_000)
-    store = start_llm.HealingStore()
-    for n in range(30):
-        for _ in range(3):  # the same again counts once
-            store.remember(reply(f"r{n}", thought=f"{n} " * 300), ASKED)
-        assert store.find_thinking(reply("r0"), ASKED)  # keeps it in use
-        assert store._nbytes <= 10_000
-    assert store.find_thinking(reply("r29"), ASKED)
-    assert not store.find_thinking(reply("r1"), ASKED)
-    assert len(store) > 5
+def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone() -> None:
+    text = "a long thought " * 1_000
+    context = start_llm.ReplyContext(b"all messages", b"the last one")
+    store = Store(ledger_ttl_seconds=0.0)
+    for _ in range(3):  # the same again counts once
+        store.remember(reply("x", thought=text), context)
+    assert len(text) < store.ledger.nbytes < 1.5 * len(text)
+    assert len(store) == 1
 
-
-def test_threads_leave_the_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm.HealingStore, "MAX_BYTES", 30_000)
-    store = start_llm.HealingStore()
-
-    def work(seed: int) -> None:
-        for n in range(300):
-            thought = f"of {n} " * (seed * 7)
-            store.remember(reply(f"r{n % 40}", thought=thought), ASKED)
-            if n % 90 == 89:
-                store.forget(None)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(1, 9)))
-    thoughts = [
-        thought for by_key in store._thoughts.values() for thought in by_key.values()
-    ]
-    unique = {id(thought.thinking): thought.thinking for thought in thoughts}
-    assert store._nbytes == sum(map(sys.getsizeof, unique.values())) <= 30_000
-    store.forget(None)
-    assert store._nbytes == len(store) == 0
+    store.ledger.drop_oldest()
+    store.ledger.drop_oldest()
+    assert store.ledger.nbytes > len(text)
+    assert store.find_thinking(reply("x"), context) == text
+    store.ledger.drop_oldest()
+    assert store.ledger.nbytes == len(store) == 0
 
 
 def test_the_thinking_of_a_session_is_forgotten_with_it() -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     for session_id in ("one", "two"):
         answer = reply(session_id, thought=f"of {session_id}")
         store.remember(answer, ASKED, session_id=session_id)
 
-    store.forget("one")
+    store.ledger.forget("one")
     signature = start_llm.thinking_signature("of one")
     assert store.find_thinking(reply("one", thought_id=signature), ASKED) == ""
     assert store.find_thinking(reply("two"), ASKED) == "of two"
@@ -379,17 +379,19 @@ def as_parsed(message: dict) -> dict:
     ],
 )
 def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
-    [healed] = start_llm.heal_messages([as_parsed(echo)], store, contexts=[ASKED])
+    [healed] = start_llm.heal_messages(
+        [as_parsed(echo)], store.find_thinking, contexts=[ASKED]
+    )
     assert healed == reply("so it is", thought="because")
 
 
 def test_a_call_without_words_is_healed_through_its_arguments() -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(reply("", '{"n": 2.0, "1": "\\u00e9"}', thought="because"), ASKED)
     echo = reply("", '{"1":"é","n":2}')
-    [healed] = start_llm.heal_messages([echo], store, contexts=[ASKED])
+    [healed] = start_llm.heal_messages([echo], store.find_thinking, contexts=[ASKED])
     assert healed["reasoning_content"] == "because"
     assert healed["tool_calls"] == echo["tool_calls"]
 
@@ -402,16 +404,18 @@ def test_a_call_without_words_is_healed_through_its_arguments() -> None:
     ],
 )
 def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
-    [healed] = start_llm.heal_messages([as_parsed(echo)], store, contexts=[ASKED])
+    [healed] = start_llm.heal_messages(
+        [as_parsed(echo)], store.find_thinking, contexts=[ASKED]
+    )
     assert healed["reasoning_content"] == "I say otherwise"
 
 
 def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since() -> (
     None
 ):
-    store = start_llm.HealingStore()
+    store = Store()
     for thought in ("the sky is blue", "two is even"):
         store.remember(reply("yes", thought=thought), ASKED)
     name = start_llm.thinking_signature("the sky is blue")
@@ -424,14 +428,16 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
 
 def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
     """A client's own examples are full of "yes"; no thought of ours led to them."""
-    store = start_llm.HealingStore()
+    store = Store()
     thoughts = {b"is the sky blue?": "it is day", b"is two even?": "two halves"}
     for question, thought in thoughts.items():
         store.remember(reply("yes", thought=thought), (question,))
 
     questions = (b"", b"is the sky blue?", b"are you there?", b"is two even?")
     contexts = [(question,) for question in questions]
-    healed = start_llm.heal_messages([reply("yes")] * 4, store, contexts=contexts)
+    healed = start_llm.heal_messages(
+        [reply("yes")] * 4, store.find_thinking, contexts=contexts
+    )
 
     assert [m.get("reasoning_content") for m in healed] == [
         None,
@@ -444,7 +450,7 @@ def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
 def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_since() -> (
     None
 ):
-    store = start_llm.HealingStore()
+    store = Store()
     for conversation in (b"Ann's", b"Bob's"):
         store.remember(
             reply("hello", thought=f"{conversation!r} greets"), (conversation, b"hi")
@@ -458,7 +464,7 @@ def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_si
 @pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, None])
 def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
     """Fields that a client adds come as they are."""
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(
         {"role": "assistant", "content": "x", "reasoning_content": "t"}, [b""]
     )
@@ -467,7 +473,7 @@ def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
 
 
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
-    store = start_llm.HealingStore()
+    store = Store()
     store.remember(reply("same words", thought="because"), ASKED)
     messages = [
         said("system", "same words"),
@@ -477,7 +483,9 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
         reply("other words"),
     ]
     messages_before = copy.deepcopy(messages)
-    healed = [*start_llm.heal_messages(messages, store, contexts=[ASKED] * 5)]
+    healed = [
+        *start_llm.heal_messages(messages, store.find_thinking, contexts=[ASKED] * 5)
+    ]
 
     assert messages == messages_before
     assert [m.get("reasoning_content") for m in healed] == [
@@ -497,13 +505,13 @@ def test_thinking_that_was_not_used_for_too_long_is_dropped(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
-    store = start_llm.HealingStore(ttl_seconds=100.0)
+    store = Store(ledger_ttl_seconds=100.0)
     store.remember(reply("old", thought="old thought"), ASKED)
     store.remember(reply("used", thought="used thought"), ASKED)
     now[0] += 80.0
     assert store.find_thinking(reply("used"), ASKED) == "used thought"
     now[0] += 80.0
-    store.expire(now[0])
+    store.ledger.expire(now[0])
 
     assert store.find_thinking(reply("old"), ASKED) == ""
     assert store.find_thinking(reply("used"), ASKED) == "used thought"
@@ -514,14 +522,14 @@ def test_thinking_in_use_keeps_no_other_that_is_not(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
-    store = start_llm.HealingStore(ttl_seconds=100.0)
+    store = Store(ledger_ttl_seconds=100.0)
     contexts = start_llm.ReplyContext(b"all messages", b"the last one")
     store.remember(reply("used", thought="used thought"), contexts)
     store.remember(reply("old", thought="old thought"), contexts)
     now[0] += 80.0
     assert store.find_thinking(reply("used"), contexts) == "used thought"
     now[0] += 80.0
-    store.expire(now[0])
+    store.ledger.expire(now[0])
 
     assert store.find_thinking(reply("old"), contexts) == ""
     assert store.find_thinking(reply("used"), contexts) == "used thought"
@@ -530,13 +538,12 @@ def test_thinking_in_use_keeps_no_other_that_is_not(
 def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
     tmp_path: Path,
 ) -> None:
-    """Each key has its session, and the text that both have is counted once."""
+    """Each has its own record, under the same signature only the last one."""
     sessions = ("one", "two")
     for has_restarted in (False, True):
         file = start_llm.RecordFile()
         file.open(tmp_path / "records", ttl_seconds=0.0)
-        store = start_llm.HealingStore(file.of_tenant(""))
-        store.load()
+        store = Store(file.of_tenant(""))
         if not has_restarted:
             for name in sessions:
                 store.remember(
@@ -544,8 +551,7 @@ def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
                 )
             assert file.flush(60.0)
 
-    assert store._nbytes == sys.getsizeof("42")
-    store.forget("two")
+    store.ledger.forget("two")
     assert [
         store.find_thinking(reply(name), (name.encode(),)) for name in sessions
     ] == [
