@@ -171,7 +171,8 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
 def has_begun(repo: str) -> bool:
     """Whether something of a repository is in the local cache."""
     with suppress(ValueError):  # no name of a repository
-        return bool(huggingface_hub.try_to_load_from_cache(repo, "config.json"))
+        cached = huggingface_hub.try_to_load_from_cache(repo, "config.json")
+        return isinstance(cached, str)  # else it is not there, or known not to exist
     return False
 
 
