@@ -484,21 +484,10 @@ from transformers import PreTrainedTokenizerBase
 # region ERRORS ================================================================
 # What can go wrong while a request is answered; each error knows its HTTP status.
 #
-#     class               status    type                   code
-#     ServerError         500       server_error           -
-#       GenerationFailed  500       server_error           generation_failed
-#       NotReady          503       server_error           model_not_ready
-#       Draining          503       server_error           draining
-#       Overloaded        503       server_error           queue_full
-#       BadRequest        400       invalid_request_error  -
-#         ContextTooLong  400       invalid_request_error  context_length_exceeded
-#         NotServed       4xx, 501  invalid_request_error  given where it is raised
-#     ClientGone          none: nobody is left to read an answer
-#
-# For example BadRequest("should be a text", field="messages[3].content") is sent as
+# For example BadRequest("needs text", field="messages[3].content") is sent as
 #
 #     status   400
-#     message  "messages[3].content: should be a text"
+#     message  "messages[3].content: needs text"
 #     type     "invalid_request_error"
 #     param    "messages[3].content"
 #
