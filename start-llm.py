@@ -3147,7 +3147,8 @@ def _translate_block(
             return [_text_part(f"<tool>\n{definition}\n</tool>")]
         case {"type": str(kind)}:
             quote = f"{kind!r:.60}"
-            sentence = f"a block of type {quote} cannot be read here, or a field of it is wrong"
+            fault = "cannot be read here, or a field of it is wrong"
+            sentence = f"a block of type {quote} {fault}"
             raise BadRequest(sentence, field=field, quote=quote)
         case _:
             raise BadRequest("should be an object with a type", field=field)
