@@ -3619,10 +3619,10 @@ def _put_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
 
 
-# -- what is slow to unpack -------------------------------------------------------------
-# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG, which
-# is a pass over its pixels, or a text or profile of a PNG, which unpacks to a megabyte.
-# So they are counted before Pillow sees the file.
+# -- what is slow to unpack ------------------------------------------------------------
+# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG is a
+# pass over its pixels, a text or a profile of a PNG unpacks to a megabyte. So they are
+# counted before Pillow sees the file.
 
 _MAX_SLOW_PARTS: Final = 64  # progressive JPEGs have 6 to 30 scans
 _SLOW_CHUNKS: Final = re.compile(rb"zTXt|iTXt|iCCP")  # of a PNG
@@ -24770,7 +24770,7 @@ class ReplyRecorder:
         }
 
     def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
-        """A line for people. Of a failed one HTTP SERVER logs the error, as its line."""
+        """A line for people. Of a failed request HTTP SERVER logs the error."""
         if facts["finish"] != "failed":
             client = self._origin.client
             logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
