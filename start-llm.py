@@ -489,21 +489,10 @@ from transformers import PreTrainedTokenizerBase
 # region ERRORS ================================================================
 # What can go wrong while a request is answered; each error knows its HTTP status.
 #
-#     class               status    type                   code
-#     ServerError         500       server_error           -
-#       GenerationFailed  500       server_error           generation_failed
-#       NotReady          503       server_error           model_not_ready
-#       Draining          503       server_error           draining
-#       Overloaded        503       server_error           queue_full
-#       BadRequest        400       invalid_request_error  -
-#         ContextTooLong  400       invalid_request_error  context_length_exceeded
-#         NotServed       4xx, 501  invalid_request_error  given where it is raised
-#     ClientGone          none: nobody is left to read an answer
-#
-# For example BadRequest("should be a text", field="messages[3].content") is sent as
+# For example BadRequest("needs text", field="messages[3].content") is sent as
 #
 #     status   400
-#     message  "messages[3].content: should be a text"
+#     message  "messages[3].content: needs text"
 #     type     "invalid_request_error"
 #     param    "messages[3].content"
 #
@@ -3192,7 +3181,8 @@ def _translate_block(
             return [_text_part(f"<tool>\n{definition}\n</tool>")]
         case {"type": str(kind)}:
             quote = f"{kind!r:.60}"
-            sentence = f"a block of type {quote} cannot be read here, or a field of it is wrong"
+            fault = "cannot be read here, or a field of it is wrong"
+            sentence = f"a block of type {quote} {fault}"
             raise BadRequest(sentence, field=field, quote=quote)
         case _:
             raise BadRequest("should be an object with a type", field=field)
@@ -3663,10 +3653,10 @@ def _put_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
 
 
-# -- what is slow to unpack -------------------------------------------------------------
-# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG, which
-# is a pass over its pixels, or a text or profile of a PNG, which unpacks to a megabyte.
-# So they are counted before Pillow sees the file.
+# -- what is slow to unpack ------------------------------------------------------------
+# why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG is a
+# pass over its pixels, a text or a profile of a PNG unpacks to a megabyte. So they are
+# counted before Pillow sees the file.
 
 _MAX_SLOW_PARTS: Final = 64  # progressive JPEGs have 6 to 30 scans
 _SLOW_CHUNKS: Final = re.compile(rb"zTXt|iTXt|iCCP")  # of a PNG
