@@ -602,8 +602,8 @@ class ContextTooLong(BadRequest):
 class NotServed(BadRequest):
     """Refused for its path, headers, size or model name, each with its own status.
 
-    401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
-    too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
+    401 key, 403 host or web page, 404 path or model, 405 method, 413 a body that is
+    too large, 415 its encoding, 501 its transfer coding.
     """
 
     def __init__(
