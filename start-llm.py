@@ -598,8 +598,8 @@ class ContextTooLong(BadRequest):
 class NotServed(BadRequest):
     """Refused for its path, headers, size or model name, each with its own status.
 
-    401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
-    too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
+    401 key, 403 host or web page, 404 path or model, 405 method, 413 a body that is
+    too large, 415 its encoding, 501 its transfer coding.
     """
 
     def __init__(
@@ -26002,11 +26002,7 @@ def _serve(
         accept.start()
     _print_line(f"start-llm {VERSION}: loading {state.config.model_path} ...")
     state.engine.start()
-    is_warming_up = False
-    while state.engine.state == "loading" and not stop.wait(0.1):
-        if state.engine.warm_up is not None and not is_warming_up:
-            is_warming_up = True
-            _print_line("warming up: kernels are compiled, minutes the first time ...")
+    _wait_until_loaded(state, stop)
 
     is_loaded = state.engine.state == "ready"
     with ExitStack() as running:
@@ -26036,6 +26032,15 @@ def _serve(
 def _drain_on_signal(state: ServerState, _number: int, _frame: object) -> None:
     """SIGUSR1 is POST /v1/drain."""
     state.engine.is_draining = True
+
+
+def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
+    """Return when the model can be used, or cannot, or `stop` is set."""
+    is_warming_up = False
+    while state.engine.state == "loading" and not stop.wait(0.1):
+        if state.engine.warm_up is not None and not is_warming_up:
+            is_warming_up = True
+            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
 
 def _write_banner(state: ServerState) -> str:

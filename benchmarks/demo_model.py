@@ -14,7 +14,7 @@ generated at temperature 0 after the right past.
     no tool       of the questions that need none: answered without a call, and as expected
     title         of the wishes for a title: the expected one
 
-With `LD_PRELOAD` of the OpenBLAS that install_and_run.py makes (`libopenblas-for-mlx.so` in .venv)
+With `LD_PRELOAD` of the OpenBLAS that install_and_run.py makes (`libopenblas-tried.so` in .venv)
 it is about ten times faster on Linux.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import start_llm as s
+from http_client import listening, status
 from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
 from status_client import ask, post, words
 from tiny_models import DENSE, TOOLS, tiny_model
@@ -649,6 +650,19 @@ def test_a_tenant_comes_into_being_when_it_first_asks(folder):
         send(served, "anna", plain(words(10), user="u"))
         send(served, "anna", plain(words(10), user="v", top_p=7), expected=400)
         assert len(tenants.states()) == 5
+
+
+def test_a_tenant_that_only_asks_is_read_from_the_disk_once(monkeypatch):
+    loads = []
+
+    def note_load(stores: s.TenantStores) -> None:
+        loads.append(stores)
+
+    monkeypatch.setattr(s.TenantStores, "load", note_load)
+    with listening(**TWO_KEYS) as port:
+        for _ in range(3):
+            assert status(port, x_api_key="anna") == 200
+    assert len(loads) == 1
 
 
 def test_ledgers_of_all_tenants_share_their_bytes(folder):
