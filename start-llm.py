@@ -7538,11 +7538,16 @@ class Splice(NamedTuple):
         past = [shape(message) for message in past_messages[:-1]]
         text = self._render_after_nonce([*past, reply, *new_messages])
 
-        # The first end token is the template's own: those of a client are broken. If it
-        # stands after the words of a new message, the reply has none.
+        # The first end token is the template's own: those of a client are broken. If a
+        # new message ends with it, the reply has none. (Words of a letter or two may
+        # stand in the closing, too.)
         end = self.template.find_end_token(text)
-        words_start = text.find(new_messages[0]["content"])
-        if end is None or 0 < words_start < end.start():
+        words = new_messages[0]["content"].strip()
+        if end is not None:
+            is_in_closing = words in text[: end.start()]
+            if is_in_closing and words not in text[end.end() :]:
+                end = None
+        if end is None:
             if "tool_calls" in reply:
                 raise SpliceRefused("closer")
             return _Suffix("", text)
