@@ -6198,9 +6198,10 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     # or print the text of a reply after the results of its calls. why(L-200): results
     # are looked for near `end`, then after what precedes all of them.
     start = 0
-    # why(L-113): a form that is nowhere is searched for in all that follows, so the one
-    # in which the last text of this kind was printed comes first.
-    kinds_in_json: set[str] = set()
+    # A text is printed as it is or as in JSON. why(L-113): to look for a form that is
+    # nowhere is to search all that follows, so the form of the last text of its kind
+    # comes first. Most templates print arguments as JSON.
+    is_json = {"tool-call arguments": True}
     for message in messages:
         if message["role"] != "tool":
             start = end
@@ -6209,20 +6210,21 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
                 continue  # each time, all of the text would be searched
             plain = words.strip()
             in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
-            forms = [in_json, plain] if kind in kinds_in_json else [plain, in_json]
+            forms = [in_json, plain] if is_json.get(kind) else [plain, in_json]
             near = max(start, end - _NEAR_CHARACTERS)
             words_end = _find_end(forms, text, starts=(near, start))
             if words_end < 0:
                 losses.append(kind)
-            elif not text.endswith(plain, 0, words_end):
-                kinds_in_json.add(kind)
+            elif plain != in_json:
+                is_json[kind] = not text.endswith(plain, 0, words_end)
             end = max(end, words_end)
     return losses
 
 
 def _find_end(forms: Iterable[str], text: str, *, starts: Iterable[int]) -> int:
-    """Where words end in one of these forms, after the first of `starts` after which
-    they are found; -1: after none.
+    """Where words end, in the first of these forms that is found; -1: none is.
+
+    They are looked for from the first of `starts` on, then from the next.
     """
     for start in starts:
         for form in forms:
@@ -6757,11 +6759,16 @@ class Splice(NamedTuple):
         past = [shape(message) for message in past_messages[:-1]]
         text = self._render_after_nonce([*past, reply, *new_messages])
 
-        # The first end token is the template's own: those of a client are broken. If it
-        # stands after the words of a new message, the reply has none.
+        # The first end token is the template's own: those of a client are broken. If a
+        # new message ends with it, the reply has none. (Words of a letter or two may
+        # stand in the closing, too.)
         end = self.template.find_end_token(text)
-        words_start = text.find(new_messages[0]["content"])
-        if end is None or 0 < words_start < end.start():
+        words = new_messages[0]["content"].strip()
+        if end is not None:
+            is_in_closing = words in text[: end.start()]
+            if is_in_closing and words not in text[end.end() :]:
+                end = None
+        if end is None:
             if "tool_calls" in reply:
                 raise SpliceRefused("closer")
             return _Suffix("", text)

@@ -313,7 +313,6 @@ def test_the_first_difference_is_named_with_both_texts(served):
         assert cause["role"] == roles[place]
         assert "EDITED" in cause["is"]
         assert "EDITED" not in cause["was"]
-        assert cause["rule"] is None
         assert f"message {place}" in cause["sentence"]
 
 

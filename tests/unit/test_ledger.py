@@ -759,6 +759,29 @@ def test_an_argument_is_looked_for_before_what_repeats_it() -> None:
     assert not start_llm._find_losses(messages, text)
 
 
+def test_results_may_stand_before_the_text_of_their_reply() -> None:
+    """gemma-4 prints them so (L-200); what is nowhere is lost all the same."""
+    messages = [asks("x", content="I look."), result("found it"), said("user", "on")]
+    messages[0]["tool_calls"][0]["function"] = {"name": "look", "arguments": {"q": "x"}}
+    assert not start_llm._find_losses(messages, "found it I look. look x on")
+    assert start_llm._find_losses(messages, "I look. look x on") == ["tool messages"]
+
+
+def test_new_messages_that_cannot_fit_are_neither_spliced_nor_tokenized() -> None:
+    """Replies are not counted before they are rendered (L-129)."""
+    server = Server()
+    server.answer([SYSTEM, USER], FINE)
+    foreign_reply = said("assistant", "word " * 5_000)
+    request = chat([SYSTEM, USER, FINE, NEXT, foreign_reply, NEXT])
+    limited = replace(request, max_prompt_characters=10_000)
+
+    plan = server.planner.plan(limited, server.speaker.template, room=PLENTY)
+
+    assert plan.refusal == "too long"
+    assert plan.rendered.n_tokens > 5_000
+    assert not plan.rendered.ids.size
+
+
 def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     """Ann and Bob begin with the same words and get the same reply (L-85)."""
     server = Server()

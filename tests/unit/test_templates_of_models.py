@@ -47,6 +47,7 @@ def test_no_request_of_an_agent_is_refused_or_loses_a_text(
     """All bodies of all agents with all efforts; Gemma 3 has no place for tools."""
     template = template_of(name)
     assert template.traits.has_tools is (name != "gemma-3")
+    caplog.clear()
     n_bodies = 0
     with caplog.at_level(logging.WARNING, "start-llm"):
         for label, api, body in all_bodies():
