@@ -7945,11 +7945,6 @@ class Conversation(NamedTuple):
         return self.prefix_keys[0]
 
     @property
-    def head_key(self) -> bytes:
-        """Of its head: the system messages that it begins with."""
-        return self.prefix_keys[self.n_system]
-
-    @property
     def n_system(self) -> int:
         """How many system messages it begins with."""
         n_system = 0
@@ -8587,8 +8582,9 @@ class Ledger:
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
+        head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
-        key = _digest(conversation.head_key, tuple(head.stated.pinned))
+        key = _digest(head_key, tuple(head.stated.pinned))
         # why(L-106): so is one with other private values or notes, but in its session.
         start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
         session_key = b""
@@ -24867,55 +24863,56 @@ class ReplyRecorder:
             return
         # A client that got the calls would send them back: this one left before them.
         text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
-        generated = replace(
-            self._generated_reply(ending, is_cut=True),
+        self._record_tokens(
+            ending,
+            self._canonical_reply(text_alone),
+            is_cut=True,
             shown_text=text_alone["content"],
-            shown_ends=tuple(ending.shown_ends),
-        )
-        self._state.stores.ledger.record(
-            self._prepared.plan,
-            reply=self._canonical_reply(text_alone),
-            generated=generated,
-            session_id=self._prepared.session_id,
-            now=time.monotonic(),
         )
 
     def _record_reply(self, ending: ReplyEnding, recording: Recording) -> None:
         """Record the reply in the ledger, and its thinking."""
         if not recording.in_ledger and not recording.has_thinking:
             return
-        ledger = self._state.stores.ledger
-        plan = self._prepared.plan
-        session_id = self._prepared.session_id
-        now = time.monotonic()
         reply = self._canonical_reply(ending.message)
         if recording.in_ledger:
-            ledger.record(
-                plan,
-                reply=reply,
-                generated=self._generated_reply(
-                    ending, is_cut=not ending.has_end_token
-                ),
-                session_id=session_id,
-                now=now,
-            )
+            self._record_tokens(ending, reply, is_cut=not ending.has_end_token)
         if recording.has_thinking:
-            context = plan.conversation.contexts[-1]
-            ledger.remember_thinking(
-                reply.original, context, session_id=session_id, now=now
+            self._state.stores.ledger.remember_thinking(
+                reply.original,
+                self._prepared.plan.conversation.contexts[-1],
+                session_id=self._prepared.session_id,
+                now=time.monotonic(),
             )
+
+    def _record_tokens(
+        self,
+        ending: ReplyEnding,
+        reply: CanonicalMessage,
+        *,
+        is_cut: bool,
+        shown_text: str = "",
+    ) -> None:
+        """Record the tokens of a reply, to be replayed. See GeneratedReply."""
+        generated = GeneratedReply(
+            ids=np.asarray(ending.token_ids, np.int32),
+            is_cut=is_cut,
+            shown_text=shown_text,
+            shown_ends=tuple(ending.shown_ends) if shown_text else (),
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+        )
+        self._state.stores.ledger.record(
+            self._prepared.plan,
+            reply=reply,
+            generated=generated,
+            session_id=self._prepared.session_id,
+            now=time.monotonic(),
+        )
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
         original = {**message, "content": message["content"] or ""}
         template = self._prepared.model.template
         return template.canonicalize(OriginalMessages((original,)))[0]
-
-    def _generated_reply(self, ending: ReplyEnding, *, is_cut: bool) -> GeneratedReply:
-        return GeneratedReply(
-            ids=np.asarray(ending.token_ids, np.int32),
-            is_cut=is_cut,
-            block_hashes=self._prepared.engine_request.key.block_hashes,
-        )
 
     def _record_turn(self, facts: RequestFacts) -> None:
         """Record the request in the session index and the session log."""

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -1563,6 +1564,17 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) ->
         assert ids_of(draft) == ids_of(cold)
 
 
+def test_tools_of_a_conversation_are_of_the_session_that_used_them_last() -> None:
+    server = Server()
+    offered = [named("f")]
+    history = [SYSTEM, USER, asks("x"), result("r")]
+    for session in ("one", "two"):
+        server.draft(history, tools=offered, user=session)
+    server.planner.ledger.forget("one")
+    plan = server.draft([*history, FINE, NEXT], tools=[], user="two")
+    assert plan.tools == tuple(offered)
+
+
 def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
     """Where the context is full a summary may be asked for without them: it must not be refused."""
     server = Server(model)
@@ -2242,6 +2254,24 @@ def test_a_record_that_is_too_large_leaves_the_others() -> None:
     assert server.n_bytes() == counted(server.planner.ledger) < 40_000
 
 
+def test_a_conversation_that_is_too_large_leaves_the_others() -> None:
+    """Each of its records is small, but is held with all that it continues."""
+    question = said("user", "a long question " * 300)
+    server = Server()
+    server.answer([SYSTEM, question], FINE)
+    n_bytes = server.n_bytes()  # a turn
+
+    server = Server(ledger_max_bytes=5 * n_bytes // 2)
+    others = fill(server, 0)
+    messages = [SYSTEM]
+    for n in range(4):
+        messages += [{**question, "content": f"{question['content']} {n}"}]
+        server.answer(messages, FINE)
+        messages.append(FINE)
+        assert server.draft(others).transcript
+    assert server.planner.ledger.snapshot()["transcripts"] == 3 + 2
+
+
 def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
@@ -2526,6 +2556,21 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
 
     server.restart(tmp_path / "records")
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+
+
+def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None:
+    """Nor is it read again and again."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = fill(server, 0)
+    assert server.records and server.records.flush(60.0)
+    with sqlite3.connect(tmp_path / "records") as database:
+        database.execute("UPDATE records SET value = x'00' WHERE parent = x''")
+
+    server.restart(tmp_path / "records")
+    assert not server.draft(messages).transcript
+    assert server.planner.ledger.snapshot() == EMPTY
+    assert server.records.of_tenant("").load() == []
 
 
 def test_a_conversation_of_any_length_is_let_go() -> None:
