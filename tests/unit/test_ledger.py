@@ -1183,6 +1183,13 @@ def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
     assert server.n_bytes() == counted(ledger)
 
 
+def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
+    """It lies under the key of its prompt, which is that of a whole conversation."""
+    server = Server()
+    leave(server, server.draft([SYSTEM, USER, FINE]))
+    assert not server.draft([SYSTEM, USER, FINE, NEXT]).transcript
+
+
 def test_a_left_reply_that_is_replayed_stays_young() -> None:
     """A part of it is replayed: the record is what was used."""
     server = Server(ledger_ttl_seconds=100.0)
@@ -2278,6 +2285,18 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
         fill(server, n, turns=3 + n % 5)
         found = {*chain.from_iterable(server.planner.ledger._records.values())}
         assert all(found.issuperset(record.lineage()) for record in found)
+
+
+def test_of_a_past_conversation_only_the_end_is_forgotten_at_first() -> None:
+    limit = 0
+    for _ in range(2):
+        server = Server(ledger_max_bytes=limit or PLENTY)
+        messages = fill(server, 0, turns=6)
+        limit = server.n_bytes()
+
+    fill(server, 1, turns=1)
+    assert server.planner.ledger.snapshot()["transcripts"] >= 5
+    assert server.draft(messages).n_replayed > 0
 
 
 EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "healing": 0, "bytes": 0}
