@@ -7005,11 +7005,6 @@ class Conversation(NamedTuple):
         return self.prefix_keys[0]
 
     @property
-    def head_key(self) -> bytes:
-        """Of its head: the system messages that it begins with."""
-        return self.prefix_keys[self.n_system]
-
-    @property
     def n_system(self) -> int:
         """How many system messages it begins with."""
         n_system = 0
@@ -7647,8 +7642,9 @@ class Ledger:
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
+        head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
-        key = _digest(conversation.head_key, tuple(head.stated.pinned))
+        key = _digest(head_key, tuple(head.stated.pinned))
         # why(L-106): so is one with other private values or notes, but in its session.
         start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
         session_key = b""
@@ -24206,8 +24202,7 @@ class ReplyGeneration:
         plan = self._prepared.plan
         reply = self._canonical_reply(message)
         if is_replayed:
-            generated = self._generated_reply(is_cut=not has_end_token)
-            self._put_in_ledger(reply, generated)
+            self._record_tokens(reply, is_cut=not has_end_token)
         if not is_thinking:  # then the thinking is complete
             self._state.stores.ledger.remember_thinking(
                 reply.original,
@@ -24231,16 +24226,20 @@ class ReplyGeneration:
         # A client that got the calls would send them back: this one left before them.
         text_alone = self._decoder.parser.message()
         text_alone.pop("tool_calls", None)
-        generated = replace(
-            self._generated_reply(is_cut=True),
-            shown_text=text_alone["content"],
-            shown_ends=tuple(shown_ends),
-        )
-        self._put_in_ledger(self._canonical_reply(text_alone), generated)
+        reply = self._canonical_reply(text_alone)
+        self._record_tokens(reply, is_cut=True, shown_text=text_alone["content"])
 
-    def _put_in_ledger(
-        self, reply: CanonicalMessage, generated: GeneratedReply
+    def _record_tokens(
+        self, reply: CanonicalMessage, *, is_cut: bool, shown_text: str = ""
     ) -> None:
+        """Record the tokens of a reply, to be replayed. See GeneratedReply."""
+        generated = GeneratedReply(
+            ids=np.asarray(self._decoder.token_ids, np.int32),
+            is_cut=is_cut,
+            shown_text=shown_text,
+            shown_ends=tuple(self._decoder.shown_ends) if shown_text else (),
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+        )
         self._state.stores.ledger.record(
             self._prepared.plan,
             reply=reply,
@@ -24253,13 +24252,6 @@ class ReplyGeneration:
         original = {**message, "content": message["content"] or ""}
         template = self._prepared.model.template
         return template.canonicalize(OriginalMessages((original,)))[0]
-
-    def _generated_reply(self, *, is_cut: bool) -> GeneratedReply:
-        return GeneratedReply(
-            ids=np.asarray(self._decoder.token_ids, np.int32),
-            is_cut=is_cut,
-            block_hashes=self._prepared.engine_request.key.block_hashes,
-        )
 
     def _record_turn(self, row: RequestRow) -> None:
         """Record the request in the session index and the session log."""

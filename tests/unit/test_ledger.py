@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -1210,6 +1211,13 @@ def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
     assert server.n_bytes() == counted(ledger)
 
 
+def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
+    """It lies under the key of its prompt, which is that of a whole conversation."""
+    server = Server()
+    leave(server, server.draft([SYSTEM, USER, FINE]))
+    assert not server.draft([SYSTEM, USER, FINE, NEXT]).transcript
+
+
 def test_a_left_reply_that_is_replayed_stays_young() -> None:
     """A part of it is replayed: the record is what was used."""
     server = Server(ledger_ttl_seconds=100.0)
@@ -1589,6 +1597,17 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) ->
         draft = server.draft(messages, tools=[])
         cold = Server(model).draft(messages, tools=[])
         assert ids_of(draft) == ids_of(cold)
+
+
+def test_tools_of_a_conversation_are_of_the_session_that_used_them_last() -> None:
+    server = Server()
+    offered = [named("f")]
+    history = [SYSTEM, USER, asks("x"), result("r")]
+    for session in ("one", "two"):
+        server.draft(history, tools=offered, user=session)
+    server.planner.ledger.forget("one")
+    plan = server.draft([*history, FINE, NEXT], tools=[], user="two")
+    assert plan.tools == tuple(offered)
 
 
 def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
@@ -2262,12 +2281,42 @@ def test_a_record_that_is_too_large_leaves_the_others() -> None:
     assert server.n_bytes() == counted(server.planner.ledger) < 40_000
 
 
+def test_a_conversation_that_is_too_large_leaves_the_others() -> None:
+    """Each of its records is small, but is held with all that it continues."""
+    question = said("user", "a long question " * 300)
+    server = Server()
+    server.answer([SYSTEM, question], FINE)
+    n_bytes = server.n_bytes()  # a turn
+
+    server = Server(ledger_max_bytes=5 * n_bytes // 2)
+    others = fill(server, 0)
+    messages = [SYSTEM]
+    for n in range(4):
+        messages += [{**question, "content": f"{question['content']} {n}"}]
+        server.answer(messages, FINE)
+        messages.append(FINE)
+        assert server.draft(others).transcript
+    assert server.planner.ledger.snapshot()["transcripts"] == 3 + 2
+
+
 def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
         found = {*chain.from_iterable(server.planner.ledger._records.values())}
         assert all(found.issuperset(record.lineage()) for record in found)
+
+
+def test_of_a_past_conversation_only_the_end_is_forgotten_at_first() -> None:
+    limit = 0
+    for _ in range(2):
+        server = Server(ledger_max_bytes=limit or PLENTY)
+        messages = fill(server, 0, turns=6)
+        limit = server.n_bytes()
+
+    fill(server, 1, turns=1)
+    assert server.planner.ledger.snapshot()["transcripts"] >= 5
+    assert server.draft(messages).n_replayed > 0
 
 
 EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "healing": 0, "bytes": 0}
@@ -2546,6 +2595,21 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
 
     server.restart(tmp_path / "records")
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+
+
+def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None:
+    """Nor is it read again and again."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = fill(server, 0)
+    assert server.records and server.records.flush(60.0)
+    with sqlite3.connect(tmp_path / "records") as database:
+        database.execute("UPDATE records SET value = x'00' WHERE parent = x''")
+
+    server.restart(tmp_path / "records")
+    assert not server.draft(messages).transcript
+    assert server.planner.ledger.snapshot() == EMPTY
+    assert server.records.of_tenant("").load() == []
 
 
 def test_a_conversation_of_any_length_is_let_go() -> None:
