@@ -1000,29 +1000,39 @@ def check_names(
     Raises ConfigError if MODEL_PATH is meant and is not set, with MODEL_NAME for
     example: the server would load another model.
     """
-    settings = sorted(name.upper() for name in Config.model_fields)
-    others = [name for name in settings if name != "MODEL_PATH"]
+    settings = {name.upper() for name in Config.model_fields}
     has_model = bool({**env_file, **environ}.get("MODEL_PATH"))
     sentences = []
-    for name in sorted(env_file.keys() - set(settings)):
-        spelling = name.upper().replace("-", "_")
-        as_long = [s for s in settings if abs(len(s) - len(spelling)) <= 1]
-        near = get_close_matches(spelling, as_long, n=1, cutoff=_TYPO_RATIO)
-        if not near and spelling.startswith("MODEL"):
-            near = ["MODEL_PATH"]
-        if spelling.startswith("RULE_"):  # each rule had a setting once
-            near = ["RULES_OFF"]
-        if not near:
-            near = get_close_matches(spelling, others, n=1)
-
+    for name in sorted(env_file.keys() - settings):
+        setting = "" if name in _IDLE_NAMES else _find_meant_setting(name, settings)
         sentence = f"{name} in .env: nothing acts on it"
-        if near and name not in _IDLE_NAMES:
-            sentence += f"; did you mean {near[0]}?"
-        if near == ["MODEL_PATH"] and env_file[name] and not has_model:
+        if setting:
+            sentence += f"; did you mean {setting}?"
+        if setting == "MODEL_PATH" and env_file[name] and not has_model:
             advice = "Rename or remove it: as it is, another model would be served"
             raise ConfigError(f"{sentence} {advice}")
         sentences.append(sentence)
     return sentences
+
+
+def _find_meant_setting(name: str, settings: Iterable[str]) -> str:
+    """The setting that is most like a name which is none; "" if none is.
+
+    A name that is taken for MODEL_PATH stops the start. So only its typing errors are,
+    and names that begin with MODEL.
+    """
+    spelling = name.upper().replace("-", "_")
+    if spelling.startswith("RULE_"):  # each rule had a setting once
+        return "RULES_OFF"
+    ordered = sorted(settings)
+    as_long = [s for s in ordered if abs(len(s) - len(spelling)) <= 1]
+    near = get_close_matches(spelling, as_long, n=1, cutoff=_TYPO_RATIO)
+    if not near and spelling.startswith("MODEL"):
+        return "MODEL_PATH"
+    if not near:
+        ordered.remove("MODEL_PATH")
+        near = get_close_matches(spelling, ordered, n=1)
+    return near[0] if near else ""
 
 
 # region LOGGING ===============================================================
