@@ -14,7 +14,7 @@ import start_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
-from start_llm import ReasoningStreamSplitter, ReplyParser, Tags, ToolCallFormat
+from start_llm import ReplyReader, Tags, ToolCallFormat
 
 PROPERTIES = {
     "path": {"type": "string"},
@@ -103,14 +103,15 @@ def read_message(
         untagged_call=tool_format.untagged_pattern(tools),
         think_end=start_llm.think_tag_pattern(form.think_end),
     )
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
-    parser = ReplyParser(splitter, tool_format, tools=tools, ids=ids)
+    reader = ReplyReader(
+        tags, tool_format, in_reasoning=in_reasoning, tools=tools, ids=ids
+    )
 
     for piece in pieces:
-        parser.feed(piece)
-    parser.finish()
-    return parser.message()
+        reader.feed(piece)
+    reader.finish()
+    return reader.message()
 
 
 def read(name: str, pieces: list[str], *, in_reasoning: bool = False) -> Reply:
@@ -893,15 +894,16 @@ def test_a_reply_that_has_to_be_json_is_no_call_without_its_tag(schema: Any) -> 
         tool_format=FORMATS["hermes"].detect(),
     )
     tags = start_llm._ReplyTags.of(prepared).patterns(prepared)
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, count())
-    parser = ReplyParser(splitter, prepared.tool_format, tools=TOOLS, ids=ids)
+    reader = ReplyReader(
+        tags, prepared.tool_format, in_reasoning=False, tools=TOOLS, ids=ids
+    )
     text = '{"name": "read", "arguments": {"path": "a.md"}}'
 
-    parser.feed(text, literal=True)
-    parser.finish()
+    reader.feed(text, tag="")
+    reader.finish()
 
-    message = parser.message()
+    message = reader.message()
     if schema is None:
         assert message["tool_calls"][0]["function"]["name"] == "read"
     else:
@@ -998,7 +1000,8 @@ WRITTEN: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+# mlx-lm's parser overlooks text beside the arguments of Muse Spark.
+@pytest.mark.parametrize("name", WRITTEN.keys() - {"muse"})
 @given(data=st.data())
 @settings(max_examples=200)
 def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
@@ -1038,12 +1041,7 @@ def ends_in_cut_call(message: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        # What mlx-lm's parser overlooks: text beside the arguments, a call of several.
-        ("longcat", "read\n<longcat_arg_key>n</longcat_arg_key><longcat_arg_value>1"
-         "</longcat_arg_value>5"),
-        ("muse", '<atem:invoke name="read">5</atem:invoke>'),
-        ("muse", '<atem:invoke name="read"></atem:invoke>5'),
-        ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|>5<|close|>call<|sep|>'),
+        # What mlx-lm's parser overlooks: a call of several.
         ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|><|close|>call<|sep|>'
          '<|open|>call tool="read" index="2"<|sep|><|open|>json type="object"<|sep|>'
          '{"n": 5<|close|>json<|sep|><|close|>call<|sep|>'),
