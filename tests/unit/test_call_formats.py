@@ -303,6 +303,24 @@ def test_gemma_arguments_that_cannot_be_read_are_text(written: str) -> None:
         assert reply.content == text
 
 
+def test_quotes_are_no_part_of_a_text_where_a_bracket_was_forgotten() -> None:
+    text = "<|tool_call>call:read{path:':\\s*\\w+'<tool_call|>"
+
+    assert read_in_any_pieces("gemma", text) == Reply([("read", {"path": ":\\s*\\w+"})])
+
+
+def test_a_file_that_quotes_the_end_tag_is_read_once() -> None:
+    """Each piece searched all that came before: 4 ms a token after 6,600 of them."""
+    lines = "say <tool_call|> here\n" * 2_000
+    text = f"<|tool_call>call:read{{path:{Q}{lines}{Q}}}<tool_call|>"
+    began = time.process_time()
+
+    reply = read("gemma", token_like(text))
+
+    assert reply == Reply([("read", {"path": lines})])
+    assert time.process_time() - began < 6
+
+
 @pytest.mark.parametrize("run", [" ", "}", "{", "[", ",", "n:", ", ", "} ", Q, "a,a:"])
 @pytest.mark.parametrize("key", ["path", "any", "tree", "items"])
 def test_gemma_arguments_that_run_away_take_no_longer_than_their_length(

@@ -466,6 +466,8 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
          "</parameter>\n" + MINIMAX_END),
         ("minicpm", '<function name="read"><param name="path">x</param>y</param></function>'),
         # A key is there twice: JSON keeps one value.
+        ("hermes", HERMES + '{"path": "x", "path": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"items": [{"a": 1, "a": 2}]}}\n</tool_call>'),
         ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n<parameter=path>\ny\n</parameter>\n"
          + QWEN_END),
         # A tag is there twice, or the value is one: it would lose that.
@@ -779,3 +781,40 @@ def test_a_call_behind_one_that_nobody_offered_is_a_call() -> None:
         message = read(FORMATS["minimax"], pieces)
         assert finished_calls(message) == [{"n": 5}]
         assert message["content"] == f"<minimax:tool_call>{unknown}"
+
+
+def test_text_after_a_call_without_its_outer_tag_is_shown_as_it_comes() -> None:
+    form = FORMATS["minimax"]
+    call = MINIMAX + '<parameter name="path">x</parameter>\n</invoke>\n'
+    tags = Tags(tool_start=re.escape(form.tool_format.start))
+    reader = ReplyReader(
+        tags, form.tool_format, in_reasoning=False, tools=TOOLS, ids=iter("a")
+    )
+    reader.feed(call)
+    prose = "I have asked for the file. "
+    shown = [delta.get("content", "") for delta in reader.feed(prose * 5)]
+
+    # After a hundred letters without a tag no argument follows.
+    assert "".join(shown).startswith(prose * 4)
+    assert finished_calls(reader.message()) == [{"path": "x"}]
+
+
+@pytest.mark.parametrize("rest", ["\nDone.", "\nI have asked for the file."])
+def test_an_end_that_is_spelled_in_other_tokens_loses_nothing(rest: str) -> None:
+    """Where the end tag is a token, its letters may be text: then the call is open."""
+    call = QWEN + "<parameter=path>\na.md\n</parameter>\n" + QWEN_END
+    pieces = ["<tool_call>", *list(call.removeprefix("<tool_call>"))]
+
+    whole = read(FORMATS["qwen"], pieces, as_tokens=True)
+    followed = read(FORMATS["qwen"], [*pieces, rest], as_tokens=True)
+
+    assert finished_calls(whole) == [{"path": "a.md"}]
+    assert finished_calls(followed) == []
+
+
+def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
+    for pieces in ([HARMONY], list(HARMONY)):
+        message = read(FORMATS["harmony"], pieces)
+        assert message["content"] is None
+        assert finished_calls(message) == []
+        assert message["tool_calls"][0]["function"]["name"] == "read"
