@@ -22416,12 +22416,7 @@ class _MarkedCalls:
     """Reads whole calls as Gemma writes them, with a mark before and after strings.
 
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
-
-    Real calls lack marks, or have too many closing brackets:
-
-        call:read{path:a.md,lines:[1,2]}}         a text without marks
-        call:read{path:<|"|>a.md,lines:[1,2]}     a text with one of them
-        call:read{path:"a.md",lines:[1,2]}        quotes in the place of marks
+        call:read{path:a.md,lines:[1,2]}}    a text without marks, a bracket too many
 
     The tool's schema tells which text is a string. A text without marks ends before
     what matches `text_end`: of an argument, a key of the tool's or the end of the call;
@@ -22434,7 +22429,7 @@ class _MarkedCalls:
         """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
         self._text = text
         self._position = 0
-        self._mark = mark
+        self._mark = regex.escape(mark)
         self._offered = offered
         self._is_closed = is_closed
         keys: set[str] = set()
@@ -22472,10 +22467,9 @@ class _MarkedCalls:
 
         Raises ValueError if a key comes twice.
         """
-        mark = regex.escape(self._mark)
         key_pattern = rf"""(?x:
             \s*
-            (?: {mark} (?P<key> (?s:.)*? ) {mark}
+            (?: {self._mark} (?P<key> (?s:.)*? ) {self._mark}
               | "(?P<key> [^"]* )"
               | (?P<key> {_BARE_KEY} )
             )
@@ -22491,9 +22485,9 @@ class _MarkedCalls:
             key = match["key"]
             if key in members:  # of two values JSON keeps one
                 raise ValueError(key)
-            members[key] = self._read_value(
-                schema.member(key), text_end, gap=match["gap"].lstrip(" \t")
-            )
+            # White space before a text without marks is part of it: line breaks are.
+            gap = match["gap"].lstrip(" \t")
+            members[key] = self._read_value(schema.member(key), text_end, gap)
         pairs = [f"{to_json(key)}: {value}" for key, value in members.items()]
         return f"{{{', '.join(pairs)}}}"
 
@@ -22524,30 +22518,51 @@ class _MarkedCalls:
         return f"[{', '.join(items)}]"
 
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
-        """Read a value; returns it as JSON.
-
-        `gap`: the white space before it, which is part of a text without marks.
-        """
+        """Read a value; returns it as JSON. Raises ValueError if it may be two."""
         types = schema.types
-        if self._take(regex.escape(self._mark)):
-            text = self._read_marked(text_end)
+        end = r"(?=\s*(?:[,}\]]|\Z))"
+        if match := self._take(
+            rf"{self._mark}((?:(?!{self._mark})(?s:.))*+){self._mark}{end}"
+        ):
+            text = match[1]
+            # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
+            has_half_mark = "<|" in text or "|>" in text
+            if has_half_mark and self._has_key(text):
+                raise ValueError(text)
             is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
-
-        json_text = None if types == {"string"} else self._read_container(schema)
-        return json_text or self._read_bare(types, text_end, gap)
+        if types != {"string"} and (json_text := self._read_container(schema)):
+            return json_text
+        return self._read_bare(types, text_end, gap)
 
     def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
         """A value without marks, which is no object and no array, as JSON."""
-        if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*(?:[,}\]]|\Z))'):
-            with suppress(ValueError):
-                return to_json(json.loads(match[0], strict=False))
-            return to_json(match[0][1:-1])
-        if match := self._take(r"'(?:[^'\\]|\\.)*+'(?=\s*(?:[,}\]]|\Z))"):
-            return to_json(match[0][1:-1].replace("\\'", "'"))
-        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
+        end = r"(?=\s*(?:[,}\]]|\Z))"
+        if match := self._take(rf"""(["'])((?:(?!\1)[^\\]|\\.)*+)\1{end}"""):
+            text = match[2]
+            if match[1] == '"':
+                with suppress(ValueError):
+                    return to_json(json.loads(match[0], strict=False))
+            return to_json(text.replace("\\'", "'"))
+        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null)){end}"):
             return value_as_json(match[0], types)
-        return value_as_json(gap + self._read_text(text_end), types)
+        mark = self._mark  # one of two may have been forgotten
+        has_mark = self._take(mark) is not None
+        match = self._require(rf"((?s:.)*?)({mark})?(?={text_end})")
+        text = match[1]
+        # f() { return }}    the first bracket is the text's, the second the call's
+        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
+            text += "}"
+        # <|"|>a.md"    a quote in the place of the second mark, or part of the text
+        is_half_quoted = (has_mark or match[2] is not None) and text.count('"') == 1
+        has_tag = regex.search(rf"{mark}|{_TAG_LIKE}", text) is not None
+        if has_tag or is_half_quoted or self._has_key(text):
+            raise ValueError(text)
+        return value_as_json(text if has_mark else gap + text, types)
+
+    def _has_key(self, text: str) -> bool:
+        """Whether a key of the tool's is in a text: then it may be two."""
+        return self._key_pattern.search(text) is not None
 
     def _read_container(self, schema: SchemaPart) -> str | None:
         """An object or an array; None, and nothing is taken, if none is there."""
@@ -22563,54 +22578,8 @@ class _MarkedCalls:
         self._position = start
         return None
 
-    def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to one before a comma or a bracket.
 
-        Its second mark may be missing. Then it ends like a text without marks.
-        """
-        start = self._position
-        mark = regex.escape(self._mark)
-        ending_mark = regex.compile(rf"{mark}(?=(?P<ends>\s*(?:[,}}\]]|\Z))?)")
-        for match in ending_mark.finditer(self._text, start):
-            if match["ends"] is not None:
-                self._position = match.end()
-                text = self._text[start : match.start()]
-                # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
-                has_half_mark = "<|" in text or "|>" in text
-                has_key = self._key_pattern.search(text) is not None
-                if self._mark in text or (has_half_mark and has_key):
-                    raise ValueError(text)
-                return text
-            next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
-            if regex.search(next_key, self._text[start : match.start()]):
-                break  # <|"|>a.md,text:<|"|>b: the mark opens the next string
-        text = self._read_text(text_end)  # <|"|>a.md"    a quote for the second mark
-        return text.removesuffix('"') if text.count('"') == 1 else text
-
-    def _read_text(self, text_end: str) -> str:
-        """A text without a mark at its end, or without any.
-
-        Raises ValueError if it has a mark or a key inside: then it may be two texts.
-        """
-        text = self._read_unmarked(text_end)
-        has_key = self._key_pattern.search(text) is not None
-        if self._mark in text or has_key or _TAG_LIKE.search(text):
-            raise ValueError(text)
-        return text
-
-    def _read_unmarked(self, text_end: str) -> str:
-        """The text before `text_end`, without a mark or a quote at one of its ends."""
-        text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
-        # path:f() { return }}    the first bracket is the text's, the second the call's
-        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
-            text += "}"
-        if text.endswith(self._mark):
-            text = text.removesuffix(self._mark)  # "a.md<|"|>    a quote for the first
-            return text.removeprefix('"') if text.count('"') == 1 else text
-        return text
-
-
-_TAG_LIKE: Final = re.compile(r"<\||\|>|_function_call>|call:\w+")
+_TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
 _BARE_KEY: Final = r"[\w.$@/-]+"
 # Before what ends a text: it is looked for at each letter, so blanks are read once.
 _BLANKS: Final = r"(?:(?<!\s)\s++)?"
