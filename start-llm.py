@@ -77,6 +77,8 @@ GLOSSARY; in brackets the name in the system that this one replaces
     running request     a request on the model; vLLM: Request in the running queue
     decode batch        requests that decode together; mlx-lm: GenerationBatch
     layer caches        one object a layer; mlx-lm: prompt_cache
+    ReplyReader         a reply as its deltas: reasoning, content, calls
+                        [ReasoningStreamSplitter, and the parser of calls]
     canonicalize_messages, heal_messages, kv_cache_offset, block_hashes ...
                         [the same with an underscore]; [_scrub_cache_key]: gone, keys
                         are made of model tokens alone
@@ -20959,37 +20961,35 @@ class ArgumentTags(NamedTuple):
 
     Qwen's:
 
-        <parameter=path>\n           key, key_spelling: the tag of an argument
-        a.md\n</parameter>\n         close, is_on_lines: the value has its own lines
+        <parameter=path>\n           key, key_spelling, gap: the tag of an argument
+        a.md\n</parameter>\n         before_close, close
         </function>\n</tool_call>    inner_end, outer_end; either may be left out
+
+    All are patterns but `key_spelling` and the tags `close`, `inner_end`, `outer_end`.
     """
 
-    key: str  # a pattern, with NAME in the place of the argument's name
-    key_start: str  # a pattern of what may follow a closing tag: the next key
-    key_spelling: str  # as it is written, for str.format()
+    key: str  # with NAME in the place of the argument's name
+    key_start: str  # how it begins: what may follow a closing tag
+    key_spelling: str  # as a forced call has it, for str.format()
     close: str
     inner_end: str  # NO_PATTERN where a call has one end tag
     outer_end: str
-    next_call: str  # a pattern of its beginning, at most 20 letters
-    name: str = r"""[^<>\n"']{1,200}"""  # the pattern of any argument's name
-    # After the tag of a key: what is no part of the value, or how the value is quoted.
+    next_call: str  # how another call begins; at most 20 letters
+    name: str = r"""[^<>\n"']{1,200}"""  # of an argument
+    # After the tag of a key: what is no part of the value. With a group `quoted` only
+    # `quoted_close` ends the value: after <![CDATA[ no other tag means anything.
     gap: str = ""
-    is_on_lines: bool = False
-    before_close: str = ""  # what is no part of the value, either
-    # A tag that no value has in it, unless it is quoted.
-    stray_tag: str = NO_PATTERN
-    value_tag: str = NO_PATTERN  # in the gap; it may come twice, or in no value
-    # Tags that only calls have, and one that makes a value unreadable after a closing
-    # tag that was text.
-    own_tag: str = NO_PATTERN
-    # What may be a misspelt key after a closing tag; GLM's keys have one of their own.
-    misspelt_key: str = r"<|[ \t]{0,9}\n"
-    late_tag: str = NO_PATTERN
-    # Ends a value whose gap has a group `quoted`: <![CDATA[, after which no other tag
-    # means anything.
     quoted_close: str = NO_PATTERN
-
-    last_tag: str = ""  # the letters of `outer_end`, if that is a token
+    before_close: str = ""  # what is no part of the value, either
+    is_on_lines: bool = False  # a value has lines of its own
+    # What may be in a value, and how:
+    value_tag: str = NO_PATTERN  # the tag in `gap` may come twice, but not in a value
+    stray_tag: str = NO_PATTERN  # no more than that, unless it is quoted
+    own_tag: str = NO_PATTERN  # more tags of a call: a value neither begins nor ends so
+    late_tag: str = NO_PATTERN  # not after a closing tag that was text
+    # After a closing tag, what may be a misspelt key; GLM's have a closing tag, too.
+    misspelt_key: str = r"<|[ \t]{0,9}\n"
+    last_tag: str = ""  # the letters of `outer_end`, where that is a token
 
     def with_end_token(self) -> ArgumentTags:
         """The same where the end tag of a call is a token, read as \\0."""
@@ -21019,7 +21019,7 @@ class ForeignFormat(NamedTuple):
 
     opening: str = ""  # follows the tag of a forced call, for str.format()
     untagged_call: str = ""  # as in CallSyntax
-    string_mark: str = ""  # before and after a string: MarkedCalls reads it
+    string_mark: str = ""  # before and after a string, as Gemma has it
     is_json: bool = False  # a list of calls, and no end tag
     is_python: bool = False  # a list of calls
     # mlx-lm's parser reads all others, and overlooks what is damaged. So there must be
@@ -22172,9 +22172,9 @@ class TaggedValue:
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
-        self._has_tag_inside |= bool(
-            self._any_tag.search(self._text[-TAG_LENGTH:] + text)
-        )
+        text_with_end = self._text[-TAG_LENGTH:] + text
+        if "<" in text_with_end and not self._has_tag_inside:
+            self._has_tag_inside = self._any_tag.search(text_with_end) is not None
         self._text += text
         self._start = (self._start + text)[:TAG_LENGTH]
 
