@@ -21161,7 +21161,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             gap=r"\s*(?:(?P<quoted><!\[CDATA\[)"
             r"|(?=[^\s<]|<[^!]|<![^\[]|<!\[[^C]))",
             before_close=r"\s*",
-            stray_tag=r"""<param[ ]name="?[^<>"\n]{1,200}"?>|[ ]name="[^"<>\n]{1,99}">""",
+            stray_tag=r"""<param[ ]|[ ]name="[^"<>\n]{1,99}">""",
             late_tag=r"<param[ ]",
             quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
         ),
@@ -21232,20 +21232,16 @@ FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
 
 
 @lru_cache
-def key_pattern(tags: ArgumentTags, *, name: str = "") -> Any:
+def key_pattern(tags: ArgumentTags) -> Any:
     """What may come between two values: the tag of a key, or an end tag.
 
     Its groups say which: `key` is the name of an argument, whose value follows; `end`,
-    the call ends here; neither, go on to the next tag. `name`: only the tag of that
-    argument will do, where it comes a second time.
+    the call ends here; neither, go on to the next tag.
     """
-    key = tags.key.replace("NAME", f"(?P<key>{regex.escape(name) or tags.name})")
-    if name:
-        return compile_pattern(rf"\s*(?:{key}{tags.gap}|{tags.value_tag})")
+    key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
     return compile_pattern(
-        rf"\s*(?:{key}{tags.gap}"
-        rf"|(?P<end>{tags.outer_end}|\0|(?={tags.next_call}))"
-        rf"|{tags.close}|{tags.inner_end})"
+        rf"\s*(?:(?P<tag>{key}){tags.gap}"
+        rf"|(?P<end>{tags.outer_end}|\0|(?={tags.next_call}))|{tags.inner_end})"
     )
 
 
@@ -21785,13 +21781,13 @@ class JsonArguments:
 
     def _end_early(self) -> str | None:
         """What comes next does not fit, or was cut off."""
-        is_empty = self._separator == "" and len(self._closers) == 1
+        is_empty = self._separator == ""  # after a bracket
         rest = self._unread.text.strip()
         if self._unread.is_complete and not is_empty and not rest.strip(",; \t\r\n}]"):
             self._unread.text = ""
         else:
             # {"path": "a.md"</tool_call>    all brackets that are open were forgotten;
-            #                                after { alone, an argument may have been
+            #                                after { alone, a member may have been
             match = self._unread.match_next(_LEFT_OPEN)
             if match is not None and match.partial:
                 return None
@@ -22070,11 +22066,11 @@ class TaggedValue:
         self._key = key_match["key"].strip()
         self._keys = tuple(schema.keys)
         self._used_keys = used_keys
-        self._is_in_line = not key_match[0].endswith("\n")
-        self._is_quoted = "quoted" in key_match.groupdict() and bool(
-            key_match["quoted"]
-        )
-        self._is_begun = False  # its tag did not come a second time
+        self._note_gap(key_match)
+        tag = regex.escape(key_match["tag"])
+        self._second_tag = compile_pattern(rf"\s*(?:{tag}{tags.gap}|{tags.value_tag})")
+        self._has_second_tag = False
+        self._is_begun = False  # the tag comes no more
         self._has_quoted_tag = False
         self._has_tag_inside = False  # a tag of the format stands anywhere in it
         self.set_tags(tags)
@@ -22085,7 +22081,8 @@ class TaggedValue:
         self._start = ""  # of its text, as long as a tag
         self._text = ""  # as far as it was read; of a string, its end
         self._opening = '"'  # emitted with the next text
-        self._open_elements: set[str] = set()  # of XML, with the names of calls' tags
+        # How many elements of XML are open, of each name that calls' tags have.
+        self._n_open_elements: dict[str, int] = {}
         self._has_closed_last = False  # its last closing tag had an opening one
         self._element_rest = ""  # at the end of the text: it may become a tag
 
@@ -22156,18 +22153,24 @@ class TaggedValue:
 
     def _skip_second_tag(self) -> bool:
         """Skip the tag of its key where it comes twice; False: the next text decides."""
-        match = self._unread.match_next(key_pattern(self._tags, name=self._key))
+        match = self._unread.match_next(self._second_tag)
         if match is not None and match.partial:
             return False
         if match is not None:
-            self._is_in_line = not match[0].endswith("\n")
+            self._has_second_tag = True
+            self._note_gap(match)
             self.set_tags(self._tags)
         self._is_begun = True
         return True
 
+    def _note_gap(self, match: Any) -> None:
+        """Note how the value begins after the tag of its key."""
+        self._is_in_line = not match[0].endswith("\n")
+        self._is_quoted = match.groupdict().get("quoted") is not None
+
     def _is_own_closing_tag(self, tag: str) -> bool:
         name = _CLOSING_NAME.match(tag)
-        is_open = name is not None and name[1] in self._open_elements
+        is_open = name is not None and self._n_open_elements.get(name[1], 0) > 0
         return is_open and self._can_be_string
 
     def _emit(self, text: str) -> str:
@@ -22182,11 +22185,11 @@ class TaggedValue:
         n_read = 0
         for tag in _ELEMENT_TAG.finditer(elements):
             n_read = tag.end()
+            n_open = self._n_open_elements.get(tag["name"], 0)
             if tag["slash"]:
-                self._has_closed_last = tag["name"] in self._open_elements
-                self._open_elements.discard(tag["name"])
-            else:
-                self._open_elements.add(tag["name"])
+                self._has_closed_last = n_open > 0
+            n_open += -1 if tag["slash"] else 1
+            self._n_open_elements[tag["name"]] = max(0, n_open)
         self._element_rest = elements[n_read:][-_ELEMENT_TAG_LENGTH:]
 
         if not self._is_string:
@@ -22199,10 +22202,7 @@ class TaggedValue:
     def _is_unreadable(self, before: TextBefore) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""
         kind, tag = before.kind
-        if kind == "closed" and not self._text.strip():
-            # Twice after nothing: the first one may be the value.
-            return bool(before.ending[0].count(self._tags.close) > 1)
-        if self._has_tag_at_edge():
+        if self._may_be_xml(before) or self._has_tag_at_edge():
             return True
         # It may be of another type than the schema's because of a tag in it.
         has_any_tag = kind != "closed" or _ANY_TAG.search(self._text) is not None
@@ -22221,6 +22221,15 @@ class TaggedValue:
             is_used = tag in self._used_keys
             return is_doubtful or is_used or not self._text.strip()
         return False
+
+    def _may_be_xml(self, before: TextBefore) -> bool:
+        """Whether a tag that came twice, or after nothing, may belong to the value."""
+        is_closed = before.kind[0] == "closed"
+        is_blank = not self._text.strip()
+        closes_twice = is_closed and before.ending[0].count(self._tags.close) > 1
+        if not self._has_second_tag:
+            return is_blank and closes_twice
+        return is_blank or closes_twice or self._has_tag_inside or not is_closed
 
     def _is_text(self) -> bool:
         return value_as_json(self._text, self._types).startswith('"')
@@ -23306,6 +23315,8 @@ class ReplyReader:
         match = CALL_START.match(self._unread.text + "{")
         if match is None or CALL_SYNTAXES[match.lastgroup].tags is not None:
             return False
+        if self._unread.text.endswith(match[match.lastgroup]):
+            return False  # it may be half of a name
         self._emit_name(match[match.lastgroup], match[0])
         self.is_broken = self._is_call
         return self._is_call

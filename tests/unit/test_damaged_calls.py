@@ -473,6 +473,9 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
+        # The tag of its key comes twice, and so does its closing tag: it may be XML.
+        ("minimax", MINIMAX + '<parameter name="path"><parameter name="path">x</parameter>'
+         "</parameter>" + MINIMAX_END),
         # The reply is cut in the next key, or before there is one.
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x\n<arg_key>text</"),
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=te"),
@@ -574,6 +577,10 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("qwen", QWEN + '<parameter=path>\n  <parameter name="x">1</parameter>\n  </function>\n'
          "</lib>\n</parameter>\n" + QWEN_END,
          {"path": '  <parameter name="x">1</parameter>\n  </function>\n</lib>'}),
+        # Elements in an element of the same name.
+        ("minimax", MINIMAX + '<parameter name="path"><parameter=x>\n<parameter>5</parameter>\n'
+         "</parameter>\n</parameter>" + MINIMAX_END,
+         {"path": "<parameter=x>\n<parameter>5</parameter>\n</parameter>\n"}),
         # An element of more than a tag's length.
         ("qwen", QWEN + '<parameter=path>\n<a>\n<parameter name="a">' + "x " * 400
          + "\n</parameter>\n</a>\n</parameter>\n" + QWEN_END,
