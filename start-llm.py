@@ -21268,11 +21268,11 @@ _VALUE_END: Final = r"""(?x:
   | (?P<unclosed> BREAK
         (?= INNER \s* (?: OUTER \s* )? (?: \0 | NEXT_CALL )
           | OUTER \s* (?: \0 | \n NEXT_CALL ) ) )
-  | NEXT_KEY
   | (?P<unreadable>
         CLOSE (?= \s* CLOSE | MISSPELT_KEY ) NO_NEXT
       | INNER [ \t]{0,9} \n NO_NEXT
       | STRAY_TAG )
+  | NEXT_KEY
   | (?P<IN_LINE> CLOSE (?= \w ) )
   | (?P<quoted> (?: CLOSE (?: \s* INNER )? | OUTER ) NO_NEXT )
 )"""

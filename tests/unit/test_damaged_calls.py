@@ -388,7 +388,7 @@ def test_a_damaged_call_runs_whole_or_not_at_all(name: str, as_tokens: bool) -> 
         text = "".join(pieces)
         message = read(form, pieces, as_tokens=as_tokens)
         if not as_tokens:
-            assert read(form, [text]) == message
+            assert read(form, [text]) == read(form, list(text)) == message
         found = faults(form, text, message, as_tokens=as_tokens)
         if found:
             wrong.append(f"{text!r}\n   {found}\n   {finished_calls(message)}")
