@@ -48,12 +48,11 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     SCHEDULER         which requests run: admit, prefill, decode, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
-    REASONING PARSER  generated text -> reasoning | content | tool call text
     CALL TEXT         text of calls as it is read, schemas of tools, values as JSON
     CALL SYNTAXES     how models write tool calls
-    MENDED JSON       arguments in JSON, with faults -> JSON, as they are generated
-    FOREIGN CALLS     calls that are read as a whole, once they have ended
-    TOOL CALLS        tool call text -> OpenAI tool calls, as they are generated
+    CALL ARGUMENTS    arguments of a call -> JSON, mended, as they are generated
+    WHOLE CALLS       calls that are read as a whole, once they have ended
+    REPLY READER      generated text -> reasoning | content | OpenAI tool calls
     CALL FORMS        how a call is written whose arguments fit the tool's schema
     TENANTS           what outlives a request, apart for each tenant
     REQUEST HANDLING  one request from its body to its response
@@ -79,6 +78,8 @@ GLOSSARY; in brackets the name in the system that this one replaces
     running request     a request on the model; vLLM: Request in the running queue
     decode batch        requests that decode together; mlx-lm: GenerationBatch
     layer caches        one object a layer; mlx-lm: prompt_cache
+    ReplyReader         a reply as its deltas: reasoning, content, calls
+                        [ReasoningStreamSplitter, and the parser of calls]
     canonicalize_messages, heal_messages, kv_cache_offset, block_hashes ...
                         [the same with an underscore]; [_scrub_cache_key]: gone, keys
                         are made of model tokens alone
@@ -15225,15 +15226,25 @@ def follow_grammar(grammar: Any, first_ids: Sequence[int] = ()) -> ConstraintSte
         new_ids = yield AllowedTokens(flags, others=False, n_steps=n_steps)
 
 
-def watch_for_call(call_id: int, grammar: Any) -> ConstraintSteps:
-    """Any token, until the one that opens a call; from it on what `grammar` accepts.
+def watch_for_call(openings: Sequence[Sequence[int]], grammar: Any) -> ConstraintSteps:
+    """Any token, until a call has been opened; from it on what `grammar` accepts.
 
-    It reads every token, so no step begins before the token of the last is computed.
+    `openings`: the tokens of each. The tag alone may be a quotation: a call is one once
+    the name of a tool follows, as the template writes it. All tokens are read, so no
+    step begins before the token of the last is computed.
     """
-    new_ids: list[int] = []
-    while call_id not in new_ids:
+    beginnings = {tuple(ids[:n]) for ids in openings for n in range(1, len(ids) + 1)}
+    opened: tuple[int, ...] = ()  # the beginning of an opening, or nothing
+    while True:
         new_ids = yield AllowedTokens()
-    yield from follow_grammar(grammar, new_ids[new_ids.index(call_id) :])
+        for n_read, token_id in enumerate(new_ids, 1):
+            opened = (*opened, token_id)
+            if opened not in beginnings:
+                opened = (token_id,)
+            if opened not in beginnings:
+                opened = ()
+            if opened in map(tuple, openings):
+                yield from follow_grammar(grammar, [*opened, *new_ids[n_read:]])
 
 
 class _ConstraintProcessor:
@@ -15301,11 +15312,12 @@ def make_processors(
 #     start: <[^1115,1110,1107,1109]>* <[1115]> <[303]> calls
 #     calls: call (BLANKS? call)*
 #     call: <[1110]> <[198]> <[27]> <[360]> <[28]> <[486]> <[966]> arguments0
-#     arguments0: "<" "parameter=path>\n" (value0) "/function>\n" <[1111]>
-#     VALUE0_TEXT: /(?s:.{0,})/
-#     VALUE0_END: /<\/parameter>[ \t\r\n]{0,400}</
-#     VALUE0_LINE: VALUE0_TEXT & /(?s:(.*[^\n])?)/
-#     value0[lazy]: VALUE0_TEXT /\n/ VALUE0_END | VALUE0_LINE VALUE0_END
+#     arguments0: "<parameter=" keys0_0
+#     keys0_0: "path>\n" ((value1 "\n" <[1111]>))
+#     VALUE1_TEXT: /(?s:.{0,})/
+#     VALUE1_END: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
+#     VALUE1_LINE: VALUE1_TEXT & /(?s:(.*[^\n])?)/
+#     value1[lazy]: VALUE1_TEXT /\n/ VALUE1_END | VALUE1_LINE VALUE1_END
 #     BLANKS: /[ \t\r\n]{1,8}/
 #
 #     <[303]>          the token with that id; <[^7,9]> any but 7 and 9; <[*]> any
@@ -15315,15 +15327,16 @@ def make_processors(
 #     [lazy]           the shortest text that fits: a value ends at the first end tag
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
-# A value ends at </parameter> only where the next tag follows, so the `<` of that tag
-# belongs to VALUE0_END, and the text after a value is "/function>\n".
+# A value ends at </parameter> only where the syntax goes on, as for who reads the call:
+# here with </function>; if another argument could follow, with <parameter= too, by a
+# value of its own. So these belong to the end of the value.
 #
 # So a reply is thinking, without a token that would end it or start a call; </think>;
 # and one call or more. Tags are written as tokens, and so is the opening of a call, as
 # the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
 # cut as the model likes. Other demands have another `start`. After thinking, a reply
 # that must be JSON goes on with (json | calls). If a tool is strict, all is allowed
-# up to the token that opens a call; from there on `start: calls` rules the reply.
+# until a call is opened by its tag and a name; then `start: calls` rules the reply.
 #
 #  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
 #  2 Reply form   The tags of the model, as tokens.
@@ -15332,8 +15345,8 @@ def make_processors(
 #  5 Constraints  What a request demands, and what is left of it where it is too much.
 #  6 Faults       What a client is told of a schema that cannot be enforced.
 #
-# Public   Blanks, JsonValue, TextValue, OneOf, CallPart, CallParts, CallForm,
-#          find_excess, make_constraints
+# Public   Blanks, JsonValue, TextValue, Argument, ArgumentList, CallPart, CallParts,
+#          CallForm, find_excess, make_constraints
 # Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
 # Thread   any
 
@@ -15363,14 +15376,30 @@ class TextValue(NamedTuple):
     is_no_container: bool = False  # it must not look like an array or object in JSON
 
 
-class OneOf(NamedTuple):
-    """One of these; () means nothing."""
-
-    choices: tuple[CallParts, ...]
-
-
-type CallPart = str | Blanks | JsonValue | TextValue | OneOf
+type CallPart = str | Blanks | JsonValue | TextValue | ArgumentList
 type CallParts = tuple[CallPart, ...]
+
+
+class Argument(NamedTuple):
+    """One argument between tags, after the beginning that all keys' tags share."""
+
+    tag: str  # path>\n
+    # The ways to write its value. The last part of each is a TextValue.
+    choices: tuple[CallParts, ...]
+    is_required: bool
+
+
+class ArgumentList(NamedTuple):
+    """Arguments between tags, in this order, and the end of the call.
+
+    A value ends at its closing tag only where the syntax goes on: with the tag of a
+    key, or the end of the call. A file may have closing tags in it.
+    """
+
+    key_start: str  # <parameter=
+    arguments: tuple[Argument, ...]
+    close: str  # </parameter>
+    end: str  # </function>\n</tool_call>
 
 
 class CallForm(NamedTuple):
@@ -15567,8 +15596,65 @@ class _GrammarText:
                 return name
             case TextValue():
                 return self._text_value(part)
-            case OneOf(choices):
-                return f"({' | '.join(map(self._sequence, choices))})"
+            case ArgumentList():
+                return self._argument_list(part)
+
+    def _argument_list(self, part: ArgumentList) -> str:
+        """Arguments, each of which may be the last if no other has to follow.
+
+        For path, which is required, and n, which is not; a rule follows <parameter=
+
+            keys0_0: "path>\\n" (value0 keys0_1 | value1 "\\n</tool_call>")
+            keys0_1: "n>\\n" (value2 "\\n</tool_call>")
+
+        where value0 ends with </parameter>\\n<parameter= and value1 with
+        </parameter>\\n</function>. If the end tag of the call is a token, a value ends
+        with its closing tag.
+        """
+        name = f"keys{next(self._numbers)}"
+        end_tag, bracket, rest = part.end.partition(">")
+        may_end = True  # no argument that follows is required
+        follows = ""  # the rule of those that follow
+        names = [f"{name}_{index}" for index in range(len(part.arguments))]
+        self.rules.update(dict.fromkeys(names, ""))  # their place, before their parts
+        for index in reversed(range(len(part.arguments))):
+            argument = part.arguments[index]
+            next_rules = {}  # by the tag that comes after the value
+            if follows:
+                next_rules[part.key_start] = follows
+            if may_end:
+                next_rules[end_tag + bracket] = self._spell(rest)
+            choices = [
+                self._argument_value(choice, part.close, next_rules)
+                for choice in argument.choices
+            ]
+            rule = f"{self._spell(argument.tag)} ({' | '.join(choices)})"
+            if follows and not argument.is_required:
+                rule += f" | {follows}"
+            follows = names[index]
+            self.rules[follows] = rule
+            may_end = may_end and not argument.is_required
+        if not follows:
+            return self._spell(part.end)
+        arguments = f"{self._spell(part.key_start)} {follows}"
+        return f"({arguments} | {self._spell(part.end)})" if may_end else arguments
+
+    def _argument_value(
+        self, choice: CallParts, close: str, next_rules: Mapping[str, str]
+    ) -> str:
+        """A value, and the rule of what follows it, by the tag that comes next."""
+        *first_parts, value = choice
+        assert isinstance(value, TextValue)
+        written = [self._part(first_part) for first_part in first_parts]
+        ways = []
+        if any(map(self._is_token, next_rules)):
+            written.append(self._part(value._replace(end=f"{close}\n")))
+            ways = [f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items()]
+        else:
+            for tag, rule in next_rules.items():
+                end = f"{close}\n{tag}"
+                ways.append(f"{self._part(value._replace(end=end))} {rule}")
+        return " ".join([*written, f"({' | '.join(ways)})"])
 
     def _spell(self, text: str) -> str:
         """A certain text: <arg_key> that is a token has to be that token."""
@@ -15762,7 +15848,8 @@ def make_constraints(
     elif grammars.has_strict_calls and form.call_id:
         # Where several tokens open a call, nobody sees in time that it is one.
         grammar = grammars.compile_calls("calls")
-        constraints.append(partial(watch_for_call, form.call_id[0], grammar))
+        openings = [loaded.template.encode(call.opening) for call in call_forms]
+        constraints.append(partial(watch_for_call, openings, grammar))
     return tuple(constraints)
 
 
@@ -19379,431 +19466,12 @@ def _can_write_states(model: Any) -> bool:
     return can_write_state(list(copy_state(layer_caches).leaves))
 
 
-# region REASONING PARSER ======================================================
-# Generated text -> reasoning, content and the text of calls, while it is generated.
-#
-#     <think>\nWhy?\n</think>\n\nI look.\n\n<tool_call>...</tool_call>\nDone.
-#              ----                                                            reasoning
-#                                -------                              -------  content
-#                                       ------------------------------         tool
-#
-# The texts are the same however the reply is cut into chunks. So what may belong to a
-# tag is held back until that is certain: half a tag; and white space at the end, up to
-# _MAX_HELD_SPACE, which is dropped if a tag follows.
-#
-#     chunk fed      emitted                   held back
-#     I look.\n      content "I look."         \n            white space
-#     \n<tool        -                         \n\n<tool     may become <tool_call>
-#     box>           content "\n\n<toolbox>"   -             it did not
-#
-# Line breaks after a tag are dropped until text of that kind was emitted, so that a
-# reply of calls alone has no content. All other text is emitted as it was generated. A
-# line break before a thought is kept if none follows the thought: the content of
-# "One.\n<think>Why</think>Two." is "One.\nTwo."
-#
-# Whoever reads the calls (TOOL CALLS) takes over where one begins: from there on all
-# text is "tool" pieces, until `resume` says where the call has ended. If that was none,
-# its text is given back by `add_text`, and the reply goes on as it was.
-#
-# What looks like a tag may be a quotation: an answer about <think>, a file that
-# contains <tool_call>. Two things tell them apart. A model writes a tag as a token of
-# its own: a chunk without such tokens is fed as `literal`, and only untagged calls are
-# looked for in it. And a tag in the middle of a line may be a word of the sentence:
-# _find_role() tells what a tag does, by the rules of the two functions after it.
-#
-# In a pattern \0 is the end of the reply. finish() puts it after what was held back;
-# nothing else does, and models do not write it.
-#
-# Public   ReasoningStreamSplitter, Tags, Piece, TextKind, NO_PATTERN, FENCE_START,
-#          think_tag_pattern
-# Uses     -
-# Thread   any; pure
-
-TextKind = Literal["reasoning", "content"]
-TagRole = Literal["think_start", "think_end", "tool_start", "fence_end", "text"]
-
-NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
-
-# A call may stand in a block of code of its own. Then these two lines are part of it.
-FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
-_FENCE_END: Final = r"\A\s{0,99}```[ \t]{0,9}(?=\n|\0)"
-_UNTAGGED_OBJECT: Final = regex.compile(rf"(?:{FENCE_START})?\{{")
-
-
-class Tags(NamedTuple):
-    """Patterns of what parts a reply; None where a model has no such thing.
-
-    Where two fit at the same place, the first in this order counts.
-    """
-
-    think_start: str | None = None
-    tool_start: str | None = None
-    # What begins a call where `tool_start` was left out. Of JSON that may be "{" alone.
-    untagged_call: str | None = None
-    think_end: str | None = None
-
-    @property
-    def has_channels(self) -> bool:
-        """Whether the model is gpt-oss, whose replies have channels."""
-        return self.think_end == _HARMONY_THINK_END
-
-
-# why(L-88): a reply of gpt-oss has channels, and no closing tags:
-#     <|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>commentary
-#      to=functions.read <|constrain|>json<|message|>{"path": "a.md"}
-# The header of the analysis is `think_start`. A header with a recipient begins a call:
-# with `tool_start`, or in another spelling, which is the `untagged_call`. Each piece of
-# markup that is neither ends thinking, or stands where thinking has ended before. For
-# each an example; what it finds is in brackets.
-_HARMONY_THINK_END: Final = r"""(?x:
-    # The end of a message:       Why?[<|end|>]<|start|>assistant<|channel|>...
-    <\|end\|>
-    (?= \s{0,9} (?: <\|start\|> | <\|ch | assistant (?: [ ]to= | <\|ch ) | \0 ) )
-
-    # The start of the next one:  [<|start|>assistant]<|channel|>...
-    # also without its tag:       Why?[assistant]<|channel|>...
-  | (?: <\|start\|> | (?<! <\|channel\|> ) ) assistant (?= [ ]to= | <\|ch )
-
-    # A recipient that is none:   [<|channel|>analysis to=user]<|channel|>...
-  | (?: <\|channel\|> \w{1,20} )? [ ]? to=(?: assistant | user ) (?= <\|ch )
-
-    # A tool nobody offered:      [to=python<|channel|>analysis<|message|>]print(1)
-  | to= (?! functions\. ) [\w.]{1,60}+
-    (?: <\|channel\|> [^<]{0,40} )? (?: <\|constrain\|> \w{1,20} )? <\|message\|>
-
-    # A tag that comes twice:     [<|channel|>]<|channel|>...
-  | <\|channel\|> (?= <\|ch )
-
-    # Any other header:           [<|channel|>final<|message|>]Hi
-    # also with a format:         [<|channel|>final <|constrain|>json<|message|>]{}
-  | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>
-)"""
-# A header with a recipient that is no function of ours: one of the tools that gpt-oss
-# was trained with. What follows is code for it, and no answer: it counts as thinking.
-_BUILT_IN: Final = regex.compile(r"to=(?!functions\.|assistant\b|user\b)[\w.]")
-
-
-# Gemma leaves out the tag before the word, and writes closing tags of calls twice.
-_GEMMA_THOUGHT: Final = "thought\n"
-_GEMMA_CALL_END: Final = "<tool_call|>"
-# Kimi's calls stand one after another in a section, whose tags may be left out.
-_KIMI_CALL_STARTS: Final = ("<|tool_call_begin|>", "<|tool_call_section_begin|>")
-
-# By its tag, what begins or ends thinking in a model that also writes it otherwise.
-_THINK_TAG_PATTERNS: Final[Mapping[str, str]] = {
-    "<|end|>": _HARMONY_THINK_END,
-    "<|channel>thought": rf"<\|channel>thought|{_GEMMA_THOUGHT}",
-    "<channel|>": rf"<channel\|>|{regex.escape(_GEMMA_CALL_END)}",
-}
-
-
-def think_tag_pattern(tag: str) -> str:
-    """The pattern in Tags for the tag with which a model begins or ends thinking."""
-    return _THINK_TAG_PATTERNS.get(tag) or str(regex.escape(tag))
-
-
-class Piece(NamedTuple):
-    """A part of a reply.
-
-    A "tool" piece is raw: it contains the tags of the call, and the white space before.
-    """
-
-    kind: Literal["reasoning", "content", "tool"]
-    text: str
-
-
-# Finds:      ```python    Finds not:  ```an inline span```
-_FENCE_LINE: Final = re.compile(
-    r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
-)
-_FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
-# White space that is held back. A model may print line breaks without end, and what is
-# held back is searched again with each chunk.
-_MAX_HELD_SPACE: Final = 99
-
-
-class _CodeFence:
-    """Whether a text that comes in pieces is in a block of code: between ``` lines.
-
-    A block that begins with ```` may contain ``` lines, and any block ```python: a
-    line that ends a block names no language.
-    """
-
-    def __init__(self) -> None:
-        self._opening = ""  # of the block before the current line: "```"; "": none
-        self._line_start = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether what follows is code."""
-        return bool(self._opening_after_line())
-
-    def read(self, text: str) -> None:
-        """Read on in the text."""
-        first, *lines = text.split("\n")
-        self._line_start = (self._line_start + first)[:_FENCE_LINE_LENGTH]
-        for line in lines:
-            self._opening = self._opening_after_line()
-            self._line_start = line[:_FENCE_LINE_LENGTH]
-
-    def _opening_after_line(self) -> str:
-        match = _FENCE_LINE.match(self._line_start)
-        if match is None:
-            return self._opening
-        fence = match["fence"]
-        if not self._opening:
-            return fence
-        is_end = fence.startswith(self._opening) and not match["language"].strip()
-        return "" if is_end else self._opening
-
-
-_FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
-
-
-def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
-    """What is looked for, by whether the text is literal, and a call was in a block.
-
-    A group has the name of its tag.
-    """
-    fence = f"(?:{FENCE_START})?"
-    groups = []
-    for name, tag in tags._asdict().items():
-        if tag:
-            lead = fence if name in {"tool_start", "untagged_call"} else ""
-            groups.append(f"(?P<{name}>{lead}(?:{tag}))")
-    any_tag = "|".join(groups) or NO_PATTERN
-
-    # Literal text has no tag of a call, but perhaps the ``` line before one. That line
-    # is held back until the tag comes: without \0 the line fits its pattern in part, as
-    # the beginning of something longer.
-    untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
-    if tags.tool_start:
-        untagged += rf"|{FENCE_START}\0"
-    if _GEMMA_THOUGHT in (tags.think_start or ""):  # a word, and no token
-        untagged += f"|(?P<think_start>{_GEMMA_THOUGHT})"
-
-    patterns = {}
-    for literal, source in ((False, any_tag), (True, untagged)):
-        patterns[literal, False] = regex.compile(source)
-        fenced_source = f"(?P<fence_end>{_FENCE_END})|{source}"
-        patterns[literal, True] = regex.compile(fenced_source)
-    return patterns
-
-
-class ReasoningStreamSplitter:
-    """Parts one reply into pieces: `feed` it as it is generated, then `finish` it.
-
-    reasoning <--- think_start, think_end ---> content
-        |                                         |
-        +--------> in_call <----------------------+
-    """
-
-    def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
-        """`in_reasoning`: the prompt ends inside thinking; there the reply begins."""
-        self._patterns = _compile_patterns(tags)
-        self._has_channels = tags.has_channels
-
-        self.in_call = False
-        self.after_tag = in_reasoning  # no text was emitted since the last tag
-        self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._held = ""  # white space, then perhaps half a tag
-        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
-        self._emitted_kinds: set[TextKind] = set()  # of which there was some text
-        self._is_quoting = False  # the text ends with a quote, or a tag spoken of
-        self._fence = _CodeFence()  # in the content
-        self._is_call_fenced = False  # the line that ends the block may come next
-        self._has_quoted_think = False  # an answer has spoken of <think>
-        self._follows_false_call = False  # what began as a call was text
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether text is reasoning now."""
-        return self._kind == "reasoning" and not self.in_call
-
-    @property
-    def holds_text(self) -> bool:
-        """Whether other text than white space was fed and not emitted."""
-        return self.in_call or bool(self._held.strip())
-
-    def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
-        """What is certain now. `literal`: what looks like a tag is text.
-
-        A call without its tag is found there, too: what it begins with is no token.
-        """
-        if self.in_call:
-            return [Piece("tool", text)] if text else []
-        if literal and self.is_thinking:
-            return self.add_text(text)  # why(L-82): calls in thinking are quoted
-        return self._scan(text, literal=literal)
-
-    def resume(self, rest: str, *, called: bool) -> list[Piece]:
-        """Go on after a call with `rest`, the text that follows it.
-
-        A call ends thinking. `called` is False if it was none; then its text went to
-        add_text() before.
-        """
-        self.in_call = False
-        if called:
-            self._begin("content")
-        self._follows_false_call = not called
-        # Not as literal: the token of the next tag may be in it. Of other text it has
-        # only what the reader had to see to know that the call was over.
-        return self._scan(rest, literal=False)
-
-    def add_text(self, text: str) -> list[Piece]:
-        """Take text in which nothing is a tag, as part of what the reply is in now."""
-        text = self._held + text
-        is_first = self._kind not in self._emitted_kinds
-        begins_message = self.after_tag and self._has_channels
-        if self.after_tag and (begins_message or is_first):
-            text = text.lstrip("\n")
-
-        n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
-        solid_text = text[:n_solid]
-        self._held = text[n_solid:]
-        if not solid_text:
-            return []
-        if begins_message and not is_first:
-            solid_text = "\n\n" + solid_text  # a new message of the same channel
-        elif self.after_tag and not solid_text.startswith("\n"):
-            solid_text = self._dropped.get(self._kind, "") + solid_text
-        if self._kind == "content":
-            self._fence.read(solid_text)
-        self.after_tag = False
-        self._is_call_fenced = False
-        self._dropped[self._kind] = ""
-        self._follows_false_call = False
-        self._is_quoting = solid_text[-1] in "`'\""
-        self._emitted_kinds.add(self._kind)
-        return [Piece(self._kind, solid_text)]
-
-    def finish(self) -> list[Piece]:
-        """What was held back. Half a tag at the end of a reply is text."""
-        match = self._pattern(literal=False).search(self._held + "\0")
-        if match and self._find_role(match) in {"think_end", "fence_end"}:
-            self._held = ""
-
-        pieces = self.add_text("")
-        if self._held and not self.after_tag:
-            pieces.append(Piece(self._kind, self._held))
-        return pieces
-
-    def _pattern(self, *, literal: bool) -> Any:
-        """What tags are looked for now, in text that is `literal` or not."""
-        return self._patterns[literal, self._is_call_fenced]
-
-    def _scan(self, text: str, *, literal: bool) -> list[Piece]:
-        """Part the text that was held back and `text` by tags."""
-        text = self._held + text
-        self._held = ""
-        pieces: list[Piece] = []
-        while match := self._pattern(literal=literal).search(text, partial=True):
-            pieces += self.add_text(text[: match.start()])
-            if match.partial:  # half a tag, or nothing, at the end of the text
-                self._held += match[0]
-                return pieces
-
-            tag = self._without_other_fence(match[0])
-            role = self._find_role(match)
-            text = text[match.end() :]
-            if tag != match[0]:
-                # The line ends another block of code: it is text, the tag comes next.
-                pieces += self.add_text(match[0].removesuffix(tag))
-                text = tag + text
-            elif role == "tool_start":
-                call_text = self._held + tag + text
-                self._held = ""
-                self.in_call = True
-                self._is_call_fenced |= tag.startswith("```")
-                return [*pieces, Piece("tool", call_text)]
-            elif role == "text":
-                pieces += self.add_text(tag)
-                self._is_quoting = True
-                if tag == "<think>":
-                    self._has_quoted_think = True
-            elif role == "fence_end":
-                self._is_call_fenced = False
-                pieces += self.add_text(tag.partition("`")[0])
-            else:
-                self._begin("reasoning" if role == "think_start" else "content")
-        return pieces + self.add_text(text)  # nothing is looked for: no tags
-
-    def _without_other_fence(self, tag: str) -> str:
-        """The tag without a line before it that ends a block of code, or is thought."""
-        is_other = self._kind == "reasoning" or self._fence.is_open
-        match = _FENCED_TAG.match(tag)
-        return match["tag"] if match and is_other else tag
-
-    def _find_role(self, match: Any) -> TagRole:
-        """What a tag does. The text before it was emitted, except white space.
-
-        At the start of a line a tag is one, unless it is misplaced. In the middle of a
-        line it may be a word of the sentence; there an untagged call is always text,
-        but for Kimi's, which begins with a token.
-        """
-        tag: str = match[0]
-        is_first = self.after_tag or not self._emitted_kinds or self._follows_false_call
-        begins_line = "\n" in self._held or tag.startswith("```")  # after a ``` line
-        may_be_word = not (is_first or begins_line)
-        if may_be_word and self._is_spoken_of(tag):
-            return "text"
-        if self._is_misplaced(tag):
-            return "text"
-        if match.lastgroup == "untagged_call":
-            begins_with_token = tag.startswith(_KIMI_CALL_STARTS)
-            is_word = may_be_word and (self._is_quoting or not begins_with_token)
-            return "text" if is_word else "tool_start"
-        if match.lastgroup == "think_end" and self._has_channels:
-            is_built_in = _BUILT_IN.search(tag) is not None
-            return "think_start" if is_built_in else "think_end"
-        role: TagRole = match.lastgroup
-        return role  # "think_end" also if it ends nothing: it is dropped (L-07)
-
-    def _is_spoken_of(self, tag: str) -> bool:
-        """Whether a tag in the middle of a line is a word of the sentence."""
-        follows_space = bool(self._held)
-        is_quoted = self._is_quoting and not follows_space
-        if tag.startswith("assistant"):  # "the assistant", not "Why?assistant"
-            return is_quoted or follows_space
-        if tag.startswith(("<|start|>", "<|channel|>")):
-            return is_quoted
-        if self._kind == "reasoning":
-            return False
-        if tag == "<think>":
-            has_thought = "reasoning" in self._emitted_kinds
-            return has_thought or is_quoted or follows_space
-        return tag == "</think>" and self._has_quoted_think
-
-    def _is_misplaced(self, tag: str) -> bool:
-        """Whether a tag is where it cannot be one.
-
-        In an example of code it is text. Gemma's word begins a thought only where the
-        reply begins, and its closing tag stands only after a call. JSON without a tag
-        is an example of a call if it follows text.
-        """
-        if _UNTAGGED_OBJECT.fullmatch(tag):
-            return self._kind == "reasoning" or "content" in self._emitted_kinds
-        if tag in {"<think>", "</think>"}:
-            return self._kind == "content" and self._fence.is_open
-        if tag == _GEMMA_THOUGHT:
-            return bool(self._emitted_kinds)
-        return tag == _GEMMA_CALL_END and not self.after_tag
-
-    def _begin(self, kind: TextKind) -> None:
-        """A tag has come: drop the white space before it, go on in `kind`."""
-        if self._kind in self._emitted_kinds and self._held:
-            self._dropped[self._kind] = self._held
-        self._kind = kind
-        self._held = ""
-        self.after_tag = True
-
-
 # region CALL TEXT =============================================================
 # What the readers of calls share: text that is read while it is generated, the schemas
 # of tools, and values as JSON.
 #
 #  1 Text       A reader takes from the front of the UnreadText what is certain. It asks
-#               for a Pattern, such as "a comma, or the bracket that closes an array":
+#               for a pattern, such as "a comma, or the bracket that closes an array":
 #
 #                   unread text    match_next(pattern)
 #                   , "b"]         the match: the comma is taken
@@ -19813,15 +19481,15 @@ class ReasoningStreamSplitter:
 #  2 Schemas    What types an argument may have, by the schema of its tool.
 #  3 Values     Between tags a value is bare text; its types say what it means.
 #
-# In a pattern \0 is the end of the reply. Of "</tool_call> \s* \0", for instance: the
-# call ends here if the reply does. Models do not write that character. So while the
-# reply runs, the pattern matches partially at the most, and the reader waits. Once the
-# reply is over, take_until() puts a \0 after the text and tries again. (The token that
-# ends a call is fed as \0, too: CallReader.feed_end.)
+# In a pattern \0 is the end of the reply, or the token that ends a call. Of
+# "</tool_call> \s* \0", for instance: the call ends here if the reply does. Models do
+# not write that character. So while the reply runs, the pattern matches partially at
+# the most, and the reader waits. Once the reply is over, take_until() puts a \0 after
+# the text and tries again.
 #
-# Public   Tool, Schema, Pattern, TextBefore, UnreadText, TAG_LENGTH, SchemaPart,
-#          parameters_by_name, to_json, escape_json, load_value, value_as_json,
-#          without_false_escapes, as_list
+# Public   Tool, Schema, NO_PATTERN, FENCE_START, compile_pattern, TextBefore,
+#          UnreadText, TAG_LENGTH, SchemaPart, parameters_by_name, to_json, escape_json,
+#          load_value, value_as_json, as_list
 # Uses     -
 # Thread   any; pure
 
@@ -19831,19 +19499,18 @@ Schema = Mapping[str, Any]  # a JSON schema
 
 # -- 1 text ----------------------------------------------------------------------------
 
+NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """A regular expression, a text that it matches, and one that it does not."""
+# A call may stand in a block of code of its own. Then its first line is part of it.
+FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
 
-    source: str  # \s* in it means at most 400 blanks: a model may write them for ever
-    example: str
-    near_miss: str
 
-    @cached_property
-    def compiled(self) -> Any:
-        """As compiled by the regex library, whose matches may be partial."""
-        return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
+def compile_pattern(source: str) -> Any:
+    """Compiled by the regex library, whose matches may be partial.
+
+    \\s* in it means at most 400 blanks: a model may write them for ever.
+    """
+    return regex.compile(source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
 class TextBefore(NamedTuple):
@@ -19854,25 +19521,20 @@ class TextBefore(NamedTuple):
     cut_tag: str = ""  # at the end of the reply: what might have become one
 
     @property
-    def kind(self) -> str:
-        """The group that has matched (ParameterTags), or "closed", or "missing".
+    def kind(self) -> tuple[str, str]:
+        """Which group of the match has matched, and its text.
 
-        Of a group and one inside it, the outer one counts: it comes first.
+        Of a group and one inside it, the outer one counts: the key's tag is inside. If
+        there is none, it is "closed"; without a match, "missing".
         """
         if self.ending is None:
-            return "missing"
-        groups: dict[str, str | None] = self.ending.groupdict()
-        for kind, tag in groups.items():
-            if tag is not None:
-                return kind
-        return "closed"
-
-    @property
-    def tag(self) -> str:
-        """The text of that group; "" if there is none."""
-        if self.kind in {"closed", "missing"}:
-            return ""
-        return str(self.ending[self.kind])
+            return "missing", ""
+        groups = self.ending.groupdict()
+        inner = {"next_key": groups.pop("next_key", None)}
+        for group, text in {**groups, **inner}.items():
+            if text is not None:
+                return group, text
+        return "closed", ""
 
 
 class UnreadText:
@@ -19884,13 +19546,13 @@ class UnreadText:
         self.is_cut = False  # it is complete, and ends inside a tag or a member
         self.has_tokens = False  # an end tag would have come as a token of its own
 
-    def match_next(self, pattern: Pattern) -> Any:
+    def match_next(self, pattern: Any) -> Any:
         """Take a match from the front and return it; None if nothing fits there.
 
         A match that is `partial` depends on text that is still to come: nothing is
         taken. In a complete text none is partial.
         """
-        match = pattern.compiled.match(self.text, partial=True)
+        match = pattern.match(self.text, partial=True)
         if match is None:
             return None
         if match.partial and not self.is_complete:
@@ -19901,7 +19563,7 @@ class UnreadText:
         self.text = self.text[match.end() :]
         return match
 
-    def take_until(self, pattern: Pattern) -> TextBefore:
+    def take_until(self, pattern: Any) -> TextBefore:
         """Take the text before a match, and the match.
 
         Until the match has come, what may be its beginning stays: of `a.md</para` only
@@ -19918,24 +19580,24 @@ class UnreadText:
 
         # Either the pattern fits the end of the reply (\0), or the rest is half a tag.
         rest = self.text
-        match_at_end = pattern.compiled.match(rest + "\0")
+        match_at_end = pattern.match(rest + "\0")
         if match_at_end is None:
             self.text = ""
             return TextBefore(text, cut_tag=rest)
         self.text = rest[match_at_end.end() :]
         return TextBefore(text, match_at_end)
 
-    def _find_first(self, pattern: Pattern) -> Any:
+    def _find_first(self, pattern: Any) -> Any:
         """The first match, also one that is partial.
 
         search() prefers a whole match to a partial one that begins before it. So each
         place before its match is tried at which a tag may begin. A partial match goes
         to the end of the text, so it begins at most _LONGEST_MATCH letters before that.
         """
-        match = pattern.compiled.search(self.text, partial=True)
+        match = pattern.search(self.text, partial=True)
         first_start = max(0, len(self.text) - _LONGEST_MATCH)
         for start in _TAG_START.finditer(self.text, first_start, match.start()):
-            earlier = pattern.compiled.match(self.text, start.start(), partial=True)
+            earlier = pattern.match(self.text, start.start(), partial=True)
             if earlier is not None:
                 return earlier
         return match
@@ -19989,34 +19651,31 @@ class SchemaPart(NamedTuple):
     @property
     def types(self) -> set[str]:
         """The JSON types that it allows; empty if any, or if it is no schema."""
-        types = self._find_types({})
+        types = self._find_types(set(), depth=0)
         return types if types != _ALL_TYPES else set()
 
-    def _find_types(self, known_types: dict[int, set[str]], depth: int = 0) -> set[str]:
+    def _find_types(self, seen_ids: set[int], depth: int) -> set[str]:
         """The same, but where any type is allowed, all of them.
 
-        `known_types`: of the schemas that were read, by their id. A union may refer to
-        itself, which adds no type to it.
+        `seen_ids`: of the schemas that were read. A union may refer to itself, which
+        adds no type to it.
         """
         schema = self.resolved
         if schema is True or depth > _MAX_UNIONS:
             return _ALL_TYPES
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or id(schema) in seen_ids:
             return set()
-        if id(schema) in known_types:
-            return known_types[id(schema)]
-        known_types[id(schema)] = set()
+        seen_ids.add(id(schema))
         types = _own_types(schema)
         for key in ("anyOf", "oneOf"):
             branch_types: set[str] = set()
             for branch in as_list(schema.get(key, [])):
                 part = self._replace(schema=branch)
-                branch_types |= part._find_types(known_types, depth + 1)
+                branch_types |= part._find_types(seen_ids, depth + 1)
             types &= branch_types or _ALL_TYPES
         for branch in as_list(schema.get("allOf", [])):
             part = self._replace(schema=branch)
-            types &= part._find_types(known_types, depth + 1) or _ALL_TYPES
-        known_types[id(schema)] = types
+            types &= part._find_types(seen_ids, depth + 1) or _ALL_TYPES
         return types
 
     @property
@@ -20088,10 +19747,6 @@ def as_list(item: Any) -> list[Any]:
 
 # why(L-94): models write Python where JSON is wanted: ['a', None], True
 _PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
-# A backslash, and what makes it an escape, if anything does.
-_PYTHON_ESCAPE: Final = re.compile(
-    r"""\\(?:(?P<escape>[\\'"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}(?![0-7]))|)"""
-)
 
 
 def to_json(value: object) -> str:
@@ -20134,7 +19789,7 @@ def load_value(text: str) -> object:
     if not _PYTHON_VALUE.match(text):
         raise ValueError(text)
     try:
-        return ast.literal_eval(without_false_escapes(text.strip()))
+        return ast.literal_eval(text.strip())
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(text) from error
 
@@ -20143,16 +19798,6 @@ def _load_escaped(text: str) -> object:
     """JSON in a string in JSON, also without its quotes: [{\\"a\\": 1}]."""
     quoted_text = text if text.startswith('"') else f'"{text}"'
     return json.loads(json.loads(quoted_text, strict=False), strict=False)
-
-
-def without_false_escapes(source: str) -> str:
-    """Python with a second backslash where one begins no escape.
-
-    It means the same; Python would print a warning.
-    """
-    return _PYTHON_ESCAPE.sub(
-        lambda match: match[0] if match["escape"] else f"\\{match[0]}", source
-    )
 
 
 def _is_string(value: object, types: set[str]) -> bool:
@@ -20183,108 +19828,70 @@ def escape_json(text: str) -> str:
 #     foreign    Gemma's: <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
 #                any other: mlx-lm's parser reads it
 #
+#  1 Tables     CALL_SYNTAXES, one row a syntax. All that is known of one stands there:
+#               the patterns that read it (CALL ARGUMENTS) and the form of a call that
+#               is forced (CALL FORMS) are made of its row.
+#               FOREIGN_FORMATS, whose calls are read as a whole (WHOLE CALLS).
+#  2 Patterns   what ends a value between tags, for every syntax that has tags
+#  3 Formats    which of them a chat template has told the model to write
+#
 # Real models write calls that are nearly right (L-82), and files that contain the tags
 # of calls. So a closing tag counts only where the syntax's next tag follows it, the tag
-# of a key is text inside a line (Qwen's) or in quotes, and tags that were left out cost
-# nothing where it is certain what is meant.
+# of a key is text inside a line (Qwen's) or in quotes, and tags that were left out, or
+# come twice, cost nothing where it is certain what is meant.
 #
-#  1 Records    what is known of a syntax
-#  2 Patterns   the names, the keys and the ends of values of each
-#  3 Tables     CALL_SYNTAXES, which are read while they are generated (TOOL CALLS), and
-#               FOREIGN_FORMATS, which are read at the end of a call (FOREIGN CALLS)
-#  4 Formats    which of them a chat template has told the model to write
+# To add a syntax, add a row to CALL_SYNTAXES, and its tag to CALL_START; an end tag
+# after JSON also to _END_TAG of CALL ARGUMENTS. To add a foreign format, add one to
+# FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
-# To add a syntax, add an entry to CALL_SYNTAXES, whose examples are tested, and its tag
-# to CALL_START and detect(); an end tag after JSON also to the patterns of MENDED JSON.
-# To add a foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser
-# reads it and overlooks no text.
-#
-# Public   ParameterTags, ArgumentSpelling, CallSyntax, ForeignFormat, CALL_SYNTAXES,
-#          FOREIGN_SYNTAX, FOREIGN_FORMATS, HERMES_START, MISTRAL_START, CALL_START,
-#          ToolCallFormat, tool_call_prefixes
-# Uses     REASONING PARSER, CALL TEXT
+# Public   ArgumentTags, CallSyntax, ForeignFormat, CALL_SYNTAXES, FOREIGN_SYNTAX,
+#          FOREIGN_FORMATS, HERMES_START, MISTRAL_START, CALL_START, key_pattern,
+#          any_tag_pattern, value_end_pattern, ToolCallFormat, tool_call_prefixes
+# Uses     CALL TEXT
 # Thread   any; pure
 
 
-# -- 1 records -------------------------------------------------------------------------
+# -- 1 tables --------------------------------------------------------------------------
 
 
-class ParameterTags(NamedTuple):
-    """What stands before and after the values of a call, which are bare text.
-
-    `key` matches one tag, and its groups say which:
-
-        <parameter=path>     group `key`: a value follows, of the argument "path"
-        </function>          no group: go on to the next tag
-        </tool_call>         group `end`: the call ends here
-
-    `value_end` matches what may end a value, and its groups say how:
-
-        </parameter>\n<par   no group: so it should, the value is "closed"
-        "<parameter=path>"   group `text`: it does not, whatever it looks like
-        </tool_call>         group `unclosed`: the call ends, the value was never closed
-        <parameter=n>        group `next_key`: nor was it here, and its text is the key
-        </parameter> is      group `quoted`: it does not, the tag is part of the value
-        \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
-    """
-
-    key: Pattern
-    value_end: Pattern
-    # Ends a value if the tag before it has a group `quoted`: <![CDATA[, after which no
-    # other tag means anything. None: no tag has.
-    quoted_value_end: Pattern | None = None
-    # More of what may end a value: the tag of the next value, if the value before was
-    # never closed. For each value KEYS becomes the names in the tool's schema: the tag
-    # of another name is text. IN_LINE becomes a group, for a tag inside a line:
-    #
-    #     <parameter=path>\na.md <parameter=n>    `text`: a value with lines of its own
-    #     <parameter=path>a.md <parameter=n>      `unreadable`
-    next_key: str = ""
-    # Any tag of the format. A value that begins or ends with one is unreadable.
-    any_tag: str = NO_PATTERN
-    # A tag that makes a value unreadable which has a quoted closing tag before.
-    later_tag: str = NO_PATTERN
-
-    def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
-        """The same for one value: KEYS and IN_LINE are replaced.
-
-        `keys`: of the tool's schema. `is_in_line`: the value begins on the line of its
-        own tag.
-        """
-        source = self.value_end.source
-        if keys and self.next_key:
-            names = "|".join(sorted(map(regex.escape, keys)))
-            source += "|" + self.next_key.replace("KEYS", names)
-        source = source.replace("IN_LINE", "unreadable" if is_in_line else "text")
-        return self._replace(value_end=replace(self.value_end, source=source))
-
-    def with_end_token(self, end: str) -> ParameterTags:
-        """The same where the end tag of a call is a token, read as \\0 (feed_end)."""
-        return self._replace(
-            value_end=replace(
-                self.value_end, source=self.value_end.source.replace(end, r"\0")
-            ),
-            any_tag=self.any_tag.replace(end, NO_PATTERN),
-        )
-
-
-class ArgumentSpelling(NamedTuple):
-    """How arguments are written between tags, for str.format().
+class ArgumentTags(NamedTuple):
+    """The tags before and after the values of a call, which are bare text.
 
     Qwen's:
 
-        <function=read>\n            the prefix, of CallSyntax
-        <                            first
-        parameter=path>\n            key, then the value: a.md
-        \n</parameter>\n<            has_line_break, value_end
-        /function>\n</tool_call>     end
+        <parameter=path>\n           key, key_spelling, gap: the tag of an argument
+        a.md\n</parameter>\n         before_close, close
+        </function>\n</tool_call>    inner_end, outer_end; either may be left out
+
+    All are patterns but `key_spelling` and the tags `close`, `inner_end`, `outer_end`.
     """
 
-    first: str
-    key: str
-    value_end: str  # a line break in it stands for any white space
-    end: str
-    has_line_break: bool = False  # before `value_end`; it is no part of the value
+    key: str  # with NAME in the place of the argument's name
+    key_start: str  # how it begins: what may follow a closing tag
+    key_spelling: str  # as a forced call has it, for str.format()
+    close: str
+    inner_end: str  # NO_PATTERN where a call has one end tag
+    outer_end: str
+    next_call: str  # how another call begins; at most 20 letters
+    name: str = r"""[^<>\n"']{1,200}"""  # of an argument
+    # After the tag of a key: what is no part of the value. With a group `quoted` only
+    # `quoted_close` ends the value: after <![CDATA[ no other tag means anything.
+    gap: str = ""
+    quoted_close: str = NO_PATTERN
+    before_close: str = ""  # what is no part of the value, either
+    is_on_lines: bool = False  # a value has lines of its own
+    # What may be in a value, and how:
+    value_tag: str = NO_PATTERN  # the tag in `gap` may come twice, but not in a value
+    stray_tag: str = NO_PATTERN  # no more than that, unless it is quoted
+    own_tag: str = NO_PATTERN  # more tags of a call: a value neither begins nor ends so
+    late_tag: str = NO_PATTERN  # not after a closing tag that was text
+    # After a closing tag, what may be a misspelt key; GLM's have a closing tag, too.
+    misspelt_key: str = r"<|[ \t]{0,9}\n"
+    last_tag: str = ""  # the letters of `outer_end`, where that is a token
+
+    def with_end_token(self) -> ArgumentTags:
+        """The same where the end tag of a call is a token, read as \\0."""
+        return self._replace(outer_end=r"\0", last_tag=self.outer_end)
 
 
 class CallSyntax(NamedTuple):
@@ -20292,18 +19899,17 @@ class CallSyntax(NamedTuple):
 
     marker: str  # in each chat template that tells a model to write so
     prefix: str  # how a call begins, for str.format()
-    # Matches from the name, in some syntaxes from the tag before it, to the arguments;
-    # of JSON arguments it takes the first {. The group with the name of the syntax is
-    # the name of the tool.
-    name: Pattern
-    example: str
+    # A pattern, from the name, in some syntaxes from the tag before it, to the
+    # arguments; of JSON arguments it takes the first {. The group with the name of the
+    # syntax is the name of the tool.
+    name: str
     # Matches the beginning of a call whose tag was left out; "": models do not do that.
     # NAMES in it is replaced by the names of the tools.
     untagged_call: str = ""
-    tags: ParameterTags | None = None  # None: the arguments are JSON
-    # How a forced call is written; None: in JSON, or, for MiniCPM, not by a grammar.
-    spelling: ArgumentSpelling | None = None
-    json_end: str = ""  # what follows JSON; a line break stands for any white space
+    tags: ArgumentTags | None = None  # None: the arguments are JSON
+    # How a forced call ends; a line break stands for any white space. None: calls of
+    # this syntax are not written by a grammar.
+    end_spelling: str | None = ""
 
 
 class ForeignFormat(NamedTuple):
@@ -20311,446 +19917,182 @@ class ForeignFormat(NamedTuple):
 
     opening: str = ""  # follows the tag of a forced call, for str.format()
     untagged_call: str = ""  # as in CallSyntax
-    string_mark: str = ""  # before and after a string: MarkedCalls reads it
-    is_json: bool = False  # a list of calls, and no end tag: parse_json_calls()
-    is_python: bool = False  # a list of calls: parse_python_calls()
-    # mlx-lm's parser reads all others, and overlooks what it does not look for. So the
-    # text between the tags must match `body`, and have no more of the tags of a call
-    # and of an argument than the parser has found.
-    body: str = ""  # "": any text
+    string_mark: str = ""  # before and after a string, as Gemma has it
+    is_json: bool = False  # a list of calls, and no end tag
+    is_python: bool = False  # a list of calls
+    # mlx-lm's parser reads all others, and overlooks what is damaged. So there must be
+    # no more of these tags than it has found.
     call_tag: str = NO_PATTERN
     argument_tag: str = NO_PATTERN
 
 
-# -- 2 patterns ------------------------------------------------------------------------
-#
-# A value that was never closed ends with its call, if after that comes the end of the
-# reply (\0), or another call.
-
-# What follows a closing tag that is text: none of the tags NEXT. The (?! alone would
-# also fit where half of such a tag has come. So the 20 characters must have come that
-# the longest has, </minimax:tool_call>; or fewer, that begin no tag, and then the end.
-_NO_NEXT: Final = r"""(?x:
-    \s*+ (?! NEXT | \0 ) (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
-)"""
-_QWEN_NO_NEXT: Final = _NO_NEXT.replace(
-    "NEXT", r"<parameter[= ] | </parameter> | </function> | </tool_call>"
-)
-
-_QWEN_NAME: Final = Pattern(
-    r"<function=(?P<qwen>[^\s<>]{1,200})>",
-    example="<function=read>",
-    near_miss="<function=read me>",
-)
-_QWEN_KEY: Final = Pattern(
-    r"""(?x:
-        \s*
-        (?: <parameter (?: = | [ ]name= ) (?P<quote> ["']? )
-            (?P<key> [^<>\n"']{1,200} ) (?P=quote) >
-            (?: \n | (?=.) )        # the first line break is no part of the value
-          | </function>
-          | (?P<end> </tool_call> | \0 )
-        )
-    )""",
-    example="\n<parameter=path>\na",
-    near_miss="\n<parameter>\na",
-)
-# Comments have an example of a value, and what follows it.
-_QWEN_VALUE_END: Final = Pattern(
-    r"""(?x:
-        \n? </parameter>                          # a.md\n</parameter>\n<parameter=n>
-        (?= \s* (?: <parameter[= ] | </tool_call> | </function> LAST ) )
-      | (?P<unclosed> \n?                         # a.md\n</function>\n</tool_call>
-            (?= </function> \s* </tool_call> \s* <tool_call>         # another call
-              | (?: </function> \s* )? </tool_call> \s* \0 )         # or the end
-          | \n (?= (?: </function> \s* )? </tool_call> [ \t]{0,9} \n ) )
-      | (?P<unreadable>                           # a.md\n<tool_call>\nb.md
-            \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
-          | \n? </parameter> (?= \s* </parameter> )
-          | \n </parameter> NO_NEXT               # a.md\n</parameter>\nb.md
-          | \n </parameter> (?= \w )
-          | </parameter> (?= < | [ \t]{0,9} \n )  # a.md</parameter><parameterr=n>5
-            NO_NEXT (?= < )
-          | </function> [ \t]{0,9} \n NO_NEXT )   # a.md</function>\nb.md
-      | (?P<IN_LINE> </parameter> (?= \w ) )      # a.md</parameter>b.md
-      | (?P<quoted>                               # it ends with </parameter> as all do
-            (?: </parameter> (?: \s* </function> )? | </tool_call> ) NO_NEXT )
-    )""".replace("NO_NEXT", _QWEN_NO_NEXT).replace(
-        # What may follow the </function> of a call: its end, another call, or a line of
-        # prose. In a file that has </function> in it, some other tag may follow.
-        "LAST",
-        r"""(?x:
-            \s* (?: </tool_call> (?: [^"'`] | \0 ) | <tool_call> | <function= | \0 )
-          | [ \t]{0,9} \n \s* [^<\s]
-        )""",
-    ),
-    example="a.md\n</parameter>\n</function>\n</tool_call>\n",
-    near_miss="a.md\n</parameter>\n",
-)
-# Inside a line the tag of a key is text, if the value began on a line of its own.
-_QWEN_NEXT_KEY: Final = r"""(?x:
-    \n (?= TAG [ \t]{0,9} \n )
-  | (?P<unreadable> \n TAG (?= [ \t]{0,9} [^ \t\n] ) | TAG [ \t]{0,9} \n )
-  | (?P<text> ["'`] TAG (?= [ \t]{0,9} [^ \t\n] ) )
-  | (?P<IN_LINE> TAG (?= [ \t]{0,9} [^ \t\n] ) )
-)""".replace(
-    "TAG", "<parameter (?: = | [ ]name= ) [\"']? (?P<next_key> KEYS ) [\"']? >"
-)
-
-# The tag of a key is text in quotes, or between blanks.
-_NEXT_KEY: Final = r"""(?x:
-    (?P<text> ["'`] TAG | [ ] TAG [ ] )
-  | \n? (?= TAG )
-)"""
-
-_GLM_NAME: Final = Pattern(
-    r"""(?x:
-        (?P<glm> [^\s<>{}[\]"]{1,200} )
-        \s*
-        (?= <arg_key>
-          | </tool_call>
-          | (?<= <tool_call> [^{]{0,600} ) \{ )    # JSON, where the tag came before
-    )""",
-    example="read<arg_key>",
-    near_miss="read it<arg_key>",
-)
-_GLM_KEY: Final = Pattern(
-    r"""(?x:
-        \s*
-        (?: (?: <arg_key> ){1,3}     # why(L-82): tags come twice, or not at all
-            (?P<key> [^<]+ )
-            (?: (?: </arg_key> \s* ){1,3}
-                (?: <arg_value> | (?= [^<\s"'`] | ["'`] [^<] ) )
-              | <arg_value> )
-          | (?P<end> </tool_call> | \0 | (?= <tool_call> ) )
-        )
-    )""",
-    example="<arg_key>path</arg_key></arg_key><arg_value>a",
-    near_miss="<arg_key>path</arg_key></arg_value>",
-)
-_GLM_VALUE_END: Final = Pattern(
-    r"""(?x:
-        </arg_value> (?= \s* (?: <arg_key | </tool_call> | <tool_call>\w ) )
-      | (?P<unclosed> (?= </tool_call> \s* (?: \n <tool_call> | \0 ) ) )
-      | (?P<unreadable> <arg_value> | </arg_value> (?= \s* </arg_value> ) )
-      | (?P<text> ["'`] MARK | [ ] MARK [ ] )
-      | (?P<quoted> (?: </arg_value> | </tool_call> ) NO_NEXT )
-    )""".replace(
-        "NO_NEXT",
-        _NO_NEXT.replace(
-            "NEXT", r"<arg_key | </arg_value> | </tool_call> | <tool_call>"
-        ),
-    ).replace("MARK", "(?: <arg_value> | </?arg_key> )"),
-    example="a.md</arg_value>\n<arg_key>",
-    near_miss="a.md</arg_value> ",
-)
-_GLM_NEXT_KEY: Final = _NEXT_KEY.replace(
-    "TAG", r"<arg_key> \s* (?P<next_key> KEYS ) \s* (?: </arg_key> | <arg_value> )"
-)
-
-_MINIMAX_NAME: Final = Pattern(
-    r'<invoke name="?(?P<minimax>[^\s<>"]+)"?>',
-    example='<invoke name="read">',
-    near_miss='<invoke name="read me">',
-)
-_MINIMAX_KEY: Final = Pattern(
-    r"""(?x:
-        \s*
-        (?: <parameter[ ]name= "? (?P<key> [^<>"\n]{1,200} ) "? >
-          | (?P<end> </invoke> )     # and the block ends, or another call follows
-            (?: \s* </minimax:tool_call> | (?= \s* <invoke[ ] ) )
-          | </invoke>
-          | (?P<end> </minimax:tool_call> | \0 )
-        )
-    )""",
-    example='\n<parameter name="path">',
-    near_miss='\n<parameter="path">',
-)
-_MINIMAX_VALUE_END: Final = Pattern(
-    r"""(?x:
-        </parameter>
-        (?= \s* (?: <parameter[ ]
-                   | (?: </invoke> \s* )? </minimax:tool_call> (?: [^"'`] | \0 )
-                   | </invoke> \s* (?: <(?:invoke|parameter)[ ] | LAST ) ) )
-      | (?P<unclosed> (?= </invoke> \s* (?: </minimax:tool_call> \s* )?
-            (?: \0 | <(?:minimax:tool_call>|invoke[ ]) ) ) )
-      | (?P<unreadable>
-            </parameter> (?= < | [ \t]{0,9} \n ) NO_NEXT (?= < )  # a misspelt key
-            | </parameter> (?= \s* </parameter> )
-            | </minimax:tool_call> \s* \0
-            | </parameter> (?= \w | [ \t]{0,9} \n NO_NEXT ) )
-      | (?P<text> ["'`] <parameter[ ]name="? [^<>"\n]{1,200} )
-      | (?P<quoted> (?: </parameter> | </minimax:tool_call> ) NO_NEXT )
-    )""".replace(
-        # The outer closing tag was forgotten: no other value ends in what follows.
-        "LAST",
-        r"(?: (?! </parameter> ) [^\0] ){0,2000}+ \0",
-    ).replace(
-        "NO_NEXT",
-        _NO_NEXT.replace(
-            "NEXT", r"<parameter[ ] | </parameter> | </invoke> | </minimax:tool_call>"
-        ),
-    ),
-    example="a.md</parameter>\n</invoke>\n</minimax:tool_call>\n",
-    near_miss="a.md</parameter>\n</invoke> is how it ends</parameter>",
-)
-_MINIMAX_NEXT_KEY: Final = _NEXT_KEY.replace(
-    "TAG", '<parameter[ ]name="? (?P<next_key> KEYS ) "?>'
-)
-
-_KIMI_NAME: Final = Pattern(
-    r"""(?x:
-        (?: <\|tool_calls?_section_begin\|> \s* )?  # only before the first call
-        <\|tool_call_begin\|> \s*
-        (?: functions\. )? (?P<kimi> [^\s<>{}]{1,200}? ) : \d{1,6}
-        \s* <\|tool_call_argument_begin\|>
-        \s* \{
-    )""",
-    example="<|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>{",
-    near_miss="<|tool_call_begin|>functions.read<|tool_call_argument_begin|>{",
-)
-
-_MINICPM_NAME: Final = Pattern(
-    r"""<function\s{1,9}name="?(?P<minicpm>[^\s<>"]{1,200}+)"?\s{0,9}>""",
-    example='<function name="read">',
-    near_miss='<function name="read me">',
-)
-_MINICPM_KEY: Final = Pattern(
-    r"""(?x:
-        \s*
-        (?: <param [ ]name= "? (?P<key> [^<>"\n]{1,200} ) "? >
-            \s* (?: (?P<quoted> <!\[CDATA\[ )
-                   | (?= [^\s<] | <[^!] | <![^\[] | <!\[[^C] ) )
-          | (?P<end> </function> )
-        )
-    )""",
-    example='\n<param name="path">a',
-    near_miss='\n<param="path">a',
-)
-_MINICPM_VALUE_END: Final = Pattern(
-    r"""(?x:
-        \s* </param> (?= \s* (?: <param[ ] | </function> ) )
-      | (?P<unclosed> (?= </function> \s* (?: <function[ ] | \0 ) ) )
-      | (?P<unreadable> </param> NO_NEXT               # CDATA is for quotations
-            | </param> (?= \s* </param> )
-            | <param[ ] | [ ]name="[^"<>\n]{1,99}"> )
-      | (?P<quoted> </function> NO_NEXT )
-    )""".replace(
-        "NO_NEXT", _NO_NEXT.replace("NEXT", r"<param[ ] | </param> | </function>")
-    ),
-    example="a.md</param>\n</function>",
-    near_miss="a.md</param> ",
-)
-_MINICPM_QUOTED_END: Final = Pattern(
-    r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
-    example="a <b>]]></param>\n</function>",
-    near_miss="a </param></function>",
-)
-_MINICPM_NEXT_KEY: Final = _NEXT_KEY.replace(
-    "TAG", '<param[ ]name="? (?P<next_key> KEYS ) "?>'
-)
-
-# `++` and the bounds: what is no header must not be tried from each of its letters
-# (L-88).
-_HARMONY_NAME: Final = Pattern(
-    r"""(?x:
-        (?: <\|channel\|> [^<]{0,40}? )?       # or after the recipient
-        \s* to= (?: functions\. )? (?P<harmony> [\w.-]{1,200}+ )
-        (?: [^{<] | <\|c ){0,99}+             # <|c: <|channel|>, <|constrain|>json
-        <\|message\|>
-        \s* \{
-    )""",
-    example=" to=functions.read<|channel|>commentary json<|message|>{",
-    near_miss="<|channel|>commentary json<|message|>{",
-)
-
-# why(L-90): from version 11 of the format on; that version has an id, too. After its
-# tag a name may stand without [ARGS].
-_MISTRAL_NAME: Final = Pattern(
-    r"""(?x:
-        (?: \[TOOL_CALLS\] \s* (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? (?: \[ARGS\] )?
-          | (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? \[ARGS\]
-        )
-        \s* \{
-    )""".replace("ID", r"(?: \[CALL_ID\] \w{1,40}+ )"),
-    example="[TOOL_CALLS]read[CALL_ID]aB3dE6gH9[ARGS]{",
-    near_miss='[TOOL_CALLS][{"name": "read"}]',
-)
-
-# Without [TOOL_CALLS]: read[ARGS]{ or read[CALL_ID]aB3dE6gH9[ARGS]{
-_MISTRAL_UNTAGGED_CALL: Final = r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]"
-
-_HERMES_NAME: Final = Pattern(
-    r"""(?x:
-        \{ \s* "name" \s* : \s* "(?P<hermes> [^"\\]{1,200} )" \s*
-        (?: , \s* "arguments" \s* : \s* \{
-          | (?= \} )                 # a call without arguments
-        )
-    )""",
-    example='{"name": "read", "arguments": {',
-    near_miss='{"name": "read", "arguments": [',
-)
-
-# why(L-82): Qwen2.5-Coder leaves out the tag, with or without a block of code.
-_HERMES_UNTAGGED_CALL: Final = r"""(?x:
-    \{
-    (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
-        \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
-)"""
-
-
-# -- 3 tables --------------------------------------------------------------------------
-
 HERMES_START: Final = "<tool_call>"  # JSON follows, or another syntax
 MISTRAL_START: Final = "[TOOL_CALLS]"  # older templates print a list of calls after it
+# Without that tag: read[ARGS]{ or read[CALL_ID]aB3dE6gH9[ARGS]{
+_MISTRAL_UNTAGGED_CALL: Final = r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]"
 
 CALL_SYNTAXES: Final = {  # in the order in which they are tried
     "qwen": CallSyntax(
         marker="<function=",
         prefix="<tool_call>{gap}<function={name}>{gap}",
-        name=_QWEN_NAME,
-        example="<tool_call>\n<function=read>\n<parameter=path>\na.md\n</parameter>\n"
-        "</function>\n</tool_call>",
+        name=r"<function=(?P<qwen>[^\s<>]{1,200})>",
         untagged_call=r"<function=(?:NAMES)>(?=\s{0,40}<(?:parameter=|/function>))",
-        tags=ParameterTags(
-            _QWEN_KEY,
-            _QWEN_VALUE_END,
-            next_key=_QWEN_NEXT_KEY,
-            any_tag=r"""(?x:
-                <tool_call> | </tool_call> | <function= [^<>\s]{1,200} > | </function>
-              | </parameter> | <parameter= [^<>\n]{1,200} >
-            )""",
-            later_tag=r"""(?x:
-                \n \s* < (?: \w{1,20} = | parameter[ ] )
-              | <parameter (?: = | [ ]name= ) [^<>\n]{1,200} > [ \t]{0,9} \n
-            )""",
+        tags=ArgumentTags(
+            key=r"""<parameter(?:=|[ ]name=)["']?NAME["']?>""",
+            key_start=r"<parameter[= ]",
+            key_spelling="<parameter={key}>\n",
+            close="</parameter>",
+            inner_end="</function>",
+            outer_end="</tool_call>",
+            next_call=r"<tool_call>|<function=",
+            gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
+            is_on_lines=True,
+            before_close=r"\n?",
+            own_tag=r"<tool_call>|<function=[^<>\s]{1,200}>|<parameter=[^<>\n]{1,200}>",
+            late_tag=r"\n\s*<(?:\w{1,20}=|parameter[ ])"
+            r"|<parameter(?:=|[ ]name=)[^<>\n]{1,200}>[ \t]{0,9}\n",
         ),
-        # The end of a value has the beginning of the next tag: a file may have closing
-        # tags in it.
-        spelling=ArgumentSpelling(
-            first="<",
-            key="parameter={key}>\n",
-            value_end="</parameter>\n<",
-            end="/function>\n</tool_call>",
-            has_line_break=True,
-        ),
+        end_spelling="</function>\n</tool_call>",
     ),
     "glm": CallSyntax(
         marker="<arg_key>",
         prefix="<tool_call>{name}{gap}{first_tag}",  # or `read` might become `reader`
-        name=_GLM_NAME,
-        example="<tool_call>read<arg_key>path</arg_key><arg_value>a.md</arg_value>"
-        "</tool_call>",
-        tags=ParameterTags(
-            _GLM_KEY,
-            _GLM_VALUE_END,
-            next_key=_GLM_NEXT_KEY,
-            any_tag="<tool_call>|</tool_call>|</?arg_key>|</?arg_value>",
-            later_tag="</?arg_key>",
+        # JSON only where the tag came before
+        name=r"""(?P<glm>[^\s<>{}[\]"]{1,200})"""
+        r"\s*(?=<arg_key>|</tool_call>|(?<=<tool_call>[^{]{0,600})\{)",
+        tags=ArgumentTags(
+            # why(L-82): these tags come twice, or not at all
+            key=r"(?:<arg_key>\s*){1,3}NAME"
+            r"(?:(?:\s*</arg_key>){1,3}|(?=\s*<arg_value>))",
+            key_start=r"<arg_key|<tool_call>\w",
+            key_spelling="<arg_key>{key}</arg_key>{gap}<arg_value>",
+            close="</arg_value>",
+            inner_end=NO_PATTERN,
+            outer_end="</tool_call>",
+            next_call=r"<tool_call>\w",
+            name="[^<]{1,200}?",
+            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`]|["'`][^<]))""",
+            value_tag="<arg_value>",
+            own_tag="<tool_call>|</?arg_key>|<arg_value>",
+            late_tag="</?arg_key>",
+            misspelt_key=NO_PATTERN,
         ),
-        spelling=ArgumentSpelling(
-            first="",
-            key="<arg_key>{key}</arg_key>{gap}<arg_value>",
-            value_end="</arg_value>\n",
-            end="</tool_call>",
-        ),
+        end_spelling="</tool_call>",
     ),
     "minimax": CallSyntax(  # one <minimax:tool_call> has several calls
         marker="<invoke name=",
         prefix='<minimax:tool_call>\n<invoke name="{name}">\n',
-        name=_MINIMAX_NAME,
-        example='<minimax:tool_call>\n<invoke name="read">\n'
-        '<parameter name="path">a.md</parameter>\n</invoke>\n</minimax:tool_call>',
+        name=r'<invoke name="?(?P<minimax>[^\s<>"]{1,200})"?>',
         untagged_call=r'<invoke name="?(?:NAMES)"?>'
         r"(?=\s{0,40}<(?:parameter |/invoke>))",
-        tags=ParameterTags(
-            _MINIMAX_KEY,
-            _MINIMAX_VALUE_END,
-            next_key=_MINIMAX_NEXT_KEY,
-            any_tag=r"<minimax:tool_call>|</minimax:tool_call>|<invoke[ ][^<>]{1,200}>"
-            r"|</invoke>|</parameter>",
-            later_tag=r"<parameter[ ]name=|\n\s*<\w{1,20}[ ]name=",
+        tags=ArgumentTags(
+            key=r"""<parameter[ ]name="?NAME"?>""",
+            key_start=r"<parameter[ ]",
+            key_spelling='<parameter name="{key}">',
+            close="</parameter>",
+            inner_end="</invoke>",
+            outer_end="</minimax:tool_call>",
+            next_call=r"<minimax:tool_call>|<invoke[ ]",
+            own_tag=r"<minimax:tool_call>|<invoke[ ][^<>]{1,200}>",
+            late_tag=r"<parameter[ ]name=|\n\s*<\w{1,20}[ ]name=",
         ),
-        spelling=ArgumentSpelling(
-            first="<",
-            key='parameter name="{key}">',
-            value_end="</parameter>\n<",
-            end="/invoke>\n</minimax:tool_call>",
-        ),
+        end_spelling="</invoke>\n</minimax:tool_call>",
     ),
     "harmony": CallSyntax(  # gpt-oss
         marker="<|channel|>",
         prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        name=_HARMONY_NAME,
-        example="<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
-        '{"path": "a.md"}',
+        # `++` and the bounds: what is no header must not be tried from each of its
+        # letters (L-88). The channel may come after the recipient, too.
+        name=r"""(?x:
+            (?: <\|channel\|> [^<]{0,40}? )?
+            \s* to= (?: functions\. )? (?P<harmony> [\w.-]{1,200}+ )
+            (?: [^{<] | <\|c ){0,99}+         # <|c: <|channel|>, <|constrain|>json
+            <\|message\|>
+            \s* \{
+        )""",
         untagged_call=r"(?:<\|channel\|>[^<]{0,40})?"
         r"to=(?:functions\.|(?:NAMES)(?=[\s<]))",
     ),
     "mistral": CallSyntax(  # several calls may follow one [TOOL_CALLS]
         marker="[ARGS]",
         prefix="[TOOL_CALLS]{name}{gap}",
-        name=_MISTRAL_NAME,
-        example='[TOOL_CALLS]read[ARGS]{"path": "a.md"}',
+        # why(L-90): from version 11 of the format on; that version has an id, too.
+        # After its tag a name may stand without [ARGS].
+        name=r"""(?x:
+            (?: \[TOOL_CALLS\] \s* (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? (?:\[ARGS\])?
+              | (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? \[ARGS\]
+            )
+            \s* \{
+        )""".replace("ID", r"(?: \[CALL_ID\] \w{1,40}+ )"),
         untagged_call=_MISTRAL_UNTAGGED_CALL,
     ),
     "kimi": CallSyntax(
         marker="<|tool_call_begin|>",
         prefix="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
         "<|tool_call_argument_begin|>",
-        name=_KIMI_NAME,
-        example="<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0"
-        '<|tool_call_argument_begin|>{"path": "a.md"}<|tool_call_end|>'
-        "<|tool_calls_section_end|>",
+        name=r"""(?x:
+            (?: <\|tool_calls?_section_begin\|> \s* )?  # only before the first call
+            <\|tool_call_begin\|> \s*
+            (?: functions\. )? (?P<kimi> [^\s<>{}]{1,200}? ) : \d{1,6}
+            \s* <\|tool_call_argument_begin\|>
+            \s* \{
+        )""",
         untagged_call=r"""(?x:
             (?: <\|tool_calls?_section_begin\|> \s{0,9} )?
             <\|tool_call_begin\|> \s{0,9} (?: functions\. )? (?:NAMES) :
         )""",
-        json_end="<|tool_call_end|><|tool_calls_section_end|>",
+        end_spelling="<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "minicpm": CallSyntax(
         marker="<param name=",
         prefix='<function name="{name}">',
-        name=_MINICPM_NAME,
-        example='<function name="read"><param name="path">a.md</param></function>',
-        tags=ParameterTags(
-            _MINICPM_KEY,
-            _MINICPM_VALUE_END,
-            _MINICPM_QUOTED_END,
-            _MINICPM_NEXT_KEY,
-            any_tag="<function [^<>]{1,200}>|</function>|</param>",
-            later_tag="<param[ ]",
+        name=r"""<function\s{1,9}name="?(?P<minicpm>[^\s<>"]{1,200}+)"?\s{0,9}>""",
+        tags=ArgumentTags(
+            key=r"""<param[ ]name="?NAME"?>""",
+            key_start=r"<param[ ]",
+            key_spelling='<param name="{key}">',
+            close="</param>",
+            inner_end=NO_PATTERN,
+            outer_end="</function>",
+            next_call=r"<function[ ]",
+            own_tag=r"<function[ ][^<>]{1,200}>",
+            gap=r"\s*(?:(?P<quoted><!\[CDATA\[)"
+            r"|(?=[^\s<]|<[^!]|<![^\[]|<!\[[^C]))",
+            before_close=r"\s*",
+            stray_tag=r"""<param[ ]|[ ]name="[^"<>\n]{1,99}">""",
+            late_tag=r"<param[ ]",
+            quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
         ),
+        end_spelling=None,
     ),
     "hermes": CallSyntax(  # its marker is in the templates of qwen and glm, too
         marker="<tool_call>",
         prefix='<tool_call>{gap}{{"name": {json_name}, "arguments":',
-        name=_HERMES_NAME,
-        example='<tool_call>\n{"name": "read", "arguments": {"path": "a.md"}}\n'
-        "</tool_call>",
-        untagged_call=_HERMES_UNTAGGED_CALL,
-        json_end="\n}\n</tool_call>",
+        name=r"""(?x:
+            \{ \s* "name" \s* : \s* "(?P<hermes> [^"\\]{1,200} )" \s*
+            (?: , \s* "arguments" \s* : \s* \{
+              | (?= \} )                 # a call without arguments
+            )
+        )""",
+        # why(L-82): Qwen2.5-Coder leaves out the tag, with or without a block of code.
+        untagged_call=r"""(?x:
+            \{
+            (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
+                \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
+        )""",
+        end_spelling="\n}\n</tool_call>",
     ),
 }
 
-# How a call of any syntax begins; the tag may have been left out.
-CALL_START: Final = Pattern(
+# How a call of any syntax begins; the tag may have been left out, or come twice.
+CALL_START: Final = compile_pattern(
     # (?:\s+)? is any number of blanks: \s* would be 400 at most.
-    rf"(?:\s+)?(?:{FENCE_START})?(?:<(?:minimax:)?tool_call>\s*)?(?:"
-    + "|".join(syntax.name.source for syntax in CALL_SYNTAXES.values())
-    + ")",
-    example="\n\n<tool_call>\n<function=read>",
-    near_miss="\n\n<tool_call>\n<think>",
+    rf"(?:\s+)?(?:{FENCE_START})?(?:(?:<(?:minimax:)?tool_call>\s*){{1,2}})?(?:"
+    + "|".join(syntax.name for syntax in CALL_SYNTAXES.values())
+    + ")"
 )
 
 FOREIGN_SYNTAX: Final = "foreign"  # in the place of a key of CALL_SYNTAXES
-
-
-def _up_to(tag: str) -> str:
-    """A pattern: any text, which does not contain the tag, and the tag."""
-    tag_pattern = regex.escape(tag)
-    return f"(?s:(?:(?!{tag_pattern}).)*+){tag_pattern}"
-
 
 FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     # Gemma 4    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
@@ -20771,38 +20113,146 @@ FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     MISTRAL_START: ForeignFormat(untagged_call=_MISTRAL_UNTAGGED_CALL, is_json=True),
     # LongCat    <longcat_tool_call>read\n<longcat_arg_key>path</longcat_arg_key>...
     "<longcat_tool_call>": ForeignFormat(
-        opening="{name}\n",
-        body=r"[^<]*+(?:<longcat_arg_key>"
-        + _up_to("</longcat_arg_key>")
-        + r"\s*<longcat_arg_value>"
-        + _up_to("</longcat_arg_value>")
-        + r"\s*)*+",
-        argument_tag="<longcat_arg_key>",
+        opening="{name}\n", argument_tag="<longcat_arg_key>"
     ),
     # Muse Spark    <atem:function_calls><atem:invoke name="read"><atem:parameter ...
     "<atem:function_calls>": ForeignFormat(
-        body=r"\s*(?:<atem:invoke\b[^>]*+>\s*(?:<atem:parameter\b[^>]*+>"
-        + _up_to("</atem:parameter>")
-        + r"\s*)*+(?:</atem:invoke>\s*|\Z))++",
-        call_tag=r"<atem:invoke\b",
-        argument_tag=r"<atem:parameter\b",
+        call_tag=r"<atem:invoke\b", argument_tag=r"<atem:parameter\b"
     ),
     # Kimi K3    <|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument ...
     "<|open|>tools<|sep|>": ForeignFormat(
-        body=r"\s*(?:<\|open\|>call\b"
-        + _up_to("<|sep|>")
-        + r"\s*(?:<\|open\|>json\b"
-        + _up_to("<|close|>json<|sep|>")
-        + r"\s*|(?:<\|open\|>argument\b"
-        + _up_to("<|close|>argument<|sep|>")
-        + r"\s*)*+)<\|close\|>call<\|sep\|>\s*)++",
-        call_tag=r"<\|open\|>call\b",
-        argument_tag=r"<\|open\|>argument\b",
+        call_tag=r"<\|open\|>call\b", argument_tag=r"<\|open\|>argument\b"
     ),
 }
 
 
-# -- 4 formats -------------------------------------------------------------------------
+# -- 2 patterns ------------------------------------------------------------------------
+
+
+@lru_cache
+def key_pattern(tags: ArgumentTags) -> Any:
+    """What may come between two values: the tag of a key, or an end tag.
+
+    Its groups say which: `key` is the name of an argument, whose value follows; `end`,
+    the call ends here; neither, go on to the next tag.
+    """
+    key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
+    return compile_pattern(
+        rf"\s*(?:(?P<tag>{key}){tags.gap}"
+        rf"|(?P<end>{tags.outer_end}|\0|(?={tags.next_call}))|{tags.inner_end})"
+    )
+
+
+# What ends a value, or only looks so; the groups say which of these it is:
+#
+#     </parameter>\n<par   no group: so it should, the value is "closed"
+#     </tool_call>         group `unclosed`: the call ends, the value was never closed
+#     <parameter=n>        group `next_key`: nor was it here, and its text is the key
+#     "<parameter=path>"   group `text`: it does not, whatever it looks like
+#     </parameter> is      group `quoted`: it does not, the tag is part of the value
+#     \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
+#
+# NO_NEXT stands after a closing tag that none of the syntax's next tags follows. A (?!
+# alone would also fit where half of such a tag has come. So the 20 characters must have
+# come that the longest has, </minimax:tool_call>; or fewer, that begin no tag, and then
+# the end of the reply.
+_VALUE_END: Final = r"""(?x:
+    BREAK CLOSE (?: \s* CLOSE )?
+    (?= \s* (?: KEY_START
+              | (?: INNER \s* ){0,2} OUTER (?= [^"'`] | \0 )
+              | INNER \s* (?: NEXT_CALL | \0 )
+              | (?: INNER \s* )? LAST_TAG \s* \0         # in other tokens
+              | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no OUTER before prose
+  | (?P<unclosed> BREAK
+        (?= INNER \s* (?: OUTER \s* )? (?: \0 | NEXT_CALL )
+          | OUTER \s* (?: \0 | \n NEXT_CALL ) ) )
+  | (?P<unreadable>
+        CLOSE (?= \s* CLOSE | MISSPELT_KEY ) NO_NEXT
+      | INNER [ \t]{0,9} \n NO_NEXT
+      | STRAY_TAG )
+  | NEXT_KEY
+  | (?P<IN_LINE> CLOSE (?= \w ) )
+  | (?P<quoted> (?: CLOSE (?: \s* INNER )? | OUTER ) NO_NEXT )
+)"""
+_NO_NEXT: Final = r"""(?x:
+    \s*+ (?! KEY_START | CLOSE | INNER | OUTER | LAST_TAG | NEXT_CALL | \0 )
+    (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
+)"""
+# More of it, where a value has lines of its own.
+_LINES_END: Final = r"""(?x:
+    (?P<unclosed> \n (?= (?: INNER \s* )? OUTER [ \t]{0,9} \n ) )
+  | (?P<unreadable>
+        \n NEXT_CALL [^<>\n]{0,200} >?+ \s* \n
+      | \n CLOSE NO_NEXT )
+)"""
+# The tag of a key of the tool, if the value before was never closed. Of a value that
+# has its own lines, so has the next tag; inside a line it is text, if this value began
+# on a line of its own.
+_NEXT_KEY_ON_LINE: Final = r"""(?x:
+    \n (?= KEY [ \t]{0,9} \n )
+  | (?P<unreadable> \n KEY (?= [ \t]{0,9} [^ \t\n] ) | KEY [ \t]{0,9} \n )
+  | (?P<text> ["'`] KEY (?= [ \t]{0,9} [^ \t\n] ) )
+  | (?P<IN_LINE> KEY (?= [ \t]{0,9} [^ \t\n] ) )
+)"""
+# Of others it is text in quotes, or between blanks.
+_NEXT_KEY: Final = r"""(?x:
+    (?P<text> ["'`] (?: KEY | OWN_TAG ) | [ ] (?: KEY | OWN_TAG ) [ ] )
+  | \n? (?= KEY )
+)"""
+
+
+@lru_cache
+def any_tag_pattern(tags: ArgumentTags) -> Any:
+    """Any tag of the syntax. A value that begins or ends with one is unreadable."""
+    source = f"{tags.own_tag}|{tags.close}|{tags.inner_end}"
+    return compile_pattern(f"{source}|{tags.outer_end}")
+
+
+@lru_cache
+def value_end_pattern(
+    tags: ArgumentTags,
+    keys: tuple[str, ...],
+    *,
+    is_in_line: bool,
+    follows_quoted_tag: bool,
+) -> Any:
+    """What ends a value. `keys`: of the tool's schema.
+
+    `is_in_line`: the value begins on the line of its own tag. `follows_quoted_tag`: a
+    closing tag in it was text.
+    """
+    source = f"{_LINES_END}|{_VALUE_END}" if tags.is_on_lines else _VALUE_END
+    if follows_quoted_tag:
+        source = f"(?P<unreadable>{tags.late_tag})|{source}"
+    parts = {
+        "IN_LINE": "unreadable" if is_in_line else "text",
+        "NO_NEXT": _NO_NEXT,
+        "NEXT_CALL": f"(?:{tags.next_call})",
+        "BREAK": tags.before_close,
+        "KEY_START": tags.key_start,
+        "MISSPELT_KEY": tags.misspelt_key,
+        "STRAY_TAG": f"{tags.stray_tag}|{tags.value_tag}",
+        "CLOSE": tags.close,
+        "INNER": tags.inner_end,
+        "OUTER": tags.outer_end,
+        "LAST_TAG": tags.last_tag or tags.outer_end,
+    }
+    for name, pattern in parts.items():
+        source = source.replace(name, pattern)
+
+    next_key = NO_PATTERN
+    if keys:
+        names = "|".join(sorted(map(regex.escape, keys)))
+        key = tags.key.replace("NAME", rf"(?P<next_key>{names})")
+        next_key = _NEXT_KEY_ON_LINE if tags.is_on_lines else _NEXT_KEY
+        next_key = next_key.replace("IN_LINE", parts["IN_LINE"])
+        next_key = next_key.replace("OWN_TAG", tags.own_tag)
+        next_key = next_key.replace("KEY", f"(?:{key})")
+    source = source.replace("NEXT_KEY", next_key)
+    return compile_pattern(source)
+
+
+# -- 3 formats -------------------------------------------------------------------------
 
 
 class ToolCallFormat(NamedTuple):
@@ -20902,145 +20352,84 @@ def tool_call_prefixes(
     return prefixes
 
 
-# region MENDED JSON ===========================================================
-# Arguments as JSON: mended while they are read, and read up to the end of their call.
+# region CALL ARGUMENTS ========================================================
+# The arguments of one call -> JSON, while they are generated.
 #
 #     generated                          emitted
-#     {"name": "read", "arguments": {    {                         by CallReader
+#     {"name": "read", "arguments": {    {                          by ReplyReader
 #     "path": "a.md", // the first       "path": "a.md"
-#     'n': 5 "all": True,                , "n": 5 ,"all": true
+#     "n": 5 "all": True,                , "n": 5, "all": true
 #     }, "id": "1"}                      -
-#     \n</tool_call>Done.                }                         by CallReader
+#     \n</tool_call>Done.                }                          by ReplyReader
 #
-# Models write comments, commas or quotes too many or too few, and Python's words.
+#     \n<parameter=path>\n               "path":
+#     docs/a.md                          "docs/a.md
+#     \n</parameter>                     "
+#     \n</function>\n</tool_call>        }                          by ReplyReader
 #
-#  1 Values     what may come next in an object or in an array
-#  2 Strings    what may come next in a string, and whether it was ever closed
-#  3 Objects    MendedObject reads one object, and withholds its last bracket
-#  4 Calls      JsonArguments reads the arguments, and what follows up to the call's end
+# Two readers with one interface: `read` again and again, until `is_done`. Each reads on
+# to the end of the call, and withholds the last bracket as `closing`.
 #
-# Nothing is emitted twice or taken back. So a member is emitted once its value begins:
-# closing all that is open then makes valid JSON. And clients run what is valid (L-86).
-# So if more arguments follow, or some cannot be read, the last bracket is not emitted.
+#  1 JsonArguments     JSON, mended: models write comments, commas or brackets too many
+#                      or too few, quotes and line breaks in strings, Python's words
+#  2 TaggedArguments   values between tags
 #
-# Public   NUMBER, LOST_MEMBER, MendedObject, JsonArguments
-# Uses     REASONING PARSER, CALL TEXT
+# The law: a call never runs with fewer arguments than were written, and no value has
+# more text than its own (L-133). Nothing is emitted twice or taken back, and clients
+# run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
+# arguments are `is_broken`: they stay open, and the reply ends there.
+#
+# Public   JsonArguments, TaggedArguments, LOST_MEMBER, NUMBER,
+#          late_argument_pattern
+# Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
 
-# -- 1 values --------------------------------------------------------------------------
-#
-# A number or a word is certain once something follows it.
+# -- 1 JSON ----------------------------------------------------------------------------
 
-_GAP: Final = r"""(?x:
-    (?: \s* (?P<skipped> // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,99}
-    \s*
-)"""
 NUMBER: Final = r"""(?x:
     -? (?: 0 | [1-9][0-9]{0,99} )
     (?: \. [0-9]{1,99} )?
     (?: [eE] [+-]? [0-9]{1,3} )?
 )"""
-# As Python writes it. It is read as a whole, so it is short.
-_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
-_VALUE: Final = (
-    r"""(?x:
-        GAP
-        (?: (?P<open> [{\["] )
-          | (?P<single_quoted> SINGLE_QUOTED ) (?= \s* [,}\]] )
-          | (?: NUMBER | true | false | null | (?P<python> True | False | None )
-              | (?P<word> [\w.+-]{1,200} ) )          # NaN, 1e9999, 007: a string
-            (?= [ \t\r\n,}\]/<] )                   # 5</tool_call>: its } was forgotten
-        )
-    )""".replace("NUMBER", NUMBER)
-    .replace("GAP", _GAP)
-    .replace("SINGLE_QUOTED", _SINGLE_QUOTED)
-)
 _ESCAPE: Final = r"""(?x:
     ["\\/bfnrt]
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_KEY: Final = (
-    rf'{_GAP}(?P<key>"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
-    rf"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}})){_GAP}:"
-)
+_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}} \s* )"
+# As Python writes it. It is read as a whole, so it is short.
+_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
+# What begins a value. A number or a word is certain once something follows it.
+_VALUE: Final = rf"""(?x:
+    (?P<open> [{{\["] )
+  | (?P<python> {_SINGLE_QUOTED} ) (?= \s* [,;}}\]] )
+  | (?P<word> {NUMBER} (?= " ) | [\w.+-]{{1,200}} (?= [ \t\r\n,;}}\]/<] ) )
+)"""
 
+# What comes next in an object, in an array, and after a value of either.
+_LEAD: Final = rf"(?P<lead> {_GAP} ) (?: [,;] {_GAP} )?"  # a comma may come twice
+_MEMBER: Final = compile_pattern(rf"""(?x:
+    {_LEAD}
+    (?: (?: (?P<key> "{_CHARACTER}{{0,999}}" ) | (?P<python_key> {_SINGLE_QUOTED} )
+          | (?P<bare_key> [A-Za-z_$][\w$-]{{0,199}} ) )
+        (?P<colon> {_GAP} : {_GAP} ) {_VALUE}
+      | (?P<close> [}}\]] ) )
+)""")
+_ITEM: Final = compile_pattern(rf"(?x: {_LEAD} (?: {_VALUE} | (?P<close> [}}\]] ) ) )")
+_AFTER_VALUE: Final = compile_pattern(rf"""(?x:
+    (?P<lead> {_GAP} ) (?: (?P<close> [}}\]] ) | [,;] | (?= ["'] ) )
+)""")
 
-@dataclass(frozen=True, eq=False)
-class JsonState(Pattern):
-    """Where in JSON a reader is, as the pattern of what may come next there."""
-
-    closer: str  # of what is open
-
-
-_OBJECT_START: Final = JsonState(  # after {
-    rf"{_KEY}{_VALUE}|{_GAP}(?P<close>\}})",
-    example='"n": 5,',
-    near_miss="'n: 5,",
-    closer="}",
-)
-_OBJECT_MEMBER: Final = JsonState(  # after a member
-    rf'{_GAP}(?:,|(?P<no_comma>(?="))){_KEY}{_VALUE}'
-    rf"|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\}})",
-    example=', "items": [',
-    near_miss=", ]",
-    closer="}",
-)
-_ARRAY_START: Final = JsonState(  # after [
-    rf"{_VALUE}|{_GAP}(?P<close>\])",
-    example="-2.5e3,",
-    near_miss="'a,",
-    closer="]",
-)
-_ARRAY_ITEM: Final = JsonState(  # after an item
-    rf"{_GAP},{_VALUE}|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\])",
-    example=", True]",
-    near_miss=", }",
-    closer="]",
-)
-# The state after a first member or item. All other states stay as they are.
-_NEXT_STATES: Final = {_OBJECT_START: _OBJECT_MEMBER, _ARRAY_START: _ARRAY_ITEM}
-_OPENED_STATES: Final = {"{": _OBJECT_START, "[": _ARRAY_START}
-
-# What JSON has in the place of a group.
-_MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
-    "skipped": lambda _comment: "",
-    "no_comma": lambda _nothing: ",",
-    "bare_key": to_json,
-    "word": to_json,
-    "single_quoted": lambda text: to_json(ast.literal_eval(text)),
-    "python": {"True": "true", "False": "false", "None": "null"}.__getitem__,
-}
-
-
-def _mend(match: Any) -> str:
-    """The text of a match as JSON: without comments, and words as what they mean."""
-    edits: list[tuple[int, int, str]] = []
-    for group, write in _MENDED_GROUPS.items():
-        if group not in match.re.groupindex:
-            continue
-        for start, end in match.spans(group):
-            old_text = match.string[start:end]
-            edits.append((start, end, write(old_text)))
-
-    text: str = match[0]
-    for start, end, new_text in sorted(edits, reverse=True):
-        before = text[: start - match.start()]
-        after = text[end - match.start() :]
-        text = before + new_text + after
-    return text
-
-
-# -- 2 strings -------------------------------------------------------------------------
-#
 # What comes next in a string: text; or one raw character, which JSON would escape: a
 # line break, a backslash that begins no escape, and, why(L-86), a quote inside the
 # string. What follows a quote decides whether it ends the string:
 #
 #     }  ]  or a tag of the call          "hello"}        ends it
-#     a comma, and what may follow it     "hello", "n":   ends it (in arrays: any comma)
+#     a comma, and a key after it         "hello", "n":   ends it (in arrays: any comma)
 #     blanks, and a quote or a comment    "hello" "n":    ends it; a comma was forgotten
 #     a letter, a bracket ...             print("hello")  is inside
 #     blanks, and any other character     say "hello" to  is inside
@@ -21052,13 +20441,12 @@ def _mend(match: Any) -> str:
 # A (?! does not wait for text that is still to come. So the 11 characters that it may
 # look at must be there: as many as \ud83d\ude00 has after its first backslash, and
 # </tool_call> after its <.
-
 _STRING: Final = r"""(?x:
     CHARACTER+
   | (?P<raw>
         [\x00-\x1f]
       | \\ (?! ESCAPE ) (?= (?s: .{11} ) )          # C:\Users
-      | " (?= [^\s,:}\]<]                           # print("hello")
+      | " (?= [^\s,;:}\]<]                          # print("hello")
             | \s \s* (?: [^\s,:}\]"/<] | / [^/*] )  # say "hello" to; "a" / b
             | < (?! /?tool_call> ) (?s: .{11} )     # "<b>
             | COMMA_INSIDE )                        # f("a", b + 1)
@@ -21071,327 +20459,304 @@ _STRING: Final = r"""(?x:
   | (?P<key_end> " (?= \s* : ) )                   # "x, "n": 5
 )""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
 
-_OBJECT_STRING: Final = JsonState(
+_OBJECT_STRING: Final = compile_pattern(
     _STRING.replace(
         "COMMA_INSIDE",
         r"""(?x:
-            \s* , \s*
+            [,;] \s*
             (?: \w+ \s* [^\s\w:]
-              | [^\s"'\w}\]/]
+              | [^\s"'\w}\]/,;]
               | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
             )
         )""",
     ).replace(
         "COMMA_AFTER",
         r"""(?x:
-            , \s*
-            (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
+            [,;] \s* (?: ["}\]/,;] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
         )""",
-    ),
-    example='", "n": 5',
-    near_miss='", n',  # the string goes on, or a key without quotes follows
-    closer='"',
+    )
 )
-_ARRAY_STRING: Final = JsonState(
-    _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace("COMMA_AFTER", ","),
-    example='", n',
-    near_miss='"',
-    closer='"',
+_ARRAY_STRING: Final = compile_pattern(
+    _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace("COMMA_AFTER", "[,;]")
 )
 
+_END_TAG: Final = (
+    r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
+    r" | \[TOOL_CALLS\] )"
+)
+_END_TAG_IN_STRING: Final = regex.compile(rf"(?x) {_END_TAG}")
 _WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
-_CALL_END_TAG: Final = re.compile(
-    r"""(?x)
-    </ (?:minimax:)? tool_call> | <\|tool_call (?:s_section)? _end\|> | <\|call\|>
-  | \[TOOL_CALLS\]
-    """
-)
-
-
-class OpenString:
-    """What tells that a string in JSON was never closed (L-133).
-
-    A raw character is one that JSON would escape. The string was not closed, if it has
-
-        the closing tag of its call, and a raw quote or line break    is_doubtful
-        a key of the tool's, and then a raw quote                     has_key
-        and, where the reply is over in it: such a tag, a raw quote,
-        or a bracket at the end of a line                             is_unclosed
-    """
-
-    def __init__(self, keys: set[str]) -> None:
-        """`keys`: of the tool's schema."""
-        self.has_key = False
-        self._keys = keys
-        self._end = ""  # of its text, as long as a tag
-        self._has_quote = False
-        self._has_break = False
-        self._has_tag = False
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it was never closed, if what looks like a tag in it may be one."""
-        return self._has_tag and (self._has_quote or self._has_break)
-
-    @property
-    def is_unclosed(self) -> bool:
-        """Whether it was never closed, if the reply is over."""
-        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._end) is not None
-        return self._has_tag or self._has_quote or has_bracket
-
-    def take(self, text: str, *, is_raw: bool) -> tuple[str, str]:
-        """Read its next part; returns the part up to a tag, and the rest of it.
-
-        The tag, the closing one of a call, may have begun in an earlier part.
-        """
-        if is_raw and text == '"':
-            self._has_quote = True
-            word = _WORD_IN_QUOTES.search(self._end)
-            self.has_key |= word is not None and word[1] in self._keys
-        self._has_break |= is_raw and text == "\n"
-        text_with_end = self._end + text
-        tag = _CALL_END_TAG.search(text_with_end)
-        if tag is None:
-            self._end = text_with_end[-TAG_LENGTH:]
-            return text, ""
-        n_taken = tag.end() - len(self._end)
-        self._has_tag = True
-        self._end = ""  # so that the tag is found once
-        return text[:n_taken], text[n_taken:]
-
-
-# -- 3 objects -------------------------------------------------------------------------
-
-# Where an object is left open, and nothing was written that would be lost: before a tag
-# that ends the call.
-_LEFT_OPEN: Final = Pattern(
-    r"""(?x)
-    \s* (?: , \s* )?
-    (?= </ (?: tool_call | function | invoke | minimax:tool_call ) >
-      | <tool_call> \s* [{<\w]
-      | <\|call\|> )
-    """,
-    example="\n</tool_call>",
-    near_miss=', "n</tool_call>',
-)
-
-
-class MendedObject:
-    """Reads one JSON object, whose { was read before, and mends it.
-
-    Its last bracket is `closing`, with those before it that were forgotten: for
-    {"items": [1, 2 it is ]}. It is for whoever reads what follows the object.
-    """
-
-    def __init__(self, unread: UnreadText, keys: Iterable[str]) -> None:
-        """`keys`: of the tool's schema."""
-        self.is_done = False
-        self.is_broken = False  # some of what was written cannot be read
-        self.closing = ""  # once it is done and not broken
-        # A key of the tool's is in an object inside this one: if a bracket is missing,
-        # it was before that key.
-        self.has_inner_key = False
-        self.has_mended_bracket = False
-        self.has_quoted_end = False  # the end tag of the call came in it as a token
-        self._unread = unread
-        self._keys = set(keys)
-        self._open = [_OBJECT_START]  # all that is open, outermost first
-        self._string = OpenString(self._keys)  # that is open, or was last
-
-    @property
-    def is_in_string(self) -> bool:
-        """Whether a string is open, and nothing tells yet that it is closed."""
-        is_open = bool(self._open) and self._open[-1].closer == '"'
-        return is_open and not self._unread.text.startswith('"')
-
-    def read(self) -> str:
-        """What more is certain, as JSON text without `closing`."""
-        json_text = ""
-        while not self.is_done:
-            match = self._unread.match_next(self._open[-1])
-            if match is not None and match.partial:
-                break
-            text = self._accept(match) if match else self._accept_other()
-            if text is None:  # the next text decides
-                break
-            self.is_done = self.is_broken or not self._open
-            if self._open:
-                json_text += text
-            else:  # the last bracket was read
-                self.closing = text
-        return json_text
-
-    def _accept(self, match: Any) -> str:
-        """Go on to the state after `match`; returns its text as JSON."""
-        text: str = match[0]
-        state = self._open.pop()
-        if state.closer == '"':
-            if match["close"] is not None:
-                return text
-            self._open.append(state)
-            return self._accept_string(match)
-        if match["close"] is not None:
-            return _mend(match)
-        if self._open and state is _OBJECT_MEMBER:
-            self.has_inner_key |= match["key"].strip("\"'") in self._keys
-        self._open.append(_NEXT_STATES.get(state, state))
-        if match["open"] is not None:
-            string = _OBJECT_STRING if state.closer == "}" else _ARRAY_STRING
-            self._open.append(_OPENED_STATES.get(text[-1], string))
-            self._string = OpenString(self._keys)
-        return _mend(match)
-
-    def _accept_string(self, match: Any) -> str:
-        """Take a part of a string; returns it as JSON."""
-        if match["key_end"] is not None:
-            self.is_broken = True
-            return ""
-        is_raw = match["raw"] is not None
-        text, rest = self._string.take(match[0], is_raw=is_raw)
-        self._unread.text = rest + self._unread.text
-        is_text = self._unread.has_tokens and not self.has_quoted_end
-        is_tag = self._string.is_doubtful and not is_text
-        self.is_broken = is_tag or self._string.has_key
-        return escape_json(text) if is_raw else text
-
-    def _accept_other(self) -> str | None:
-        """What comes next does not fit, or was cut off; returns what closes it.
-
-        None: the next text decides. "" if it is broken.
-        """
-        rest = self._unread.text.strip()
-        if self._unread.is_complete and self._is_whole(rest):
-            self._unread.text = ""
-            return self._close_all()
-        if self._open[-1].closer != '"':
-            match = self._unread.match_next(_LEFT_OPEN)
-            if match is not None and match.partial:
-                return None
-            # {"path": "a.md"</tool_call>    all brackets that are open were forgotten;
-            #                                after { alone, an argument may have been
-            if match is not None and self._open != [_OBJECT_START]:
-                return self._close_all()
-            # {"items": [1, 2}               the innermost one was
-            closers = [state.closer for state in self._open]
-            if rest[:1] in closers and not self.has_inner_key:
-                self.has_mended_bracket = True
-                return self._open.pop().closer
-        self.is_broken = True
-        return ""
-
-    def _is_whole(self, rest: str) -> bool:
-        """Whether the last `rest` of a reply has no part of an argument."""
-        if self._open == [_OBJECT_START]:
-            return False  # it may have had any
-        if self._open[-1].closer != '"':
-            return not rest.strip(", \t\r\n}]")
-        if self._string.is_unclosed:
-            return False
-        # Half an escape: the string was cut, wherever it was.
-        return rest.startswith("\\") or not rest.strip('", \t\r\n}]')
-
-    def _close_all(self) -> str:
-        """What closes all that is open; "" if it is broken."""
-        if self.has_inner_key and len(self._open) > 1:
-            self.is_broken = True
-            return ""
-        closers = [state.closer for state in reversed(self._open)]
-        self._open.clear()
-        return "".join(closers)
-
-
-# -- 4 calls ---------------------------------------------------------------------------
+# Before it all that is open was left open, and nothing was written that would be lost.
+_LEFT_OPEN: Final = compile_pattern(rf"""(?x)
+    \s* (?: [,;] \s* )?
+    (?= {_END_TAG} | </(?:function|invoke)> | <tool_call> \s* [{{<\w] )
+""")
 
 # After the arguments: brackets, one too many or too few, and the closing tag. Without
 # the tag the call has ended, too, if another call or a text follows (L-82).
-_CALL_END: Final = Pattern(
-    r"""(?x:
-        \s* [}\]]* \s*
-        (?: </tool_call> | <\|call\|>
-          | <\|tool_call_end\|>                     # Kimi's, and of all its calls
-            (?: \s* <\|tool_calls?_section_end\|>
-              | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
-            )
-          | (?= <tool_call> | [^\s}\]<] )
+_CALL_END: Final = compile_pattern(r"""(?x:
+    \s* [}\]]* \s*
+    (?: </tool_call> | <\|call\|>
+      | <\|tool_call_end\|>                     # Kimi's, and of all its calls
+        (?: \s* <\|tool_calls?_section_end\|>
+          | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
         )
-    )""",
-    example="}}\n</tool_call>",
-    near_miss="}\n<b>",
-)
+      | (?= <tool_call> | [^\s}\]<] )
+    )
+)""")
 # The same where the arguments are a member of the call, whose bracket comes after them.
 # Before that bracket no text can follow.
-_CALL_OBJECT_END: Final = Pattern(
+_CALL_OBJECT_END: Final = compile_pattern(
     r"""(?x:
-        GAP [}\]]+ GAP
-            (?: </tool_call>
-              | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
-      | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
-    )""".replace("GAP", _GAP),
-    example="}}\n</tool_call>",
-    near_miss="\nDone.",
+    GAP [}\]]+ GAP
+        (?: </tool_call>
+          | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
+  | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
+)""".replace("GAP", _GAP)
 )
 # After the arguments, a member of the call that is none of them.
-_CALL_MEMBER: Final = Pattern(
-    r"""(?x:
-        \s* [}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
-        \s* : \s* (?: " CHARACTER{0,99} " | (?: NUMBER | null ) (?= [\s,}\]</] ) )
-    )""".replace("CHARACTER", _CHARACTER).replace("NUMBER", NUMBER),
-    example=', "id": "5"',
-    near_miss=', "n": "5"',
-)
+_CALL_MEMBER: Final = compile_pattern(rf"""(?x:
+    \s* [}}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
+    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+)""")
 # Any member after the arguments, also one whose name has no quotes: what was meant as
 # an argument, before which a bracket was closed too early.
-LOST_MEMBER: Final = Pattern(
-    r"""(?x:
-        (?: BRACKETS (?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,9}
-        BRACKETS
-        (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '
-          | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )
-        \s{0,9} :
-    )""".replace("CHARACTER", _CHARACTER).replace("BRACKETS", r"[\s}\],;]{0,99}+"),
-    example='; "n": 5',
-    near_miss="}\nn: 5",
-)
+LOST_MEMBER: Final = compile_pattern(rf"""(?x:
+    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    [\s}}\],;]{{0,99}}+
+    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
+    \s{{0,9}} :
+)""")
 # The reply was cut in the name of such a member: , "n
 _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
+
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_JSON_WORD: Final = regex.compile(rf"{NUMBER}|true|false|null")
+_CLOSERS: Final = {"{": "}", "[": "]"}
 
 
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     def __init__(
-        self, unread: UnreadText, keys: Iterable[str], *, is_member: bool
+        self,
+        unread: UnreadText,
+        keys: Iterable[str],
+        *,
+        place: Literal["call", "member", "tags"],
     ) -> None:
         """`keys`: of the tool's schema.
 
-        `is_member`: the call is an object, of which the arguments are a member.
+        `place`: the call has them alone; or is an object of which they are a member; or
+        should have tags in their place: then the end of the call is not read.
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
-        self.closing = ""  # the last bracket, once it is read: for the caller to emit
+        self.is_closed = False  # the arguments have ended
+        self.closing = ""  # once they are closed: the last brackets
         self._unread = unread
-        self._is_member = is_member
-        self._arguments = MendedObject(unread, keys)
+        self._tool_keys = set(keys)
+        self._place = place
+        self._closers = ["}"]  # of all brackets that are open, outermost first
+        self._used_keys: list[set[str]] = [
+            set()
+        ]  # of these, as far as they are objects
+        self._separator: str | None = ""  # before the next member; None: it must come
+        # A key of the tool's is in an object inside: if a bracket is missing, it was
+        # before that key.
+        self._has_inner_key = False
+        self._has_mended_bracket = False
+        # Of the string that is open, or was last:
+        self._string: Any = None  # the pattern of what comes next in it; None: closed
+        self._string_text = ""  # its end, as long as a tag
+        self._has_quote = False  # that JSON would escape
+        self._has_break = False
+        self._has_end_tag = False
+        self._has_quoted_end = False  # the end tag of the call came in one as a token
 
-    def quotes_end(self, _tag: str) -> bool:
+    def quotes_end(self) -> bool:
         """Whether a string is open where the end tag comes as a token."""
-        return self._arguments.is_in_string
+        return self._string is not None and not self._unread.text.startswith('"')
 
     def read_end_as_text(self) -> None:
         """The end tag was quoted as a token: so it may be one in other tokens."""
-        self._arguments.has_quoted_end = True
+        self._has_quoted_end = True
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
-        json_text = self._arguments.read()
-        if self._arguments.is_broken:
-            self.is_done = self.is_broken = True
-        elif self._arguments.is_done:
-            self.closing = self._arguments.closing
-            self._read_later()
+        json_text = ""
+        while not (self.is_done or self.is_closed):
+            part = self._read_text() if self._string else self._read_value()
+            if part is None:  # the next text decides
+                return json_text
+            json_text += part
+        if self._place != "tags" and not self.is_done:
+            self._read_end_of_call()
         return json_text
 
-    def _read_later(self) -> None:
+    def _break(self) -> str:
+        self.is_done = self.is_broken = True
+        return ""
+
+    def _read_value(self) -> str | None:
+        """Read what comes next between values; None: the next text decides."""
+        is_object = self._closers[-1] == "}"
+        pattern = _MEMBER if is_object else _ITEM
+        if self._separator is None:
+            pattern = _AFTER_VALUE
+        match = self._unread.match_next(pattern)
+        if match is None:
+            return self._end_early()
+        if match.partial:
+            return None
+        lead = str(_COMMENT_PATTERN.sub("", match["lead"]))
+        if match["close"] is not None:
+            return self._close(match["close"], lead)
+        if self._separator is None:
+            self._separator = lead + ","
+            return ""
+
+        is_first = not self._separator
+        json_text = self._separator + lead
+        self._separator = None
+        if is_object:
+            json_text += self._take_key(match, is_first=is_first)
+        if self.is_broken:
+            return ""
+        if match["python"] is not None:
+            return json_text + to_json(ast.literal_eval(match["python"]))
+        if match["word"] is not None:
+            word = _PYTHON_WORDS.get(match["word"], match["word"])
+            # NaN, 1e9999, 007: a string
+            return json_text + (word if _JSON_WORD.fullmatch(word) else to_json(word))
+        if match["open"] == '"':
+            self._string = _OBJECT_STRING if is_object else _ARRAY_STRING
+            self._string_text = ""
+            self._has_quote = self._has_break = self._has_end_tag = False
+        else:
+            self._closers.append(_CLOSERS[match["open"]])
+            self._used_keys.append(set())
+            self._separator = ""
+        return json_text + str(match["open"])
+
+    def _take_key(self, match: Any, *, is_first: bool) -> str:
+        """Take the key of a member, with its colon. `is_first`: of its object."""
+        if match["key"] is not None:
+            key = json.loads(match["key"])
+        elif match["python_key"] is not None:
+            key = ast.literal_eval(match["python_key"])
+        else:
+            key = match["bare_key"]
+        if key in self._used_keys[-1]:  # of two values JSON keeps one
+            return self._break()
+        self._used_keys[-1].add(key)
+        if len(self._closers) > 1 and not is_first:
+            self._has_inner_key |= key in self._tool_keys
+        colon: str = _COMMENT_PATTERN.sub("", match["colon"])
+        return (match["key"] or to_json(key)) + colon
+
+    def _close(self, bracket: str, lead: str) -> str:
+        """Take a closing bracket; {"items": [1, 2}: the innermost was forgotten."""
+        if bracket not in self._closers:
+            return self._break()
+        n_closed = 1 + self._closers[::-1].index(bracket)
+        if n_closed > 1 and self._has_inner_key:
+            return self._break()
+        self._has_mended_bracket |= n_closed > 1
+        return self._close_brackets(n_closed, lead)
+
+    def _close_brackets(self, n_closed: int, lead: str = "") -> str:
+        closed = lead + "".join(self._closers[: -n_closed - 1 : -1])
+        del self._closers[-n_closed:]
+        del self._used_keys[-n_closed:]
+        self._separator = None
+        if self._closers:
+            return closed
+        self.is_closed = True
+        self.closing = closed
+        return ""
+
+    def _end_early(self) -> str | None:
+        """What comes next does not fit, or was cut off."""
+        is_empty = self._separator == ""  # after a bracket
+        rest = self._unread.text.strip()
+        if self._unread.is_complete and not is_empty and not rest.strip(",; \t\r\n}]"):
+            self._unread.text = ""
+        else:
+            # {"path": "a.md"</tool_call>    all brackets that are open were forgotten;
+            #                                after { alone, a member may have been
+            match = self._unread.match_next(_LEFT_OPEN)
+            if match is not None and match.partial:
+                return None
+            if match is None or is_empty:
+                return self._break()
+        if self._has_inner_key and len(self._closers) > 1:
+            return self._break()
+        return self._close_brackets(len(self._closers))
+
+    def _read_text(self) -> str | None:
+        """Read on in the string; None: the next text decides."""
+        match = self._unread.match_next(self._string)
+        if match is None:
+            return self._cut_string()
+        if match.partial:
+            return None
+        if match["key_end"] is not None:
+            return self._break()
+        if match["close"] is not None:
+            self._string = None
+            return '"'
+
+        text: str = match[0]
+        if match["raw"] is None:
+            return self._take_text(text)
+        if text == '"':
+            self._has_quote = True
+            word = _WORD_IN_QUOTES.search(self._string_text)
+            if word is not None and word[1] in self._tool_keys:
+                self.is_done = self.is_broken = True  # "x, "n" 5
+        self._has_break |= text == "\n"
+        return escape_json(self._take_text(text))
+
+    def _take_text(self, text: str) -> str:
+        """Take a part of the string, up to the closing tag of a call.
+
+        So chunks make no difference: if the string was never closed before that tag,
+        nothing after it is emitted.
+        """
+        tag = _END_TAG_IN_STRING.search(self._string_text + text)
+        if tag is None:
+            self._string_text = (self._string_text + text)[-TAG_LENGTH:]
+        else:
+            n_taken = tag.end() - len(self._string_text)
+            self._unread.text = text[n_taken:] + self._unread.text
+            text = text[:n_taken]
+            self._string_text = ""
+            self._has_end_tag = True
+        is_text = self._unread.has_tokens and not self._has_quoted_end
+        if self._has_end_tag and (self._has_quote or self._has_break) and not is_text:
+            self.is_done = self.is_broken = True
+        return text
+
+    def _cut_string(self) -> str | None:
+        """The reply is over in a string: it was cut there, or never closed."""
+        rest = self._unread.text.strip()
+        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._string_text) is not None
+        is_unclosed = self._has_end_tag or self._has_quote or has_bracket
+        # Half an escape: it was cut, wherever that was.
+        is_cut = rest.startswith("\\") or not rest.strip('",; \t\r\n}]')
+        if not self._unread.is_complete or is_unclosed or not is_cut:
+            return self._break()
+        self._unread.text = ""
+        self._string = None
+        if self._has_inner_key and len(self._closers) > 1:
+            return self._break()
+        closing = self._close_brackets(len(self._closers))
+        self.closing = '"' + self.closing
+        return closing
+
+    def _read_end_of_call(self) -> None:
         """Take the members of the call that follow its arguments, then its end.
 
         , "id": "1"    a member of the call
@@ -21399,7 +20764,7 @@ class JsonArguments:
         , "n": 5       it was an argument: broken
         , "n           the reply was cut in what may have been one: broken
         """
-        while lost := LOST_MEMBER.compiled.match(self._unread.text, partial=True):
+        while lost := LOST_MEMBER.match(self._unread.text, partial=True):
             if lost.partial:
                 break
             member = self._unread.match_next(_CALL_MEMBER)
@@ -21411,55 +20776,436 @@ class JsonArguments:
                 return
         if lost is not None and not self._unread.is_complete:
             return  # a member may follow
-        is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
-        self._end_call()
-        self.is_broken |= self.is_done and is_cut
-
-    def _end_call(self) -> None:
-        """Take what ends the call."""
-        end = _CALL_OBJECT_END if self._is_member else _CALL_END
+        end = _CALL_OBJECT_END if self._place == "member" else _CALL_END
         match = self._unread.match_next(end)
         if match is not None and match.partial:
             return
         self.is_done = True
+        is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
+        self.is_broken = is_cut or self._lacks_bracket(match)
+
+    def _lacks_bracket(self, end: Any) -> bool:
+        """Whether a bracket is missing, and nobody can tell where. `end`: a match."""
         rest = self._unread.text.lstrip()
-        if self._is_member:
-            first = (rest if match is None else match[0].lstrip())[:1]
+        if self._place == "member":
+            first = (rest if end is None else end[0].lstrip())[:1]
             # {"name": "read", "arguments": {"path": "a.md"} Done.
             # The bracket of the call is missing before a text.
-            is_inside = match is None and first not in {"", "}", "]"}
+            is_inside = end is None and first not in {"", "}", "]"}
             # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
             # It is missing before the tag; or the tree's is, and n is an argument.
-            has_bracket = first not in {"", "<"}
-            has_inner_key = self._arguments.has_inner_key
-            self.is_broken = is_inside or (has_inner_key and not has_bracket)
-        else:
-            # {"items": [1, 2} Done.
-            # Where a bracket was forgotten, a text may be more of the items.
-            has_tag = match is not None and "<" in match[0]
-            follows_text = not has_tag and rest[:1] not in {"", "<", "["}
-            has_mended = self._arguments.has_mended_bracket
-            self.is_broken = has_mended and follows_text
+            return is_inside or (self._has_inner_key and first in {"", "<"})
+        # {"items": [1, 2} Done.
+        # Where a bracket was forgotten, a text may be more of the items.
+        has_tag = end is not None and "<" in end[0]
+        follows_text = not has_tag and rest[:1] not in {"", "<", "["}
+        return self._has_mended_bracket and follows_text
 
 
-# region FOREIGN CALLS =========================================================
+# -- 2 tags ----------------------------------------------------------------------------
+
+_JSON_START: Final = compile_pattern(r"\s*\{")
+
+
+class TaggedArguments:
+    """Reads arguments between tags: a tag, then its value, if it has one, and so on.
+
+    In the place of the tags a model may write all arguments as one JSON object.
+    """
+
+    def __init__(
+        self,
+        unread: UnreadText,
+        tags: ArgumentTags,
+        schema: SchemaPart,
+        *,
+        start: str,
+        end_tag: str,
+    ) -> None:
+        """`end_tag`: what may come as a token. `schema`: of the tool.
+
+        `start`: what was read of the call. The tag at its end may come twice.
+        """
+        self.is_done = False
+        self.is_broken = False  # some of what was written cannot be read
+        self.closing = "}"
+        self.json: JsonArguments | None = None  # in the place of tags
+        self._unread = unread
+        # Where the end tag is known as a token, it is read as \0, until it is quoted.
+        self._text_tags = tags
+        self._reads_end_token = unread.has_tokens and end_tag == tags.outer_end
+        self._tags = tags.with_end_token() if self._reads_end_token else tags
+        self._schema = schema
+        self._used_keys: set[str] = set()
+        self._value: TaggedValue | None = None  # None: a tag comes next
+        name_tag = _TAG_AT_END.search(start)
+        self._second_start = compile_pattern(
+            rf"\s*{regex.escape(name_tag[1])}" if name_tag else NO_PATTERN
+        )
+        self._is_begun = False  # that tag comes no more
+        self._has_tag = False  # one of its own has come
+        self._has_end_tag = False  # one after which the call may end
+
+    def end_token(self, tag: str) -> str:
+        """What to feed where the end tag comes as a token."""
+        return "\0" if self._reads_end_token and self.json is None else tag
+
+    def quotes_end(self) -> bool:
+        """Whether the end tag as a token is part of a value: if that is not closed."""
+        if self.json is not None:
+            return self.json.quotes_end()
+        if self._value is None:
+            return False
+        end = "\0" if self._reads_end_token else self._text_tags.outer_end + "\0"
+        return not self._value.closes(end)
+
+    def read_end_as_text(self) -> None:
+        """Read the end tag as text from now on: the token was a quotation."""
+        if self.json is not None:
+            self.json.read_end_as_text()
+        self._reads_end_token = False
+        self._tags = self._text_tags
+        if self._value is not None:
+            self._value.set_tags(self._tags)
+
+    def read(self) -> str:
+        """What more is certain, as JSON text."""
+        if not self._is_begun:
+            match = self._unread.match_next(self._second_start)
+            if match is not None and match.partial:
+                return ""
+            self._is_begun = True
+        json_text = ""
+        while not self.is_done:
+            value = self._value or self.json
+            if value is None or value.is_closed:
+                tag_text = self._read_tag()
+                if tag_text is None:
+                    break
+                json_text += tag_text
+                continue
+            json_text += value.read()
+            self.is_done = self.is_broken = value.is_broken
+            if not value.is_closed:
+                break
+            self._value = None
+        if self.json is not None:
+            self.closing = self.json.closing
+        return json_text
+
+    def _read_tag(self) -> str | None:
+        """Read what comes between values; None: the next text decides."""
+        match = self._unread.match_next(key_pattern(self._text_tags))
+        if match is not None and match.partial:
+            return None
+        return self._accept(match) if match else self._accept_other()
+
+    def _accept(self, match: Any) -> str:
+        """Go on after a tag; returns what it is in JSON."""
+        if match["end"] is not None:
+            self.is_done = True
+            # <function=read><tool_call>: of its arguments nothing has come
+            self.is_broken = not (match["end"] or self._has_tag)
+            return ""
+        self._has_tag = True
+        if match["key"] is None:  # a closing tag, but not the last
+            self._has_end_tag = True
+            return ""
+        key = match["key"].strip()
+        if self.json is not None or key in self._used_keys:  # JSON keeps one value
+            self.is_done = self.is_broken = True
+            return ""
+        separator = ", " if self._used_keys else ""
+        self._used_keys.add(key)
+        self._value = TaggedValue(
+            self._unread, self._tags, self._schema, match, self._used_keys
+        )
+        return f"{separator}{to_json(key)}: "
+
+    def _accept_other(self) -> str:
+        """What comes next is no tag of the call. Nothing of it is emitted."""
+        if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
+            self._has_tag = True
+            keys = self._schema.keys
+            self.json = JsonArguments(self._unread, keys, place="tags")
+            return ""
+        self.is_done = True
+        rest = self._unread.text.strip()
+        is_cut_key = self._unread.is_complete and _is_key_tag(rest)
+        if is_cut_key or not self._has_tag:
+            self.is_broken = True  # </function> <param    <function=read> Done.
+        elif not self._has_end_tag:  # </parameter> Done.    But not </func
+            is_text = rest[:1] not in {"", "<"}
+            self.is_broken = is_text or not self._unread.is_complete
+        return ""
+
+
+class TaggedValue:
+    """Reads a value up to the tag that ends it. A string is emitted as it grows.
+
+    A value that was never closed ends before the next key of the tool's, or with the
+    call. It is broken if that key came before, if a closing tag is in it, or what looks
+    like one at its end; and if the reply ends in it and any tag of the format is in it:
+    then nobody can tell where it ends (L-133).
+    """
+
+    def __init__(
+        self,
+        unread: UnreadText,
+        tags: ArgumentTags,
+        schema: SchemaPart,
+        key_match: Any,
+        used_keys: set[str],
+    ) -> None:
+        """`key_match`: the tag of its key. `schema`: of the tool."""
+        self.is_closed = False
+        self.is_broken = False
+        self._unread = unread
+        self._key = key_match["key"].strip()
+        self._keys = tuple(schema.keys)
+        self._used_keys = used_keys
+        self._note_gap(key_match)
+        tag = regex.escape(key_match["tag"])
+        self._second_tag = compile_pattern(rf"\s*(?:{tag}{tags.gap}|{tags.value_tag})")
+        self._has_second_tag = False
+        self._is_begun = False  # the tag comes no more
+        self._has_quoted_tag = False
+        self._has_tag_inside = False  # a tag of the format stands anywhere in it
+        self.set_tags(tags)
+
+        self._types = schema.member(self._key).types
+        self._is_string = self._types == {"string"}
+        self._can_be_string = not self._types or "string" in self._types
+        self._start = ""  # of its text, as long as a tag
+        self._text = ""  # as far as it was read; of a string, its end
+        self._opening = '"'  # emitted with the next text
+        # How many elements of XML are open, of each name that calls' tags have.
+        self._n_open_elements: dict[str, int] = {}
+        self._has_closed_last = False  # its last closing tag had an opening one
+        self._element_rest = ""  # at the end of the text: it may become a tag
+
+    def set_tags(self, tags: ArgumentTags) -> None:
+        """Read on with these tags: the end tag is a token, or it is text."""
+        self._tags = tags
+        self._any_tag = any_tag_pattern(tags)
+        self._end = value_end_pattern(
+            tags,
+            self._keys,
+            is_in_line=self._is_in_line,
+            follows_quoted_tag=self._has_quoted_tag,
+        )
+        if self._is_quoted:
+            self._end = compile_pattern(tags.quoted_close)
+            self._any_tag = compile_pattern(NO_PATTERN)
+
+    def read(self) -> str:
+        """What more is certain, as JSON text."""
+        if not self._is_begun and not self._skip_second_tag():
+            return ""
+        json_text = ""
+        while not self.is_closed:
+            before = self._unread.take_until(self._end)
+            json_text += self._emit(before.text)
+            kind, _ = before.kind
+            if kind == "missing" and not self._unread.is_complete:
+                return json_text
+            if kind == "missing" and "<" not in before.cut_tag:
+                json_text += self._emit(before.cut_tag.rstrip())  # it was no tag
+            inner_tag = self._find_inner_tag(before)
+            if inner_tag:  # the value goes on
+                json_text += self._emit(inner_tag)
+                continue
+            self.is_closed = True
+            self.is_broken = kind == "unreadable" or self._is_unreadable(before)
+        if self.is_broken:
+            return json_text
+        end = '"' if self._is_string else value_as_json(self._text, self._types)
+        return json_text + end
+
+    def _find_inner_tag(self, before: TextBefore) -> str:
+        """What only looked like the end of the value; "" if it ends here.
+
+        </parameter> ends an element that the value has opened: a file may be XML.
+        """
+        kind, tag = before.kind
+        is_own = kind != "missing" and self._is_own_closing_tag(tag or self._tags.close)
+        if kind == "closed" and is_own:
+            # If it comes twice, the first one ends that element.
+            first, close, rest = before.ending[0].partition(self._tags.close)
+            if self._tags.close not in rest:
+                return ""
+            self._unread.text = rest + self._unread.text
+            return str(first + close)
+        if kind == "text" or (is_own and kind in {"quoted", "unreadable"}):
+            return tag
+        if kind == "quoted":
+            self._has_quoted_tag = True
+            self.set_tags(self._tags)
+            return tag
+        return ""
+
+    def closes(self, end_of_call: str) -> bool:
+        """Whether its closing tag has come, if the call ends now."""
+        match = self._end.search(self._unread.text + end_of_call)
+        return match is not None and TextBefore("", match).kind[0] == "closed"
+
+    def _skip_second_tag(self) -> bool:
+        """Skip the tag of its key where it comes twice; False: the next text decides."""
+        match = self._unread.match_next(self._second_tag)
+        if match is not None and match.partial:
+            return False
+        if match is not None:
+            self._has_second_tag = True
+            self._note_gap(match)
+            self.set_tags(self._tags)
+        self._is_begun = True
+        return True
+
+    def _note_gap(self, match: Any) -> None:
+        """Note how the value begins after the tag of its key."""
+        self._is_in_line = not match[0].endswith("\n")
+        self._is_quoted = match.groupdict().get("quoted") is not None
+
+    def _is_own_closing_tag(self, tag: str) -> bool:
+        name = _CLOSING_NAME.match(tag)
+        is_open = name is not None and self._n_open_elements.get(name[1], 0) > 0
+        return is_open and self._can_be_string
+
+    def _emit(self, text: str) -> str:
+        """Take a part of the value; returns what is certain of it."""
+        text_with_end = self._text[-TAG_LENGTH:] + text
+        if "<" in text_with_end and not self._has_tag_inside:
+            self._has_tag_inside = self._any_tag.search(text_with_end) is not None
+        self._text += text
+        self._start = (self._start + text)[:TAG_LENGTH]
+
+        elements = self._element_rest + text
+        n_read = 0
+        for tag in _ELEMENT_TAG.finditer(elements):
+            n_read = tag.end()
+            n_open = self._n_open_elements.get(tag["name"], 0)
+            if tag["slash"]:
+                self._has_closed_last = n_open > 0
+            n_open += -1 if tag["slash"] else 1
+            self._n_open_elements[tag["name"]] = max(0, n_open)
+        self._element_rest = elements[n_read:][-_ELEMENT_TAG_LENGTH:]
+
+        if not self._is_string:
+            return ""
+        self._text = self._text[-TAG_LENGTH:]
+        opening = self._opening
+        self._opening = ""
+        return opening + escape_json(text)
+
+    def _is_unreadable(self, before: TextBefore) -> bool:
+        """Whether nobody can tell where the value ends that has just ended."""
+        kind, tag = before.kind
+        if self._may_be_xml(before) or self._has_tag_at_edge():
+            return True
+        # It may be of another type than the schema's because of a tag in it.
+        has_any_tag = kind != "closed" or _ANY_TAG.search(self._text) is not None
+        if has_any_tag and not self._can_be_string and self._is_text():
+            return True
+
+        # A tag, rightly written or not, may be near its end.
+        has_tag = "<" in self._text or self._text.rstrip().endswith(">")
+        is_doubtful = self._has_quoted_tag or has_tag
+        if kind == "missing":  # the reply was cut in it, perhaps in the tag of a key
+            # After its closing tag came <n>5, an argument that is none, or a text.
+            cut_text = _CLOSING_TAG.sub("", before.cut_tag).strip()
+            has_cut_text = "<" in before.cut_tag and bool(cut_text)
+            return is_doubtful or self._has_tag_inside or has_cut_text
+        if kind in {"next_key", "unclosed"}:
+            is_used = tag in self._used_keys
+            return is_doubtful or is_used or not self._text.strip()
+        return False
+
+    def _may_be_xml(self, before: TextBefore) -> bool:
+        """Whether a tag that came twice, or after nothing, may belong to the value."""
+        is_closed = before.kind[0] == "closed"
+        is_blank = not self._text.strip()
+        closes_twice = is_closed and before.ending[0].count(self._tags.close) > 1
+        if not self._has_second_tag:
+            return is_blank and closes_twice
+        return is_blank or closes_twice or self._has_tag_inside or not is_closed
+
+    def _is_text(self) -> bool:
+        return value_as_json(self._text, self._types).startswith('"')
+
+    def _has_tag_at_edge(self) -> bool:
+        """Whether it begins or ends with a tag of the format.
+
+        At its end the tag may close an element of its own: <a><parameter>5</parameter>
+        """
+        any_tag = self._any_tag.pattern
+        if regex.match(rf"\s*(?:{any_tag})", self._start) is not None:
+            return True
+        has_last = regex.search(rf"(?:{any_tag})\s*\Z", self._text) is not None
+        return has_last and not self._has_closed_last
+
+
+def _is_key_tag(text: str) -> bool:
+    """Whether a text begins with a tag that closes nothing, or with half of one."""
+    text = text.lstrip()
+    return text.startswith("<") and text[1:2] not in {"", "/"}
+
+
+_TAG_AT_END: Final = re.compile(r"(<[^<>]+>)\s*\Z")
+_CLOSING_TAG: Final = re.compile(r"</[\w:]*>?")
+_ELEMENT_TAG_LENGTH: Final = 30  # letters, at most
+_CLOSING_NAME: Final = re.compile(r"\s*</([\w:]+)>")
+_ELEMENT_TAG: Final = re.compile(
+    r"""(?x)
+    < (?P<slash> / )?
+    (?P<name> param(?:eter)? | function | invoke | arg_key | arg_value
+      | (?:minimax:)? tool_call )
+    (?= [\s>/=] ) (?(slash) > )
+    """
+)
+_ANY_TAG: Final = re.compile(r"</?\w")
+
+# An argument after the end of its call: that tag came too early. By how the arguments
+# were written: between tags, in JSON, or in JSON in the place of tags.
+_LATE_TAG: Final = r"""(?x:
+    (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
+    [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
+)"""
+_LATE_MEMBER: Final = r"""(?x:
+    \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
+  | \s* [,;:] \s* \w{0,99} ["']? \s* :
+)"""
+_LATE_PATTERNS: Final = {
+    "tags": compile_pattern(_LATE_TAG),
+    "JSON": compile_pattern(_LATE_MEMBER),
+    "JSON for tags": compile_pattern(f"{_LATE_TAG}|{_LATE_MEMBER}"),
+}
+
+
+def late_argument_pattern(arguments: TaggedArguments | JsonArguments) -> Any:
+    """What shows, after the end of a call, that more of its arguments follow."""
+    if isinstance(arguments, JsonArguments):
+        return _LATE_PATTERNS["JSON"]
+    return _LATE_PATTERNS["tags" if arguments.json is None else "JSON for tags"]
+
+
+# region WHOLE CALLS ===========================================================
 # Calls that are read as a whole, once they have ended: Gemma's, in JSON, in Python, and
 # what only mlx-lm's parser reads.
 #
-#     unread text    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>Done.
-#     body, parsed               ------------------------------
-#     rest, text                                                           -----
+#     text after the start tag    call:read{path:<|"|>a.md<|"|>}<tool_call|>Done.
+#     body, read_whole_calls()    ------------------------------
+#     rest                                                             -----
 #
 #  1 JSON       [{"name": "read", "arguments": {"path": "a.md"}}]
 #  2 Python     [read(path="a.md")]
 #  3 Gemma      call:read{path:<|"|>a.md<|"|>}
-#  4 Reader     ForeignCalls finds where the body ends, and who reads it
+#  4 Body       CallBody finds where the body ends, and read_whole_calls() reads it
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
 # with fewer arguments than were written.
 #
-# Public   WholeCall, WHOLE_JSON_START, ForeignCalls
-# Uses     REASONING PARSER, CALL TEXT, CALL SYNTAXES, MENDED JSON
+# Public   WholeCall, WHOLE_JSON_START, CallBody, read_whole_calls
+# Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
 
 
@@ -21475,68 +21221,14 @@ class WholeCall(NamedTuple):
 
 # Calls in JSON that CALL_START does not fit: a list, members in another order, or
 # arguments that are a string.
-WHOLE_JSON_START: Final = Pattern(
+WHOLE_JSON_START: Final = compile_pattern(
     rf"\s*(?:{FENCE_START})?"
-    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
-    example='<tool_call>\n{"arguments": {"path": "a.md"}, "name": "read"}',
-    near_miss="<tool_call>\n[1",
+    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])"
 )
-# After such a call: brackets too many, and the tag, which may have been forgotten.
-_WHOLE_JSON_END: Final = Pattern(
-    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))",
-    example="\n}</tool_call>",
-    near_miss="\n</td>",
-)
-_OBJECT_OR_LIST: Final = re.compile(r"\s*(?:\{|\[\s*\{)")
-_JSON_MARK: Final = regex.compile(r'(?s:\\.)|["\[\]{}]|</tool_call>')
+_OBJECT_OR_LIST: Final = regex.compile(r"\s*(?:\{|\[\s*\{)")
 # As Mistral's templates want them.
 _CALL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 _KNOWN_MEMBERS: Final = {"name", "arguments", "id", "type"}
-
-
-class JsonSpan:
-    """Finds where a list or an object in JSON ends, in a text that grows.
-
-    At the latest it ends before a closing tag that is in no string. It only counts
-    brackets: what is between them may be Python, so MendedObject could not read it.
-    """
-
-    def __init__(self) -> None:
-        self._position = 0  # up to it the text was read
-        self._depth = 0
-        self._is_in_string = False
-        self._end: int | None = None
-
-    def find_end(self, text: str) -> int | None:
-        """The position after it; None if it has not come. Each letter is read once."""
-        if self._end is not None:
-            return self._end
-        for match in _JSON_MARK.finditer(text, self._position, partial=True):
-            if match.partial:  # half an escape, half a tag, or nothing
-                self._position = match.start()
-                return None
-            self._position = match.end()
-            mark = match[0]
-            if mark == '"':
-                self._is_in_string = not self._is_in_string
-            elif self._is_in_string:
-                continue
-            elif mark in "[{":
-                self._depth += 1
-            elif mark in "]}":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._end = match.end()
-                    break
-            elif mark == "</tool_call>":
-                self._end = match.start()
-                break
-        return self._end
-
-
-def parse_json_calls(text: str) -> list[WholeCall]:
-    """Calls in JSON: an object, or a list. Raises ValueError if one is no call."""
-    return [_parse_json_call(call) for call in as_list(load_value(text))]
 
 
 def _parse_json_call(call: Any) -> WholeCall:
@@ -21560,7 +21252,7 @@ def _parse_json_call(call: Any) -> WholeCall:
 # -- 2 Python --------------------------------------------------------------------------
 
 
-def parse_python_calls(text: str) -> list[WholeCall]:
+def _parse_python_calls(text: str) -> list[WholeCall]:
     """Calls that are a list in Python, as LFM2 writes them. Raises ValueError.
 
         [read(path="a.md"), write(path="b.md", lines=[1, 2])]
@@ -21569,7 +21261,6 @@ def parse_python_calls(text: str) -> list[WholeCall]:
     """
     # A line break inside quotes is none in Python.
     text = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text.strip())
-    text = without_false_escapes(text)
     source = text if text.startswith("[") else f"[{text}]"
     try:
         body = ast.parse(source, mode="eval").body
@@ -21628,16 +21319,11 @@ def _python_value(node: ast.expr, source: str) -> Any:
 # -- 3 Gemma ---------------------------------------------------------------------------
 
 
-class MarkedCalls:
+class _MarkedCalls:
     """Reads whole calls as Gemma writes them, with a mark before and after strings.
 
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
-
-    Real calls lack marks, or have too many closing brackets:
-
-        call:read{path:a.md,lines:[1,2]}}         a text without marks
-        call:read{path:<|"|>a.md,lines:[1,2]}     a text with one of them
-        call:read{path:"a.md",lines:[1,2]}        quotes in the place of marks
+        call:read{path:a.md,lines:[1,2]}}    a text without marks, a bracket too many
 
     The tool's schema tells which text is a string. A text without marks ends before
     what matches `text_end`: of an argument, a key of the tool's or the end of the call;
@@ -21650,7 +21336,7 @@ class MarkedCalls:
         """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
         self._text = text
         self._position = 0
-        self._mark = mark
+        self._mark = regex.escape(mark)
         self._offered = offered
         self._is_closed = is_closed
         keys: set[str] = set()
@@ -21688,10 +21374,9 @@ class MarkedCalls:
 
         Raises ValueError if a key comes twice.
         """
-        mark = regex.escape(self._mark)
         key_pattern = rf"""(?x:
             \s*
-            (?: {mark} (?P<key> (?s:.)*? ) {mark}
+            (?: {self._mark} (?P<key> (?s:.)*? ) {self._mark}
               | "(?P<key> [^"]* )"
               | (?P<key> {_BARE_KEY} )
             )
@@ -21707,9 +21392,9 @@ class MarkedCalls:
             key = match["key"]
             if key in members:  # of two values JSON keeps one
                 raise ValueError(key)
-            members[key] = self._read_value(
-                schema.member(key), text_end, gap=match["gap"].lstrip(" \t")
-            )
+            # White space before a text without marks is part of it: line breaks are.
+            gap = match["gap"].lstrip(" \t")
+            members[key] = self._read_value(schema.member(key), text_end, gap)
         pairs = [f"{to_json(key)}: {value}" for key, value in members.items()]
         return f"{{{', '.join(pairs)}}}"
 
@@ -21740,30 +21425,51 @@ class MarkedCalls:
         return f"[{', '.join(items)}]"
 
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
-        """Read a value; returns it as JSON.
-
-        `gap`: the white space before it, which is part of a text without marks.
-        """
+        """Read a value; returns it as JSON. Raises ValueError if it may be two."""
         types = schema.types
-        if self._take(regex.escape(self._mark)):
-            text = self._read_marked(text_end)
+        end = r"(?=\s*(?:[,}\]]|\Z))"
+        if match := self._take(
+            rf"{self._mark}((?:(?!{self._mark})(?s:.))*+){self._mark}{end}"
+        ):
+            text = match[1]
+            # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
+            has_half_mark = "<|" in text or "|>" in text
+            if has_half_mark and self._has_key(text):
+                raise ValueError(text)
             is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
-
-        json_text = None if types == {"string"} else self._read_container(schema)
-        return json_text or self._read_bare(types, text_end, gap)
+        if types != {"string"} and (json_text := self._read_container(schema)):
+            return json_text
+        return self._read_bare(types, text_end, gap)
 
     def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
         """A value without marks, which is no object and no array, as JSON."""
-        if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*[,}\]])'):
-            with suppress(ValueError):
-                return to_json(json.loads(match[0], strict=False))
-            return to_json(match[0][1:-1])
-        if match := self._take(r"'(?:[^'\\]|\\.)*+'(?=\s*[,}\]])"):
-            return to_json(match[0][1:-1].replace("\\'", "'"))
-        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
+        end = r"(?=\s*(?:[,}\]]|\Z))"
+        if match := self._take(rf"""(["'])((?:(?!\1)[^\\]|\\.)*+)\1{end}"""):
+            text = match[2]
+            if match[1] == '"':
+                with suppress(ValueError):
+                    return to_json(json.loads(match[0], strict=False))
+            return to_json(text.replace("\\'", "'"))
+        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null)){end}"):
             return value_as_json(match[0], types)
-        return value_as_json(gap + self._read_text(text_end), types)
+        mark = self._mark  # one of two may have been forgotten
+        has_mark = self._take(mark) is not None
+        match = self._require(rf"((?s:.)*?)({mark})?(?={text_end})")
+        text = match[1]
+        # f() { return }}    the first bracket is the text's, the second the call's
+        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
+            text += "}"
+        # <|"|>a.md"    a quote in the place of the second mark, or part of the text
+        is_half_quoted = (has_mark or match[2] is not None) and text.count('"') == 1
+        has_tag = regex.search(rf"{mark}|{_TAG_LIKE}", text) is not None
+        if has_tag or is_half_quoted or self._has_key(text):
+            raise ValueError(text)
+        return value_as_json(text if has_mark else gap + text, types)
+
+    def _has_key(self, text: str) -> bool:
+        """Whether a key of the tool's is in a text: then it may be two."""
+        return self._key_pattern.search(text) is not None
 
     def _read_container(self, schema: SchemaPart) -> str | None:
         """An object or an array; None, and nothing is taken, if none is there."""
@@ -21779,54 +21485,8 @@ class MarkedCalls:
         self._position = start
         return None
 
-    def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to one before a comma or a bracket.
 
-        Its second mark may be missing. Then it ends like a text without marks.
-        """
-        start = self._position
-        mark = regex.escape(self._mark)
-        ending_mark = regex.compile(rf"{mark}(?=(?P<ends>\s*(?:[,}}\]]|\Z))?)")
-        for match in ending_mark.finditer(self._text, start):
-            if match["ends"] is not None:
-                self._position = match.end()
-                text = self._text[start : match.start()]
-                # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
-                has_half_mark = "<|" in text or "|>" in text
-                has_key = self._key_pattern.search(text) is not None
-                if self._mark in text or (has_half_mark and has_key):
-                    raise ValueError(text)
-                return text
-            next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
-            if regex.search(next_key, self._text[start : match.start()]):
-                break  # <|"|>a.md,text:<|"|>b: the mark opens the next string
-        text = self._read_text(text_end)  # <|"|>a.md"    a quote for the second mark
-        return text.removesuffix('"') if text.count('"') == 1 else text
-
-    def _read_text(self, text_end: str) -> str:
-        """A text without a mark at its end, or without any.
-
-        Raises ValueError if it has a mark or a key inside: then it may be two texts.
-        """
-        text = self._read_unmarked(text_end)
-        has_key = self._key_pattern.search(text) is not None
-        if self._mark in text or has_key or _TAG_LIKE.search(text):
-            raise ValueError(text)
-        return text
-
-    def _read_unmarked(self, text_end: str) -> str:
-        """The text before `text_end`, without a mark or a quote at one of its ends."""
-        text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
-        # path:f() { return }}    the first bracket is the text's, the second the call's
-        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
-            text += "}"
-        if text.endswith(self._mark):
-            text = text.removesuffix(self._mark)  # "a.md<|"|>    a quote for the first
-            return text.removeprefix('"') if text.count('"') == 1 else text
-        return text
-
-
-_TAG_LIKE: Final = re.compile(r"<\||\|>|_function_call>|call:\w+")
+_TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
 _BARE_KEY: Final = r"[\w.$@/-]+"
 # Before what ends a text: it is looked for at each letter, so blanks are read once.
 _BLANKS: Final = r"(?:(?<!\s)\s++)?"
@@ -21834,209 +21494,396 @@ _MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
 _ITEM_END: Final = rf"{_BLANKS}[,\]]"
 
 
-# -- 4 reader --------------------------------------------------------------------------
+# -- 4 body ----------------------------------------------------------------------------
 
 _CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
-# An argument after the end of a call whose strings have marks: the tag came too early.
-_LATE_MARK: Final = Pattern(
-    r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))",
-    example=',text:<|"|>',
-    near_miss="<|tool_call>",
+# After calls in JSON: brackets too many, and the tag, which may have been forgotten.
+_WHOLE_JSON_END: Final = compile_pattern(
+    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
 )
+# An argument after the end of a call whose strings have marks: the tag came too early.
+_LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))")
 
 
-class _CallBody(NamedTuple):
-    """Where the text of calls ends that follows the start tag."""
+class CallBody:
+    """Finds where a body ends, in an unread text that grows; reads each letter once.
 
-    end: int
-    n_read: int  # with the end tag
-    is_damaged: bool = False  # an argument follows, or a member of what is no object
-
-
-class ForeignCalls:
-    """Reads whole calls: `read` again with each text, until it is done.
-
-        the body is read by       if it begins with
-        MarkedCalls               the start tag of a format with a `string_mark`
-        parse_json_calls()        { or [{
-        parse_python_calls()      the start tag of LFM2
-        mlx-lm's parser           anything else
-
-    If that raises, or overlooks a part of the body, there are no calls in it.
+    Calls in JSON end with their last bracket, others with the end tag. That tag is a
+    quotation in a string, if it is no token.
     """
 
     def __init__(
-        self,
-        unread: UnreadText,
-        tool_format: ToolCallFormat,
-        tools: Sequence[Tool],
-        max_calls: int,
+        self, tool_format: ToolCallFormat, unread: UnreadText, *, is_last: bool
     ) -> None:
-        self.is_done = False
-        self.n_left_out = 0  # calls after the first `max_calls`
-        self._unread = unread
+        """`unread` begins with the start tag, or a call without it. `is_last`: the
+        client is given no more calls."""
+        self.is_closed = False  # the end tag has come, so a bracket may be forgotten
+        self.is_damaged = False  # an argument, or a member of no object, follows it
         self._format = tool_format
-        self._tools = tools
-        self._max_calls = max_calls
-        self._foreign = tool_format.foreign
-        self._json_span = JsonSpan()
-        self._end_token: int | None = None  # where it is in the unread text
+        self._unread = unread
+        self._is_last = is_last
+        fence = _CALL_FENCE.match(unread.text)
+        self._start = fence.end() if fence else 0
+        start_tag = tool_format.start
+        if unread.text[self._start :].lstrip().startswith(start_tag):
+            self._start = unread.text.index(start_tag, self._start) + len(start_tag)
+
+        self._is_json = False
+        self._quote = tool_format.foreign.string_mark  # before and after a string
+        self._marks: Any = (
+            None  # what is looked for, once it is known whether it is JSON
+        )
+        self._position = self._start  # up to it the text was read
+        self._depth = 0  # of brackets
+        self._is_in_string = False
+        self._end: int | None = None  # of the body
+        self._has_end_token = False
 
     def note_end(self) -> None:
         """The end tag comes next, as a token of its own. Only the first one counts."""
-        if self._end_token is None:
-            self._end_token = len(self._unread.text)
+        if self._end is None:
+            self._has_end_token = True
+            self._end = len(self._unread.text)
 
-    def read(self) -> list[WholeCall]:
-        """All calls, once it is done; none if nothing fits."""
-        text = _CALL_FENCE.sub("", self._unread.text)
-        if text.lstrip().startswith(self._format.start):
-            text = text.partition(self._format.start)[2]
-        body = self._find_body(text)
-        if body is None:
-            if not self._unread.is_complete:
-                return []
-            # The reply is over: up to an end tag that looked quoted, or to the end.
-            n_body = len(text.partition(self._format.end)[0])
-            body = _CallBody(n_body, n_body + len(self._format.end))
-        self._unread.text = text[body.n_read :]
-        self.is_done = True
-        if body.is_damaged:
-            return []
-        is_closed = body.end < len(text)
-        try:
-            calls = self._parse(text[: body.end], is_closed=is_closed)
-        except Exception:  # noqa: BLE001 - they raise what they like on bad text
-            return []
-        self.n_left_out = max(0, len(calls) - self._max_calls)
-        return calls[: self._max_calls]
+    def take(self) -> str | None:
+        """Take the body, with its tags; None: it has not ended."""
+        text = self._unread.text
+        if self._end is None:
+            self._find_end()
+        end = self._end
+        if end is None and not self._unread.is_complete:
+            return None
+        if end is None:  # up to an end tag that looked quoted, or to the reply's end
+            end = text.find(self._format.end, self._start)
+            end = len(text) if end < 0 else end
+        n_read = self._find_rest(end)
+        if n_read is None:
+            return None
+        self.is_closed = end < len(text)
+        self._unread.text = text[n_read:]
+        return text[self._start : end]
 
-    def _find_body(self, text: str) -> _CallBody | None:
-        """Where the body ends in the text after the start tag; None: not yet."""
+    def _find_end(self) -> None:
+        """Read on, up to the last bracket, or an end tag that is in no string."""
+        if self._marks is None and not self._choose_marks():
+            return
+        for match in self._marks.finditer(
+            self._unread.text, self._position, partial=True
+        ):
+            if match.partial:  # half an escape, half a tag, or nothing
+                self._position = match.start()
+                return
+            self._position = match.end()
+            mark = match[0]
+            if mark == self._quote:
+                self._is_in_string = not self._is_in_string
+            elif self._is_in_string or mark.startswith("\\"):
+                continue
+            elif mark == self._format.end:
+                self._end = match.start()
+                return
+            elif mark in "[{":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._end = match.end()
+                    return
+
+    def _choose_marks(self) -> bool:
+        """Find out whether it is JSON; False: the next text decides."""
         # JSON between Hermes's tags is read here, whatever mlx-lm's parser makes of it.
         is_hermes = self._format.start == HERMES_START
-        is_json = is_hermes and _OBJECT_OR_LIST.match(text) is not None
-        if self._end_token is None and (is_json or self._foreign.is_json):
-            return self._find_json(text)
-        position = self._find_end_tag(text)
-        if position < 0:
-            return None
-        end = position + len(self._format.end)
-        if not self._foreign.string_mark or self._max_calls == 1:
-            return _CallBody(position, end)
+        match = _OBJECT_OR_LIST.match(self._unread.text, self._start, partial=True)
+        if is_hermes and match is not None and match.partial:
+            return False
+        self._is_json = self._format.foreign.is_json or (
+            is_hermes and match is not None
+        )
+        marks = [self._format.end, self._quote]
+        source = ""
+        if self._is_json:
+            self._quote = '"'
+            marks = [self._format.end, '"', "[", "]", "{", "}"]
+            source = r"(?s:\\.)|"
+        source += "|".join(regex.escape(mark) for mark in marks if mark)
+        self._marks = regex.compile(source)
+        return True
 
-        late = _LATE_MARK.compiled.match(text, end, partial=True)
+    def _find_rest(self, end: int) -> int | None:
+        """The position of what follows the calls; None: the next text decides."""
+        n_read, late = end, None
+        if self._is_json and not self._has_end_token:
+            n_read, late = self._find_json_rest(end)
+        else:
+            if self._unread.text.startswith(self._format.end, end):
+                n_read = end + len(self._format.end)
+            if self._quote and not self._is_last:
+                late = _LATE_MARK.match(self._unread.text, n_read, partial=True)
         if late is not None and late.partial and not self._unread.is_complete:
             return None
-        is_damaged = late is not None and not late.partial
-        return _CallBody(position, end, is_damaged)
+        self.is_damaged = late is not None and not late.partial
+        return n_read
 
-    def _find_end_tag(self, text: str) -> int:
-        """The position of the end tag, or -1.
+    def _find_json_rest(self, end: int) -> tuple[int, Any]:
+        """The position of what follows JSON, and the match of a member that is late.
 
-        An end tag between the marks of a string is a quotation, if it is no token.
+        That is partial where the next text decides.
         """
-        if self._end_token is not None:  # `text` is the end of the unread text
-            n_before = len(self._unread.text) - len(text)
-            return self._end_token - n_before
-        position = text.find(self._format.end)
-        mark = self._foreign.string_mark
-        if mark:
-            while position >= 0 and text.count(mark, 0, position) % 2:
-                position = text.find(self._format.end, position + 1)
-        return position
+        text = self._unread.text
+        late = LOST_MEMBER.match(text, end, partial=True)
+        if self._format.foreign.is_json:
+            return end, late
+        end_tag = _WHOLE_JSON_END.match(text, end, partial=True)
+        if late is None and end_tag is not None and end_tag.partial:
+            late = end_tag
+        return (end_tag.end() if end_tag else end), late
 
-    def _find_json(self, text: str) -> _CallBody | None:
-        """The body of JSON ends with its last bracket; then the end tag may follow."""
-        end = self._json_span.find_end(text)
-        if end is None:
-            return None
-        lost = LOST_MEMBER.compiled.match(text, end, partial=True)
-        if lost is not None and not lost.partial:
-            return _CallBody(end, end, is_damaged=True)
-        match = None
-        if not self._foreign.is_json:
-            match = _WHOLE_JSON_END.compiled.match(text, end, partial=True)
-        is_undecided = bool(lost) or (match is not None and match.partial)
-        if is_undecided and not self._unread.is_complete:
-            return None
-        return _CallBody(end, match.end() if match else end)
 
-    def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
-        """The calls of a body. Raises whatever mlx-lm's parser raises."""
-        if self._foreign.string_mark:
-            offered = parameters_by_name(self._tools)
-            mark = self._foreign.string_mark
-            reader = MarkedCalls(body, mark=mark, offered=offered, is_closed=is_closed)
-            return reader.read()
+def read_whole_calls(
+    tool_format: ToolCallFormat, body: str, *, tools: Sequence[Tool], is_closed: bool
+) -> list[WholeCall]:
+    """The calls of a body; none if one of them cannot be read.
+
+        the body is read by       if it begins with
+        _MarkedCalls              the start tag of a format with a `string_mark`
+        load_value()              { or [{
+        _parse_python_calls()     the start tag of LFM2
+        mlx-lm's parser           anything else
+
+    `is_closed`: its end tag has come, so its last bracket may only be forgotten.
+    """
+    try:
+        if tool_format.foreign.string_mark:
+            mark = tool_format.foreign.string_mark
+            offered = parameters_by_name(tools)
+            return _MarkedCalls(
+                body, mark=mark, offered=offered, is_closed=is_closed
+            ).read()
         if _OBJECT_OR_LIST.match(body):
-            return parse_json_calls(body)
-        if self._foreign.is_python:
-            return parse_python_calls(body)
-        parsed = as_list(self._format.parse(body, list(self._tools)))
+            return [_parse_json_call(call) for call in as_list(load_value(body))]
+        if tool_format.foreign.is_python:
+            return _parse_python_calls(body)
+        parsed = as_list(tool_format.parse(body, list(tools)))
         calls = [_parse_json_call(call) for call in parsed]
-        return calls if self._has_read_all(body, calls) else []
-
-    def _has_read_all(self, body: str, calls: list[WholeCall]) -> bool:
-        """Whether mlx-lm's parser has overlooked nothing."""
-        entry = self._foreign
-        if entry.body and not regex.fullmatch(entry.body, body):
-            return False
         n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
-        has_all_calls = len(calls) >= len(regex.findall(entry.call_tag, body))
-        n_tags = len(regex.findall(entry.argument_tag, body))
-        return has_all_calls and n_arguments >= n_tags
+        n_call_tags = len(regex.findall(tool_format.foreign.call_tag, body))
+        n_argument_tags = len(regex.findall(tool_format.foreign.argument_tag, body))
+        has_all = len(calls) >= n_call_tags and n_arguments >= n_argument_tags
+        return calls if has_all else []
+    except Exception:  # noqa: BLE001 - they raise what they like on bad text
+        return []
 
 
-# region TOOL CALLS ============================================================
-# Text of calls -> OpenAI tool calls, while they are generated; and the whole reply, put
-# together.
+# region REPLY READER ==========================================================
+# Generated text -> the deltas of an OpenAI chat, while it is generated.
 #
-#     generated                                    emitted
-#     <tool_call>\n<function=read>                 id, name "read"; arguments {
-#     \n<parameter=path>\ndocs                                         "path": "docs
-#     /a.md\n                                                          /a.md
-#     </parameter>\n</function>\n</tool_call>                          "}
+#     <think>\nWhy?\n</think>\n\nI look.\n\n<tool_call>\n<function=read>...\nDone.
+#              ----                                                            reasoning
+#                                -------                              -------  content
+#                                             -----------------------          a call
 #
-#  1 Deltas     What is emitted, as an OpenAI chat has it.
-#  2 Arguments  Values between tags -> JSON. (JSON itself: MENDED JSON.)
-#  3 Reader     The text of one call -> its name and its arguments.
-#  4 Reply      Pieces of the reply (REASONING PARSER) -> deltas.
+#  1 Tags      what parts a reply, in the spelling of each model
+#  2 Deltas    what is emitted: a text, a name, a part of the arguments
+#  3 Reader    ReplyReader, the state machine
+#
+# The deltas are the same however the reply is cut into chunks. So what may belong to a
+# tag is held back until that is certain: half a tag; and white space at the end, up to
+# _MAX_HELD_SPACE, which is dropped if a tag follows.
+#
+#     chunk fed      emitted                   held back
+#     I look.\n      content "I look."         \n            white space
+#     \n<tool        -                         \n\n<tool     may become <tool_call>
+#     box>           content "\n\n<toolbox>"   -             it did not
+#
+# Line breaks after a tag are dropped until text of that kind was emitted, so that a
+# reply of calls alone has no content. All other text is emitted as it was generated. A
+# line break before a thought is kept if none follows the thought: the content of
+# "One.\n<think>Why</think>Two." is "One.\nTwo."
+#
+# What looks like a tag may be a quotation: an answer about <think>, a file that
+# contains <tool_call>. Two things tell them apart. A model writes a tag as a token of
+# its own: whoever feeds tokens says which tag each one is. And a tag in the middle of a
+# line may be a word of the sentence: _find_role() tells what it does there.
 #
 # How a call begins tells its syntax, whatever the template says: models mix them. What
-# calls no tool that was offered is text.
+# calls no tool that was offered is text, as it was generated; it is read all the same,
+# to find out where it ends. A name that was emitted cannot be taken back. So where
+# nobody can tell what was meant (CALL ARGUMENTS), the arguments stay open, and the
+# reply ends there like one that was cut. An argument after the end of its call would be
+# seen too late if the arguments were closed at once. So their last bracket is emitted
+# when the next text has come, or the reply is over.
 #
-# The rule: a call never runs with fewer arguments than were written, and no value has
-# more text than its own (L-133). A name that was emitted cannot be taken back. So where
-# nobody can tell any more what was meant, the arguments stay open, and the reply ends
-# there like one that was cut. An argument after the end of its call would be seen too
-# late if the arguments were closed at once. So their last bracket is emitted when the
-# next text has come, or the reply is over.
+# Where tokens are known, the end tag as a token ends its call, whatever stands open,
+# but for a string or value in which it may be a quotation; the same letters in other
+# tokens are text. Where they are not, as those of a tag that has several tokens, the
+# text around a tag tells what it is.
 #
-# End tags: many tokenizers have a token for </tool_call>, and a model that writes about
-# the tag mostly writes it in other tokens. Where tokens are known (some text was fed as
-# `literal`), that token ends its call, whatever stands open, but for a string or value
-# in which it may be a quotation. The same letters in other tokens are text. Where no
-# tokens are known, as of a tag that has several, the text around a tag tells what it
-# is; a value in which one stands on a line of its own stays open.
-#
-# The splitter (REASONING PARSER) finds where a call begins, and a CallReader where it
-# ends. ReplyParser carries the text between them, here of "Hi <tool_call>... Bye":
-#
-#     splitter.feed(text)             content "Hi", tool "<tool_call>...". From then on
-#                                     splitter.in_call, and all text is "tool" text.
-#     reader.feed(tool text)          "", for this is a call. If it is none, it returns
-#     splitter.add_text(that text)    its text, in which no tag is looked for again.
-#     splitter.resume(reader.rest,    Once reader.is_done: in_call is over, and tags are
-#                     called=True)    looked for in what follows: content "Bye".
-#
-# Public   ReplyParser
-# Uses     API TYPES, REASONING PARSER, CALL TEXT, CALL SYNTAXES, MENDED JSON,
-#          FOREIGN CALLS
+# Public   ReplyReader, ReplyDeltas, Tags, think_tag_pattern
+# Uses     API TYPES, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS, WHOLE CALLS
 # Thread   any; pure
 
+TextKind = Literal["reasoning", "content"]
+TagRole = Literal["think_start", "think_end", "tool_start", "fence_end", "text"]
 
-# -- 1 deltas --------------------------------------------------------------------------
+
+# -- 1 tags ----------------------------------------------------------------------------
+
+_FENCE_END: Final = r"\A\s{0,99}```[ \t]{0,9}(?=\n|\0)"
+_UNTAGGED_OBJECT: Final = regex.compile(rf"(?:{FENCE_START})?\{{")
+
+
+class Tags(NamedTuple):
+    """Patterns of what parts a reply; None where a model has no such thing.
+
+    Where two fit at the same place, the first in this order counts.
+    """
+
+    think_start: str | None = None
+    tool_start: str | None = None
+    # What begins a call where `tool_start` was left out. Of JSON that may be "{" alone.
+    untagged_call: str | None = None
+    think_end: str | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model is gpt-oss, whose replies have channels."""
+        return self.think_end == _HARMONY_THINK_END
+
+
+# why(L-88): a reply of gpt-oss has channels, and no closing tags:
+#     <|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>commentary
+#      to=functions.read <|constrain|>json<|message|>{"path": "a.md"}
+# The header of the analysis is `think_start`. A header with a recipient begins a call:
+# with `tool_start`, or in another spelling, which is the `untagged_call`. Each piece of
+# markup that is neither ends thinking, or stands where thinking has ended before. For
+# each an example; what it finds is in brackets.
+_HARMONY_THINK_END: Final = r"""(?x:
+    # The end of a message:       Why?[<|end|>]<|start|>assistant<|channel|>...
+    <\|end\|>
+    (?= \s{0,9} (?: <\|start\|> | <\|ch | assistant (?: [ ]to= | <\|ch ) | \0 ) )
+
+    # The start of the next one:  [<|start|>assistant]<|channel|>...
+    # also without its tag:       Why?[assistant]<|channel|>...
+  | (?: <\|start\|> | (?<! <\|channel\|> ) ) assistant (?= [ ]to= | <\|ch )
+
+    # A recipient that is none:   [<|channel|>analysis to=user]<|channel|>...
+  | (?: <\|channel\|> \w{1,20} )? [ ]? to=(?: assistant | user ) (?= <\|ch )
+
+    # A tool nobody offered:      [to=python<|channel|>analysis<|message|>]print(1)
+  | to= (?! functions\. ) [\w.]{1,60}+
+    (?: <\|channel\|> [^<]{0,40} )? (?: <\|constrain\|> \w{1,20} )? <\|message\|>
+
+    # A tag that comes twice:     [<|channel|>]<|channel|>...
+  | <\|channel\|> (?= <\|ch )
+
+    # Any other header:           [<|channel|>final<|message|>]Hi
+    # also with a format:         [<|channel|>final <|constrain|>json<|message|>]{}
+  | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>
+)"""
+# A header with a recipient that is no function of ours: one of the tools that gpt-oss
+# was trained with. What follows is code for it, and no answer: it counts as thinking.
+_BUILT_IN: Final = regex.compile(r"to=(?!functions\.|assistant\b|user\b)[\w.]")
+
+
+# Gemma leaves out the tag before the word, and writes closing tags of calls twice.
+_GEMMA_THOUGHT: Final = "thought\n"
+_GEMMA_CALL_END: Final = "<tool_call|>"
+# Kimi's calls stand one after another in a section, whose tags may be left out.
+_KIMI_CALL_STARTS: Final = ("<|tool_call_begin|>", "<|tool_call_section_begin|>")
+
+# By its tag, what begins or ends thinking in a model that also writes it otherwise.
+_THINK_TAG_PATTERNS: Final[Mapping[str, str]] = {
+    "<|end|>": _HARMONY_THINK_END,
+    "<|channel>thought": rf"<\|channel>thought|{_GEMMA_THOUGHT}",
+    "<channel|>": rf"<channel\|>|{regex.escape(_GEMMA_CALL_END)}",
+}
+
+
+def think_tag_pattern(tag: str) -> str:
+    """The pattern in Tags for the tag with which a model begins or ends thinking."""
+    return _THINK_TAG_PATTERNS.get(tag) or str(regex.escape(tag))
+
+
+# Finds:      ```python    Finds not:  ```an inline span```
+_FENCE_LINE: Final = re.compile(
+    r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
+)
+_FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
+# White space that is held back. A model may print line breaks without end, and what is
+# held back is searched again with each chunk.
+_MAX_HELD_SPACE: Final = 99
+
+
+class _CodeFence:
+    """Whether a text that comes in pieces is in a block of code: between ``` lines.
+
+    A block that begins with ```` may contain ``` lines, and any block ```python: a
+    line that ends a block names no language.
+    """
+
+    def __init__(self) -> None:
+        self._opening = ""  # of the block before the current line: "```"; "": none
+        self._line_start = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what follows is code."""
+        return bool(self._opening_after_line())
+
+    def read(self, text: str) -> None:
+        """Read on in the text."""
+        first, *lines = text.split("\n")
+        self._line_start = (self._line_start + first)[:_FENCE_LINE_LENGTH]
+        for line in lines:
+            self._opening = self._opening_after_line()
+            self._line_start = line[:_FENCE_LINE_LENGTH]
+
+    def _opening_after_line(self) -> str:
+        match = _FENCE_LINE.match(self._line_start)
+        if match is None:
+            return self._opening
+        fence = match["fence"]
+        if not self._opening:
+            return fence
+        is_end = fence.startswith(self._opening) and not match["language"].strip()
+        return "" if is_end else self._opening
+
+
+_FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
+
+
+def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
+    """What is looked for, by whether the text is literal, and a call was in a block.
+
+    A group has the name of its tag.
+    """
+    fence = f"(?:{FENCE_START})?"
+    groups = []
+    for name, tag in tags._asdict().items():
+        if tag:
+            lead = fence if name in {"tool_start", "untagged_call"} else ""
+            groups.append(f"(?P<{name}>{lead}(?:{tag}))")
+    any_tag = "|".join(groups) or NO_PATTERN
+
+    # Literal text has no tag of a call, but perhaps the ``` line before one. That line
+    # is held back until the tag comes: without \0 the line fits its pattern in part, as
+    # the beginning of something longer.
+    untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
+    if tags.tool_start:
+        untagged += rf"|{FENCE_START}\0"
+    if _GEMMA_THOUGHT in (tags.think_start or ""):  # a word, and no token
+        untagged += f"|(?P<think_start>{_GEMMA_THOUGHT})"
+
+    patterns = {}
+    for literal, source in ((False, any_tag), (True, untagged)):
+        patterns[literal, False] = regex.compile(source)
+        fenced_source = f"(?P<fence_end>{_FENCE_END})|{source}"
+        patterns[literal, True] = regex.compile(fenced_source)
+    return patterns
+
+
+# -- 2 deltas --------------------------------------------------------------------------
 
 
 class ReplyDeltas:
@@ -22086,484 +21933,237 @@ class ReplyDeltas:
         return message
 
 
-# -- 2 arguments -----------------------------------------------------------------------
-
-_JSON_START: Final = Pattern(r"\s*\{", example="\n{", near_miss="n{")
-
-
-class TaggedArguments:
-    """Reads arguments between tags: a tag, then its value, if it has one, and so on.
-
-        \n<parameter=path>\n         "path":
-        docs/a.md                    "docs/a.md
-        \n</parameter>               "
-        \n</function>\n</tool_call>  is_done; `closing` is for the caller to emit
-
-    In the place of the tags a model may write all arguments as one JSON object: then
-    `is_json`.
-    """
-
-    def __init__(
-        self,
-        unread: UnreadText,
-        tags: ParameterTags,
-        schema: SchemaPart,
-        *,
-        end_tag: str,
-    ) -> None:
-        """`end_tag`: what may come as a token. `schema`: of the tool."""
-        self.is_done = False
-        self.is_broken = False  # some of what was written cannot be read
-        self.is_json = False
-        self.closing = "}"
-        self._unread = unread
-        # Where the end tag is known as a token, `_tags` have \0 in its place. Once that
-        # token was quoted, they become `_text_tags`.
-        self._reads_end_token = unread.has_tokens and end_tag in tags.key.source
-        self._text_tags = tags
-        self._tags = tags.with_end_token(end_tag) if self._reads_end_token else tags
-        self._schema = schema
-        self._used_keys: set[str] = set()
-        self._value: TaggedValue | MendedObject | None = None  # None: a tag comes next
-        self._has_tag = False  # one of its own has come
-        self._has_end_tag = False  # one after which the call may end
-
-    def end_token(self, tag: str) -> str:
-        """What to feed where the end tag comes as a token."""
-        is_json = isinstance(self._value, MendedObject)
-        return "\0" if self._reads_end_token and not is_json else tag
-
-    def quotes_end(self, tag: str) -> bool:
-        """Whether the end tag as a token is part of a value: if that is not closed."""
-        if not isinstance(self._value, TaggedValue):
-            return False
-        end = "\0" if self._reads_end_token else tag + "\0"
-        return not self._value.closes(end)
-
-    def read_end_as_text(self) -> None:
-        """Read the end tag as text from now on: the token was a quotation."""
-        self._reads_end_token = False
-        self._tags = self._text_tags
-        if isinstance(self._value, TaggedValue):
-            self._value.read_end_as_text()
-
-    def read(self) -> str:
-        """What more is certain, as JSON text."""
-        json_text = ""
-        while not self.is_done:
-            if self._value is not None:
-                json_text += self._value.read()
-                if not self._value.is_done:
-                    break
-                self._end_value(self._value)
-                continue
-            match = self._unread.match_next(self._tags.key)
-            if match is not None and match.partial:
-                break
-            json_text += self._accept(match) if match else self._accept_other()
-        return json_text
-
-    def _end_value(self, value: TaggedValue | MendedObject) -> None:
-        """Go on after a value."""
-        self.is_done = self.is_broken = value.is_broken
-        if isinstance(value, MendedObject):
-            self.closing = value.closing
-            self.is_json = True
-        self._value = None
-
-    def _accept(self, match: Any) -> str:
-        """Go on after a tag; returns what it is in JSON."""
-        self._has_tag = True
-        if match["end"] is not None:
-            self.is_done = True
-            return ""
-        if match["key"] is None:  # a closing tag, but not the last
-            self._has_end_tag = True
-            return ""
-        key = match["key"].strip()
-        if self.is_json or key in self._used_keys:  # of two values JSON keeps one
-            self.is_done = self.is_broken = True
-            return ""
-        separator = ", " if self._used_keys else ""
-        self._used_keys.add(key)
-        self._value = self._open_value(key, match)
-        return f"{separator}{to_json(key)}: "
-
-    def _open_value(self, key: str, match: Any) -> TaggedValue:
-        """The reader of the value after a tag."""
-        tags, text_tags = self._tags, self._text_tags
-        if tags.quoted_value_end and match["quoted"] is not None:
-            tags = text_tags = ParameterTags(tags.key, tags.quoted_value_end)
-        keys = self._schema.keys
-        is_in_line = not match[0].endswith("\n")
-        return TaggedValue(
-            self._unread,
-            tags.for_value(keys, is_in_line=is_in_line),
-            text_tags.for_value(keys, is_in_line=is_in_line).value_end,
-            types=self._schema.member(key).types,
-            used_keys=self._used_keys,
-        )
-
-    def _accept_other(self) -> str:
-        """What comes next is no tag of the call. Nothing of it is emitted."""
-        if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
-            self._has_tag = True
-            self._value = MendedObject(self._unread, self._schema.keys)
-            return ""
-        self.is_done = True
-        rest = self._unread.text.strip()
-        is_cut_key = self._unread.is_complete and _is_key_tag(rest)
-        if is_cut_key or not self._has_tag:
-            self.is_broken = True  # </function> <param    <function=read> Done.
-        elif not self._has_end_tag:  # </parameter> Done.    But not </func
-            is_text = rest[:1] not in {"", "<"}
-            self.is_broken = is_text or not self._unread.is_complete
-        return ""
-
-
-class TaggedValue:
-    """Reads a value up to the tag that ends it. A string is emitted as it grows.
-
-    A value that was never closed ends before the next key of the tool's, or with the
-    call. It is broken if that key came before, if a closing tag is in it, or what looks
-    like one at its end; and if the reply ends in it and any tag of the format is in it:
-    then nobody can tell where it ends (L-133).
-    """
-
-    def __init__(
-        self,
-        unread: UnreadText,
-        tags: ParameterTags,
-        end_as_text: Pattern,
-        *,
-        types: set[str],
-        used_keys: set[str],
-    ) -> None:
-        """`end_as_text` ends it once the end tag was quoted in it as a token."""
-        self.is_done = False
-        self.is_broken = False
-        self._unread = unread
-        self._end = tags.value_end
-        self._end_as_text = end_as_text
-        self._next_end = self._end  # and `later_tag`, once a closing tag was quoted
-        self._later_tag = tags.later_tag
-        self._any_tag = regex.compile(tags.any_tag)
-        self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
-        self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
-        self._elements = OpenElements()
-        self._has_quoted_tag = False
-        self._has_tag_inside = False  # a tag of the format stands anywhere in it
-        self._types = types
-        self._used_keys = used_keys
-        self._is_string = types == {"string"}
-        self._can_be_string = not types or "string" in types
-        self._start = ""  # of its text, as long as a tag
-        self._text = ""  # as far as it was read; of a string, its end
-        self._opening = '"'  # emitted with the next text
-
-    def read(self) -> str:
-        """What more is certain, as JSON text."""
-        json_text = ""
-        while not self.is_done:
-            before = self._unread.take_until(self._next_end)
-            json_text += self._emit(before.text)
-            if before.kind == "missing" and not self._unread.is_complete:
-                return json_text
-            is_own = self._is_own_closing_tag(before)
-            if is_own or before.kind in {"text", "quoted"}:  # the value goes on
-                json_text += self._emit(before.tag)
-                if before.kind == "quoted" and not is_own:
-                    self._has_quoted_tag = True
-                    self._update_next_end()
-                continue
-            self.is_done = True
-            self.is_broken = self._is_unreadable(before)
-        return json_text if self.is_broken else json_text + self._end_of_value()
-
-    def closes(self, end_of_call: str) -> bool:
-        """Whether its closing tag has come, if the call ends now."""
-        match = self._end.compiled.search(self._unread.text + end_of_call)
-        return TextBefore("", match).kind == "closed"
-
-    def read_end_as_text(self) -> None:
-        """Read the end tag as text from now on."""
-        self._end = self._end_as_text
-        self._update_next_end()
-
-    def _update_next_end(self) -> None:
-        """After a quoted closing tag, a `later_tag` makes it unreadable."""
-        self._next_end = self._end
-        if self._has_quoted_tag:
-            source = f"(?P<unreadable>{self._later_tag})|{self._end.source}"
-            self._next_end = replace(self._end, source=source)
-
-    def _end_of_value(self) -> str:
-        return '"' if self._is_string else value_as_json(self._text, self._types)
-
-    def _is_own_closing_tag(self, before: TextBefore) -> bool:
-        """Whether it ends an element that the value has opened: a file may be XML.
-
-        <parameter>5</parameter>
-        """
-        is_tag = before.kind in {"quoted", "unreadable"} and self._can_be_string
-        return is_tag and self._elements.has_open(before.tag)
-
-    def _emit(self, text: str) -> str:
-        """Take a part of the value; returns what is certain of it."""
-        self._has_tag_inside |= bool(
-            self._any_tag.search(self._text[-TAG_LENGTH:] + text)
-        )
-        self._text += text
-        self._elements.read(text)
-        self._start = (self._start + text)[:TAG_LENGTH]
-        if not self._is_string:
-            return ""
-        self._text = self._text[-TAG_LENGTH:]
-        opening = self._opening
-        self._opening = ""
-        return opening + escape_json(text)
-
-    def _is_unreadable(self, before: TextBefore) -> bool:
-        """Whether nobody can tell where the value ends that has just ended."""
-        if self._has_tag_at_edge() or self._is_other_type(before):
-            return True
-        # A tag, rightly written or not, may be near its end.
-        has_tag = "<" in self._text or self._text.rstrip().endswith(">")
-        is_doubtful = self._has_quoted_tag or has_tag
-        match before.kind:
-            case "missing":  # the reply was cut in it, perhaps in the tag of a key
-                # After its closing tag came <n>5: meant as an argument, which is none.
-                cut_tag = _CLOSING_TAG.sub("", before.cut_tag)
-                return is_doubtful or self._has_tag_inside or _is_key_tag(cut_tag)
-            case "next_key" | "unclosed":
-                is_used = before.tag in self._used_keys
-                return is_doubtful or is_used or not self._text.strip()
-        return before.kind == "unreadable"
-
-    def _has_tag_at_edge(self) -> bool:
-        """Whether it begins or ends with a tag of the format.
-
-        At its end the tag may close an element of its own: <a><parameter>5</parameter>
-        """
-        if self._tag_at_start.match(self._start):
-            return True
-        has_last = self._tag_at_end.search(self._text) is not None
-        return has_last and not self._elements.has_closed_last
-
-    def _is_other_type(self, before: TextBefore) -> bool:
-        """Whether it is of another type than the schema's, and a tag may be why."""
-        if self._can_be_string:
-            return False
-        if not value_as_json(self._text, self._types).startswith('"'):
-            return False
-        return before.kind != "closed" or _ANY_TAG.search(self._text) is not None
-
-
-def _is_key_tag(text: str) -> bool:
-    """Whether a text begins with a tag that closes nothing, or with half of one."""
-    text = text.lstrip()
-    return text.startswith("<") and text[1:2] not in {"", "/"}
-
-
-_CLOSING_TAG: Final = re.compile(r"</[\w:]*>?")
-
-
-class OpenElements:
-    """Which elements are open in a value that is XML, of the names of calls' tags."""
-
-    def __init__(self) -> None:
-        self.has_closed_last = False  # its last closing tag has an opening tag before
-        self._open: set[str] = set()
-        self._rest = ""  # at the end of the text: it may become a tag
-
-    def read(self, text: str) -> None:
-        """Read on in the value."""
-        text = self._rest + text
-        n_read = 0
-        for tag in _ELEMENT_TAG.finditer(text):
-            n_read = tag.end()
-            if tag["slash"]:
-                self.has_closed_last = tag["name"] in self._open
-                self._open.discard(tag["name"])
-            else:
-                self._open.add(tag["name"])
-        self._rest = text[n_read:][-_ELEMENT_TAG_LENGTH:]
-
-    def has_open(self, tag: str) -> bool:
-        """Whether the element is open that a closing tag ends; white space aside."""
-        name = _CLOSING_NAME.match(tag)
-        return name is not None and name[1] in self._open
-
-
-_ELEMENT_TAG_LENGTH: Final = 30  # letters, at most
-_CLOSING_NAME: Final = re.compile(r"\s*</([\w:]+)>")
-_ELEMENT_TAG: Final = re.compile(
-    r"""(?x)
-    < (?P<slash> / )?
-    (?P<name> param(?:eter)? | function | invoke | arg_key | arg_value
-      | (?:minimax:)? tool_call )
-    (?= [\s>/=] ) (?(slash) > )
-    """
-)
-_ANY_TAG: Final = re.compile(r"</?\w")
-
-
 # -- 3 reader --------------------------------------------------------------------------
-#
-#     CallReader              reads the tag and the name, then by one of these
-#         TaggedArguments     tags and values in turn
-#         JsonArguments       JSON, which is mended as it is read
-#         ForeignCalls        whole calls
-#
-# They share one UnreadText: each takes from its front what is certain.
 
 
-class CallState(Enum):
-    """What a CallReader reads next."""
+class ReplyState(Enum):
+    """What a ReplyReader reads."""
 
-    NAME = auto()  # with the tag before it
+    TEXT = auto()  # reasoning or content
+    NAME = auto()  # of a call, with the tag before it
     ARGUMENTS = auto()
-    FOREIGN = auto()
-    ENDED = auto()  # whether an argument follows
-    DONE = auto()
+    WHOLE_CALLS = auto()
+    ENDED = auto()  # whether an argument follows the end of the call
+    DONE = auto()  # with a call, or with what only looked like one
 
 
 # In the name that was matched, an id as Mistral's templates want it.
 _MISTRAL_ID: Final = re.compile(r"\[CALL_ID\]([A-Za-z0-9]{9})(?=\[|\s|\{)")
-# An argument after the end of its call: that tag came too early.
-_LATE_TAG: Final = Pattern(
-    r"""(?x:
-        (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
-        [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
-    )""",
-    example="\n</tool_call>\n<parameter=n>",
-    near_miss="\n<tool_call>",
-)
-_LATE_MEMBER: Final = Pattern(
-    r"""(?x:
-        \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
-      | \s* [,;:] \s* \w{0,99} ["']? \s* :
-    )""",
-    example=', "n": 5',
-    near_miss=", and done",
-)
-_LATE_TAG_OR_MEMBER: Final = Pattern(
-    f"{_LATE_TAG.source}|{_LATE_MEMBER.source}",
-    example="\n<parameter=n>",
-    near_miss=", and done",
-)
 
 
-class CallReader:
-    """Reads one call, or one block of foreign calls: `feed` it, or `finish` it once.
+class ReplyReader:
+    """Reads one reply: `feed` it as it is generated, then `finish` it.
 
-        NAME --> ARGUMENTS --> ENDED --> DONE    a call; is_call, if it was offered
-             --> FOREIGN   ------------> DONE    is_call, if the parser finds calls
-             --------------------------> DONE    no call: its tag is text
+        TEXT --> NAME --> ARGUMENTS --> ENDED --> TEXT    a call
+             --> WHOLE_CALLS -----------> TEXT            as many as the parser finds
+                      -----------------> TEXT             none: its tag is text
 
-    The call of a tool that was not offered is read, too, to find out where it ends.
+    Once `is_broken`, or after `max_calls`, nothing more is emitted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is known of a reply before it comes
         self,
-        tool_format: ToolCallFormat,
+        tags: Tags,
+        tool_format: ToolCallFormat | None,
         *,
+        in_reasoning: bool,
         tools: Sequence[Tool],
-        max_calls: int,
-        reply: ReplyDeltas,
+        ids: Iterator[str],
+        max_calls: int = sys.maxsize,
     ) -> None:
-        """Names and arguments go to `reply`."""
-        self.is_call = False
-        self.is_broken = False  # a call, of whose arguments some cannot be read
-        self._format = tool_format
-        self._offered = parameters_by_name(tools)
-        self._reply = reply
-        self._unread = UnreadText()
-        self._opening = "{"  # emitted with the first of the arguments
-        # One for each state in which arguments are read; the first needs the name.
-        self._arguments: TaggedArguments | JsonArguments | None = None
-        self._foreign = ForeignCalls(self._unread, tool_format, tools, max_calls)
-        # Mistral's models write both of its syntaxes, whatever their template prints.
-        has_name = not tool_format.is_foreign or tool_format.start == MISTRAL_START
-        self._state = CallState.NAME if has_name else CallState.FOREIGN
-        self._is_last = max_calls == 1  # of all that the client may be given
-        self._is_over = False  # the reply is
+        """`in_reasoning`: the prompt ends inside thinking; there the reply begins.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is a call of which arguments may follow."""
-        return self.is_call and self._state is not CallState.ENDED
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has read all of the call."""
-        return self._state is CallState.DONE
-
-    @property
-    def rest(self) -> str:
-        """Once it is done: the text after the call."""
-        return self._unread.text
-
-    @property
-    def has_more(self) -> bool:
-        """Once it is done: whether other text or calls follow those that were read."""
-        return bool(self.rest.strip()) or self._foreign.n_left_out > 0
-
-    def feed(self, text: str) -> str:
-        """Read on in `text`. Returns what it took, if that is text and no call."""
-        self._unread.text += text
-        unread_text = self._unread.text
-        if self._state is CallState.NAME:
-            self._read_name()
-        if self._state is CallState.ARGUMENTS:
-            self._read_arguments()
-        if self._state is CallState.FOREIGN:
-            self._read_foreign()
-        if self._state is CallState.ENDED:
-            self._read_late_argument()
-        if self.is_call:
-            return ""
-        n_taken = len(unread_text) - len(self._unread.text)
-        return unread_text[:n_taken]
-
-    def finish(self, text: str) -> str:
-        """Read on in `text`, after which the reply is over. Then it is done."""
-        self._unread.is_complete = True
-        self._is_over = True
-        return self.feed(text)
-
-    def note_tokens(self) -> None:
-        """From now on its end tag would come by `feed_end`, so any other is text."""
-        self._unread.has_tokens = True
-
-    def feed_end(self, tag: str) -> str:
-        """Read on in the tag that ends the call, which is a token of its own.
-
-        A string in JSON, or a value that has no closing tag, may quote it so: some
-        models write it in no other way.
+        `ids` are for the calls. Without a format `tags` must find no calls.
         """
-        arguments = self._arguments
-        if self._state is CallState.FOREIGN:
-            self._foreign.note_end()
-        if self._state in {CallState.FOREIGN, CallState.ENDED}:
-            return self.feed(tag)
-        if arguments is not None and arguments.quotes_end(tag):
-            arguments.read_end_as_text()
-            return self.feed(tag)
+        self.n_calls = 0  # complete ones
+        self.is_broken = False  # it ends in a call that cannot be read
+        self.has_more = False  # after `max_calls`, of the text that was fed
+        self.after_tag = in_reasoning  # no text was emitted since the last tag
+        self._format = tool_format
+        self._tools = tools
+        self._offered = parameters_by_name(tools)
+        self._max_calls = max_calls
+        self._reply = ReplyDeltas(ids)
+        self._state = ReplyState.TEXT
+        self._has_tokens = False  # it is known which texts are tags
+        self._is_over = False  # no more text will come
 
-        end = tag
-        if isinstance(arguments, TaggedArguments):
-            end = arguments.end_token(tag)
-        self._unread.is_complete = True  # of this call no more will come
-        text = self.feed(end)
-        self._unread.is_complete = False
-        # What has not become an end is text: of that the tag is a part, not \0.
-        self._unread.text = self._unread.text.replace("\0", tag)
-        return text.replace("\0", tag)
+        # The text around calls:
+        self._patterns = _compile_patterns(tags)
+        self._has_channels = tags.has_channels
+        self._kind: TextKind = "reasoning" if in_reasoning else "content"
+        self._held = ""  # white space, then perhaps half a tag
+        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
+        self._emitted_kinds: set[TextKind] = set()  # of which there was some text
+        self._is_quoting = False  # the text ends with a quote, or a tag spoken of
+        self._fence = _CodeFence()  # in the content
+        self._is_call_fenced = False  # the line that ends the block may come next
+        self._has_quoted_think = False  # an answer has spoken of <think>
+        self._follows_false_call = False  # what began as a call was text
+
+        # The open call:
+        self._unread = UnreadText()
+        self._is_call = False  # of a tool that was offered: its name was emitted
+        self._opening = "{"  # emitted with the first of the arguments
+        self._arguments: TaggedArguments | JsonArguments | None = None
+        self._body: CallBody | None = None
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether text is reasoning now."""
+        return self._kind == "reasoning" and not self.in_call
+
+    @property
+    def in_call(self) -> bool:
+        """Whether text belongs to a call, or to what looks like one."""
+        return self._state is not ReplyState.TEXT
+
+    @property
+    def is_after_call(self) -> bool:
+        """Whether a call has ended, and what follows is waited for to close it."""
+        return self._is_call and self._state is ReplyState.ENDED
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether other text than white space was fed and not emitted."""
+        return self.in_call or bool(self._held.strip())
+
+    def message(self) -> JsonObject:
+        """The whole reply, as far as it was emitted."""
+        return self._reply.message()
+
+    def feed(self, text: str, *, tag: str | None = None) -> list[JsonObject]:
+        """The deltas that are certain now.
+
+        `tag`: which one of the reply's tags this token is, "" if it is none; None if
+        nobody knows.
+        """
+        if self.is_broken or self.n_calls >= self._max_calls:
+            return []
+        n_before = len(self._reply.deltas)
+        self._has_tokens |= tag is not None
+        is_end = bool(tag) and self._format is not None and tag == self._format.end
+        if is_end and self.in_call and tag and text.endswith(tag):
+            self._advance(text.removesuffix(tag))
+            self._advance(tag, is_end=self.in_call)
+        else:
+            self._advance(text, is_literal=tag == "")
+        return self._reply.deltas[n_before:]
+
+    def finish(self, *, closes: bool = True) -> list[JsonObject]:
+        """What was held back, when no more text will come.
+
+        If `closes`, the arguments of a call that is still open are closed. If not, they
+        stay cut: why(L-86), Claude Code runs whatever is valid, half a file, too.
+        """
+        if self.is_broken or self.n_calls >= self._max_calls:
+            return []
+        n_before = len(self._reply.deltas)
+        self._is_over = self._unread.is_complete = True
+        if self.in_call and (closes or self.is_after_call or not self._is_call):
+            self._advance("")
+        if not self.is_broken:
+            self._finish_text()
+        return self._reply.deltas[n_before:]
+
+    def _advance(
+        self, text: str, *, is_literal: bool = False, is_end: bool = False
+    ) -> None:
+        """Read on, through all states that the text leads to."""
+        rest: str | None = text
+        while rest is not None:
+            if self._state is ReplyState.TEXT:
+                rest = self._read_text(rest, is_literal=is_literal)
+            else:
+                rest = self._read_call(rest, is_end=is_end)
+            # What follows a call may have the token of the next tag in it; of other
+            # text only what had to be seen to know that the call was over.
+            is_literal = is_end = False
+
+    # The open call
+
+    def _open_call(self) -> None:
+        assert self._format is not None
+        self._unread = UnreadText()
+        self._unread.is_complete = self._is_over
+        self._is_call = False
+        self._opening = "{"
+        self._arguments = None
+        self._body = None
+        # Mistral's models write both of its syntaxes, whatever their template prints.
+        has_name = not self._format.is_foreign or self._format.start == MISTRAL_START
+        self._state = ReplyState.NAME if has_name else ReplyState.WHOLE_CALLS
+
+    def _read_call(self, text: str, *, is_end: bool = False) -> str | None:
+        """Read on in the open call; returns what follows it, None while it is open.
+
+        `is_end`: the text is its end tag, which is a token of its own. A string in
+        JSON, or a value that has no closing tag, may quote it so: some models write it
+        in no other way.
+        """
+        assert self._format is not None
+        unread = self._unread
+        unread.has_tokens = self._has_tokens and self._format.end != "\0"
+        end_text = text
+        if is_end:
+            is_end, end_text = self._take_end(text)
+        unread.is_complete = is_end or self._is_over  # of this call no more will come
+        unread.text += end_text
+        n_unread = len(unread.text)
+        call_text = unread.text
+
+        if self._state is ReplyState.NAME:
+            self._read_name()
+        if self._state is ReplyState.ARGUMENTS:
+            self._read_arguments()
+        if self._state is ReplyState.WHOLE_CALLS:
+            self._read_whole_calls()
+        if self._state is ReplyState.ENDED:
+            self._read_late_argument()
+
+        n_taken = n_unread - len(unread.text)
+        if is_end:  # what has not become an end is text: of that the tag is a part
+            unread.text = unread.text.replace("\0", text)
+            unread.is_complete = self._is_over
+        if not self._is_call:
+            self._emit_text(call_text[:n_taken].replace("\0", text))
+        if self._state is not ReplyState.DONE or self.is_broken:
+            return None
+        self._state = ReplyState.TEXT
+        self.n_calls = len(self._reply.calls)
+        if self.n_calls >= self._max_calls:
+            self.has_more |= bool(unread.text.strip())
+            return None  # what follows is not the client's
+        if self._is_call:  # a call ends thinking
+            self._begin("content")
+        self._follows_false_call = not self._is_call
+        return unread.text
+
+    def _take_end(self, tag: str) -> tuple[bool, str]:
+        """Whether the end tag, a token, ends the call here, and what to read for it."""
+        if self._body is not None:
+            self._body.note_end()
+            return False, tag
+        if self._state is ReplyState.ENDED:
+            return False, tag
+        if self._arguments is not None and self._arguments.quotes_end():
+            self._arguments.read_end_as_text()
+            return False, tag
+        if isinstance(self._arguments, TaggedArguments):
+            return True, self._arguments.end_token(tag)
+        return True, tag
+
+    def _emit_name(self, name: str, start: str) -> None:
+        if name in self._offered:
+            self._is_call = True
+            call_id = _MISTRAL_ID.search(start)
+            self._reply.emit_name(name, call_id[1] if call_id else None)
 
     def _read_name(self) -> None:
         """Read the tag and the name, and choose who reads the arguments."""
-        match = self._unread.match_next(CALL_START)
+        assert self._format is not None
+        unread = self._unread
+        match = unread.match_next(CALL_START)
         if match is None:
             self._read_other_start()
             return
@@ -22572,202 +22172,261 @@ class CallReader:
 
         syntax = CALL_SYNTAXES[match.lastgroup]
         name = match[match.lastgroup]
-        if name in self._offered:
-            self.is_call = True
-            call_id = _MISTRAL_ID.search(match[0])
-            self._reply.emit_name(name, call_id[1] if call_id else None)
+        self._emit_name(name, match[0])
         schema = SchemaPart.of_tool(self._offered.get(name, {}))
         if syntax.tags is None:
             # Of {"name": "ls"} the only bracket is read as that of its arguments.
             is_member = match.lastgroup == "hermes" and match[0].endswith("{")
             self._arguments = JsonArguments(
-                self._unread, schema.keys, is_member=is_member
+                unread, schema.keys, place="member" if is_member else "call"
             )
         else:
             self._arguments = TaggedArguments(
-                self._unread, syntax.tags, schema, end_tag=self._format.end
+                unread,
+                syntax.tags,
+                schema,
+                start=match[0],
+                end_tag=self._format.end,
             )
-        self._state = CallState.ARGUMENTS
+        self._state = ReplyState.ARGUMENTS
 
     def _read_other_start(self) -> None:
         """After the tag comes what none of the syntaxes has there."""
-        match = WHOLE_JSON_START.compiled.match(self._unread.text, partial=True)
+        assert self._format is not None
+        unread = self._unread
+        match = WHOLE_JSON_START.match(unread.text, partial=True)
         if match is not None and not match.partial:
-            self._state = CallState.FOREIGN
+            self._state = ReplyState.WHOLE_CALLS
             return
-        if match is not None and not self._unread.is_complete:
+        if match is not None and not unread.is_complete:
+            return
+        self._state = ReplyState.DONE
+        if unread.is_complete and self._ends_before_arguments():
             return
         # The tag is text; or a letter of what only looked like a call without its tag.
-        text = self._unread.text.lstrip()
+        text = unread.text.lstrip()
         tag = self._format.start
-        self._unread.text = text[len(tag) if text.startswith(tag) else 1 :]
-        self._state = CallState.DONE
+        unread.text = text[len(tag) if text.startswith(tag) else 1 :]
+
+    def _ends_before_arguments(self) -> bool:
+        """Whether the reply is over where arguments in JSON begin: a cut call."""
+        match = CALL_START.match(self._unread.text + "{")
+        if match is None or CALL_SYNTAXES[match.lastgroup].tags is not None:
+            return False
+        if self._unread.text.endswith(match[match.lastgroup]):
+            return False  # it may be half of a name
+        self._emit_name(match[match.lastgroup], match[0])
+        self.is_broken = self._is_call
+        return self._is_call
 
     def _read_arguments(self) -> None:
         assert self._arguments is not None
         json_text = self._opening + self._arguments.read()
         self._opening = ""
-        if json_text and self.is_call:
+        if json_text and self._is_call:
             self._reply.emit_arguments(json_text)
         if self._arguments.is_done:
-            self._state = CallState.ENDED
+            self._state = ReplyState.ENDED
             if self._unread.is_cut:
                 self._unread.text = ""
 
     def _read_late_argument(self) -> None:
         """Close the arguments, unless another one follows."""
-        assert self._arguments is not None
-        is_broken = self._arguments.is_broken
-        if not (is_broken or self._is_last):
-            late = _LATE_TAG
-            if isinstance(self._arguments, JsonArguments):
-                late = _LATE_MEMBER
-            elif self._arguments.is_json:
-                late = _LATE_TAG_OR_MEMBER
-            match = late.compiled.match(self._unread.text, partial=True)
+        arguments = self._arguments
+        assert arguments is not None
+        is_broken = arguments.is_broken
+        is_last = self.n_calls == self._max_calls - 1  # that the client may be given
+        if not (is_broken or is_last):
+            match = late_argument_pattern(arguments).match(
+                self._unread.text, partial=True
+            )
             if match is not None and match.partial and not self._is_over:
                 return
             is_broken = match is not None and not match.partial
-        self._state = CallState.DONE
-        self.is_broken = self.is_call and is_broken
-        if self.is_call and not is_broken:
-            self._reply.emit_arguments(self._arguments.closing)
+        self._state = ReplyState.DONE
+        self.is_broken = self._is_call and is_broken
+        if self._is_call and not is_broken:
+            self._reply.emit_arguments(arguments.closing)
 
-    def _read_foreign(self) -> None:
-        calls = self._foreign.read()
-        if not self._foreign.is_done:
+    def _read_whole_calls(self) -> None:
+        assert self._format is not None
+        n_left = self._max_calls - self.n_calls  # that the client may be given
+        if self._body is None:
+            self._body = CallBody(self._format, self._unread, is_last=n_left == 1)
+        body = self._body.take()
+        if body is None:
             return
-        self._state = CallState.DONE
+        self._state = ReplyState.DONE
+        calls: list[WholeCall] = []
+        if not self._body.is_damaged:
+            is_closed = self._body.is_closed
+            calls = read_whole_calls(
+                self._format, body, tools=self._tools, is_closed=is_closed
+            )
+        self.has_more = len(calls) > n_left
         if all(call.name in self._offered for call in calls):
-            for call in calls:
-                self.is_call = True
+            for call in calls[:n_left]:
+                self._is_call = True
                 self._reply.emit_name(call.name, call.call_id)
                 self._reply.emit_arguments(call.arguments)
 
+    # The text around calls
 
-# -- 4 reply ---------------------------------------------------------------------------
+    def _emit_text(self, text: str) -> None:
+        """Take text in which nothing is a tag, as part of what the reply is in now."""
+        text = self._held + text
+        is_first = self._kind not in self._emitted_kinds
+        begins_message = self.after_tag and self._has_channels
+        if self.after_tag and (begins_message or is_first):
+            text = text.lstrip("\n")
 
+        n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
+        solid_text = text[:n_solid]
+        self._held = text[n_solid:]
+        if not solid_text:
+            return
+        if begins_message and not is_first:
+            solid_text = "\n\n" + solid_text  # a new message of the same channel
+        elif self.after_tag and not solid_text.startswith("\n"):
+            solid_text = self._dropped.get(self._kind, "") + solid_text
+        if self._kind == "content":
+            self._fence.read(solid_text)
+        self.after_tag = False
+        self._is_call_fenced = False
+        self._dropped[self._kind] = ""
+        self._follows_false_call = False
+        self._is_quoting = solid_text[-1] in "`'\""
+        self._emitted_kinds.add(self._kind)
+        self._reply.emit_text(self._kind, solid_text)
 
-class ReplyParser:
-    """One reply: generated text -> the deltas of an OpenAI chat."""
+    def _finish_text(self) -> None:
+        """Emit what was held back. Half a tag at the end of a reply is text."""
+        pattern = self._patterns[False, self._is_call_fenced]
+        match = pattern.search(self._held + "\0")
+        if match and self._find_role(match) in {"think_end", "fence_end"}:
+            self._held = ""
+        self._emit_text("")
+        if self._held and not self.after_tag:
+            self._reply.emit_text(self._kind, self._held)
 
-    def __init__(
-        self,
-        splitter: ReasoningStreamSplitter,
-        tool_format: ToolCallFormat | None,
-        *,
-        tools: Sequence[Tool],
-        ids: Iterator[str],
-        max_calls: int = sys.maxsize,
-    ) -> None:
-        """`ids` are for the calls. Without a format the splitter must find no calls.
+    def _read_text(self, text: str, *, is_literal: bool) -> str | None:
+        """Part what was held back and `text` by tags; returns a call that begins.
 
-        After `max_calls` nothing more is emitted.
+        If it `is_literal`, what looks like a tag is text. A call without its tag is
+        found there, too: what it begins with is no token.
         """
-        self.n_calls = 0  # complete ones
-        self.is_broken = False  # it ends in a call that cannot be read
-        self.has_more = False  # after `max_calls`, of the text that was fed
-        self._splitter = splitter
-        self._format = tool_format
-        self._tools = tools
-        self._max_calls = max_calls
-        self._reply = ReplyDeltas(ids)
-        self._reader: CallReader | None = None  # of the open call
-        self._has_tokens = False  # some text was literal: then a tag is a token
-        self._is_over = False  # no more text will come
+        if is_literal and self.is_thinking:
+            self._emit_text(text)  # why(L-82): calls in thinking are quoted
+            return None
+        text = self._held + text
+        self._held = ""
+        while True:
+            pattern = self._patterns[is_literal, self._is_call_fenced]
+            match = pattern.search(text, partial=True)
+            if match is None:  # nothing is looked for: no tags
+                self._emit_text(text)
+                return None
+            self._emit_text(text[: match.start()])
+            if match.partial:  # half a tag, or nothing, at the end of the text
+                self._held += match[0]
+                return None
 
-    @property
-    def is_behind_call(self) -> bool:
-        """Whether a call has ended, and what follows is waited for to close it."""
-        reader = self._reader
-        return reader is not None and reader.is_call and not reader.is_open
-
-    def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
-        """What is certain now; `literal` as in ReasoningStreamSplitter.feed.
-
-        Nothing once `is_broken`: the reply ends there.
-        """
-        if self.is_broken or self.n_calls >= self._max_calls:
-            return []
-        n_before = len(self._reply.deltas)
-        self._has_tokens |= literal
-        if self._is_end_tag(text, literal=literal):
-            pieces = self._read_call(text, is_end=True)
-        else:
-            pieces = self._splitter.feed(text, literal=literal)
-        self._dispatch(pieces)
-        return self._reply.deltas[n_before:]
-
-    def _is_end_tag(self, text: str, *, literal: bool) -> bool:
-        """Whether it is the token that ends the open call, and known to be one."""
-        if self._format is None or self._reader is None:
-            return False
-        return self._has_tokens and not literal and text == self._format.end
-
-    def finish(self, *, closes: bool = True) -> list[JsonObject]:
-        """What was held back, when no more text will come.
-
-        If `closes`, the arguments of a call that is still open are closed. If not, they
-        stay cut: why(L-86), Claude Code runs whatever is valid, half a file, too.
-        """
-        self._is_over = True
-        if self.is_broken or self.n_calls >= self._max_calls:
-            return []
-        n_before = len(self._reply.deltas)
-        is_call_open = self._reader is not None and self._reader.is_open
-        if self._splitter.in_call and (closes or not is_call_open):
-            self._dispatch(self._read_call(""))
-        if not self.is_broken:
-            self._dispatch(self._splitter.finish())
-        return self._reply.deltas[n_before:]
-
-    def message(self) -> JsonObject:
-        """The whole reply, as far as it was emitted."""
-        return self._reply.message()
-
-    def _dispatch(self, pieces: list[Piece]) -> None:
-        """Texts become deltas, a call goes to its reader."""
-        while pieces:
-            piece = pieces.pop(0)
-            if piece.kind == "tool":  # always the last one
-                pieces = self._read_call(piece.text)
+            tag = self._without_other_fence(match[0])
+            role = self._find_role(match)
+            text = text[match.end() :]
+            if tag != match[0]:
+                # The line ends another block of code: it is text, the tag comes next.
+                self._emit_text(match[0].removesuffix(tag))
+                text = tag + text
+            elif role == "tool_start":
+                call_text = self._held + tag + text
+                self._held = ""
+                self._is_call_fenced |= tag.startswith("```")
+                self._open_call()
+                return call_text
             else:
-                self._reply.emit_text(piece.kind, piece.text)
+                self._take_tag(tag, role)
 
-    def _read_call(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Read on in the open call; returns what is no call, and what follows it.
-
-        `is_end`: the text is the token that ends it.
-        """
-        assert self._format is not None
-        if self._reader is None:
-            self._reader = CallReader(
-                self._format,
-                tools=self._tools,
-                max_calls=self._max_calls - self.n_calls,
-                reply=self._reply,
-            )
-        reader = self._reader
-        if self._has_tokens and self._format.end != "\0":
-            reader.note_tokens()
-        if is_end:
-            other_text = reader.feed_end(text)
-        elif self._is_over:
-            other_text = reader.finish(text)
+    def _take_tag(self, tag: str, role: TagRole) -> None:
+        """Take a tag that begins no call."""
+        if role == "text":
+            self._emit_text(tag)
+            self._is_quoting = True
+            self._has_quoted_think |= tag == "<think>"
+        elif role == "fence_end":
+            self._is_call_fenced = False
+            self._emit_text(tag.partition("`")[0])
         else:
-            other_text = reader.feed(text)
-        pieces = self._splitter.add_text(other_text)
-        if reader.is_broken:
-            self.is_broken = True
-            return []
-        if reader.is_done:
-            self._reader = None
-            self.n_calls = len(self._reply.calls)
-            if self.n_calls >= self._max_calls:
-                self.has_more = reader.has_more
-                return pieces  # what follows is not the client's
-            pieces += self._splitter.resume(reader.rest, called=reader.is_call)
-        return pieces
+            self._begin("reasoning" if role == "think_start" else "content")
+
+    def _without_other_fence(self, tag: str) -> str:
+        """The tag without a line before it that ends a block of code, or is thought."""
+        is_other = self._kind == "reasoning" or self._fence.is_open
+        match = _FENCED_TAG.match(tag)
+        return match["tag"] if match and is_other else tag
+
+    def _find_role(self, match: Any) -> TagRole:
+        """What a tag does. The text before it was emitted, except white space.
+
+        At the start of a line a tag is one, unless it is misplaced. In the middle of a
+        line it may be a word of the sentence; there an untagged call is always text,
+        but for Kimi's, which begins with a token.
+        """
+        tag: str = match[0]
+        is_first = self.after_tag or not self._emitted_kinds or self._follows_false_call
+        begins_line = "\n" in self._held or tag.startswith("```")  # after a ``` line
+        may_be_word = not (is_first or begins_line)
+        if may_be_word and self._is_spoken_of(tag):
+            return "text"
+        if self._is_misplaced(tag):
+            return "text"
+        if match.lastgroup == "untagged_call":
+            begins_with_token = tag.startswith(_KIMI_CALL_STARTS)
+            is_word = may_be_word and (self._is_quoting or not begins_with_token)
+            return "text" if is_word else "tool_start"
+        if match.lastgroup == "think_end" and self._has_channels:
+            is_built_in = _BUILT_IN.search(tag) is not None
+            return "think_start" if is_built_in else "think_end"
+        role: TagRole = match.lastgroup
+        return role  # "think_end" also if it ends nothing: it is dropped (L-07)
+
+    def _is_spoken_of(self, tag: str) -> bool:
+        """Whether a tag in the middle of a line is a word of the sentence."""
+        follows_space = bool(self._held)
+        is_quoted = self._is_quoting and not follows_space
+        if tag.startswith("assistant"):  # "the assistant", not "Why?assistant"
+            return is_quoted or follows_space
+        if tag.startswith(("<|start|>", "<|channel|>")):
+            return is_quoted
+        if self._kind == "reasoning":
+            return False
+        if tag == "<think>":
+            has_thought = "reasoning" in self._emitted_kinds
+            return has_thought or is_quoted or follows_space
+        return tag == "</think>" and self._has_quoted_think
+
+    def _is_misplaced(self, tag: str) -> bool:
+        """Whether a tag is where it cannot be one.
+
+        In an example of code it is text. Gemma's word begins a thought only where the
+        reply begins, and its closing tag stands only after a call. JSON without a tag
+        is an example of a call if it follows text.
+        """
+        if _UNTAGGED_OBJECT.fullmatch(tag):
+            return self._kind == "reasoning" or "content" in self._emitted_kinds
+        if tag in {"<think>", "</think>"}:
+            return self._kind == "content" and self._fence.is_open
+        if tag == _GEMMA_THOUGHT:
+            return bool(self._emitted_kinds)
+        return tag == _GEMMA_CALL_END and not self.after_tag
+
+    def _begin(self, kind: TextKind) -> None:
+        """A tag has come: drop the white space before it, go on in `kind`."""
+        if self._kind in self._emitted_kinds and self._held:
+            self._dropped[self._kind] = self._held
+        self._kind = kind
+        self._held = ""
+        self.after_tag = True
 
 
 # region CALL FORMS ============================================================
@@ -22777,6 +22436,9 @@ class ReplyParser:
 #     hermes   <tool_call>{"name": "read", "arguments":   JSON of the schema   }...
 #     qwen     <tool_call><function=read>   <parameter=path> any text </parameter>
 #                                           (<parameter=n> JSON </parameter>)? ...
+#
+# The tags and how a call ends are those of CALL SYNTAXES: what ends a value is one rule
+# for who reads a call and for the grammar that writes it.
 #
 # A call that is forced, or of a tool that is `strict`, is generated by its form, so its
 # arguments always fit. JSON is the grammar compiler's work. Between tags the arguments
@@ -22845,20 +22507,18 @@ def _call_parts(
     Raises _NoForm.
     """
     syntax = CALL_SYNTAXES.get(tool_format.syntax)
-    if syntax is None or (syntax.tags is not None and syntax.spelling is None):
+    if syntax is None or syntax.end_spelling is None:
         return None
-    if syntax.spelling is not None:
-        writer = _TaggedForm(
-            syntax.spelling, parameters, gap=tool_format.gap, is_lenient=is_lenient
-        )
-        return writer.parts()
+    if syntax.tags is not None:
+        writer = _TaggedForm(syntax.tags, parameters, is_lenient=is_lenient)
+        return (writer.argument_list(end=syntax.end_spelling, gap=tool_format.gap),)
 
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
     if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
         parts.append(TextValue(end="[ARGS]", pattern="^[a-zA-Z0-9]{9}$"))
     parts += [Blanks(), JsonValue(schema, is_lenient)]
-    for piece in re.split(r"(\n)", syntax.json_end):
+    for piece in re.split(r"(\n)", syntax.end_spelling):
         parts.append(Blanks() if piece == "\n" else piece)
     return tuple(parts)
 
@@ -22867,26 +22527,21 @@ class _TaggedForm:
     """Makes the parts of a call whose arguments stand between tags."""
 
     def __init__(
-        self,
-        spelling: ArgumentSpelling,
-        parameters: Schema,
-        *,
-        gap: str,
-        is_lenient: bool,
+        self, tags: ArgumentTags, parameters: Schema, *, is_lenient: bool
     ) -> None:
-        self._spelling = spelling
+        self._tags = tags
         self._parameters = parameters
-        self._gap = gap
         self._is_lenient = is_lenient
         # What ends JSON or a constant: the tag that ends a text, after no text.
         self._value_end = TextValue(
-            end=spelling.value_end,
-            drops_line_break=spelling.has_line_break,
-            max_length=0,
+            end=tags.close, drops_line_break=tags.is_on_lines, max_length=0
         )
 
-    def parts(self) -> CallParts:
-        """All arguments, in the order of the schema. Raises _NoForm."""
+    def argument_list(self, *, end: str, gap: str) -> ArgumentList:
+        """All arguments, in the order of the schema. Raises _NoForm.
+
+        `end`: of the call. `gap`: next to a key, in this template.
+        """
         parameters = self._parameters
         for keyword in _UNTAGGED_KEYWORDS:
             if keyword in parameters:
@@ -22898,25 +22553,23 @@ class _TaggedForm:
         if not properties and parameters.get("additionalProperties", True):
             raise _NoForm("it names no properties")
 
-        parts: list[CallPart] = [self._spelling.first]
+        key_start, _, key_end = self._tags.key_spelling.partition("{key}")
+        arguments: list[Argument] = []
         for key in dict.fromkeys([*properties, *map(str, required)]):
-            argument = self._argument(key, properties.get(key, {}))
-            if key not in required:
-                argument = (OneOf((argument, ())),)  # it, or nothing
-            parts += argument
-        parts.append(self._spelling.end)
-        return tuple(parts)
+            choices = self._argument_choices(key, properties.get(key, {}))
+            tag = key + key_end.format(gap=gap)
+            arguments.append(Argument(tag, tuple(choices), key in required))
+        return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
 
-    def _argument(self, key: str, schema: object) -> CallParts:
+    def _argument_choices(self, key: str, schema: object) -> list[CallParts]:
         if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
             raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
-        tag = self._spelling.key.format(key=key, gap=self._gap)
         choices = self._value_choices(schema)
         if not choices:
             raise _NoForm(f"{key!r:.60} has no values")
         if SchemaPart(schema, self._parameters).types & _CONTAINERS:
             choices = [_without_container(choice) for choice in choices]
-        return (tag, OneOf(tuple(choices)))
+        return choices
 
     def _value_choices(self, schema: object, depth: int = 0) -> list[CallParts]:
         """The ways to write a value, each with the tag that ends it."""
@@ -23608,7 +23261,7 @@ class ReplyDecoder:
     def __init__(self, prepared: PreparedRequest) -> None:
         request = prepared.request
         tools = request.tools + request.deferred_tools
-        tags, self._tag_ids = find_tags(prepared)
+        tags, self._tags_by_id = find_tags(prepared)
 
         self.end: TextEnd = "open"
         self.token_ids: list[int] = []
@@ -23618,12 +23271,10 @@ class ReplyDecoder:
         self.stops = StopStrings(request.stop)
         self._detokenizer = _make_detokenizer(prepared)
         self._max_calls = sys.maxsize if request.parallel_tool_calls else 1
-        self.splitter = ReasoningStreamSplitter(
-            tags, in_reasoning=prepared.plan.rendered.starts_in_reasoning
-        )
-        self.parser = ReplyParser(
-            self.splitter,
+        self.reader = ReplyReader(
+            tags,
             prepared.tool_format,
+            in_reasoning=prepared.plan.rendered.starts_in_reasoning,
             tools=tools,
             ids=_make_call_ids(),
             max_calls=self._max_calls,
@@ -23632,27 +23283,28 @@ class ReplyDecoder:
     @property
     def ends_with_call(self) -> bool:
         """Whether its tokens end with the last call that the client is given."""
-        return self.end == "call_limit" and not self.parser.has_more
+        return self.end == "call_limit" and not self.reader.has_more
 
     def feed(self, token_id: int) -> list[JsonObject]:
         """The deltas that are certain with this token; none once the reply is over."""
         if self.end != "open":
             return []
         self.token_ids.append(token_id)
-        if self.splitter.is_thinking:
+        if self.reader.is_thinking:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
         # A tag that the model means is one token; in other tokens it is a quotation.
         # Where tags have several, or text waited for a stop string, nobody can tell.
-        can_tell = bool(self._tag_ids) and not self.stops.held
-        is_literal = can_tell and token_id not in self._tag_ids
+        tag = None
+        if self._tags_by_id and not self.stops.held:
+            tag = self._tags_by_id.get(token_id, "")
         cut = self.stops.feed if self._can_stop(token_id, text) else self.stops.skip
-        deltas = self.parser.feed(cut(text), literal=is_literal)
+        deltas = self.reader.feed(cut(text), tag=tag)
 
-        if self.parser.is_broken:
+        if self.reader.is_broken:
             self.end = "broken"
-        elif self.parser.n_calls >= self._max_calls:
+        elif self.reader.n_calls >= self._max_calls:
             self.end = "call_limit"
         elif self.stops.hit:
             self.end = "stop_string"
@@ -23664,12 +23316,12 @@ class ReplyDecoder:
 
         In thinking, calls, tags, and white space after a tag it does not.
         """
-        is_behind_call = self.parser.is_behind_call
-        is_in_call = self.splitter.in_call and not is_behind_call
-        if self.splitter.is_thinking or is_in_call or token_id in self._tag_ids:
+        is_after_call = self.reader.is_after_call
+        is_in_call = self.reader.in_call and not is_after_call
+        if self.reader.is_thinking or is_in_call or token_id in self._tags_by_id:
             return False
         is_white_space = (self.stops.held + text).isspace()
-        is_after_tag = self.splitter.after_tag or is_behind_call
+        is_after_tag = self.reader.after_tag or is_after_call
         return not (is_after_tag and is_white_space)
 
     def _note_shown(self, deltas: list[JsonObject]) -> None:
@@ -23681,7 +23333,7 @@ class ReplyDecoder:
             self._n_letters += len(delta.get("content", ""))
         is_in_content = bool(deltas) and "content" in deltas[-1]
         holds_text = (
-            self.splitter.holds_text
+            self.reader.holds_text
             or bool(self.stops.held.strip())
             or self._detokenizer.is_inside_character
         )
@@ -23694,19 +23346,19 @@ class ReplyDecoder:
         if self.end == "call_limit":
             return []  # what was held back follows the last call
         text = self.stops.feed(self._detokenizer.finish(), is_last=True)
-        deltas = self.parser.feed(text) + self.parser.finish(closes=closes)
-        if self.parser.is_broken:
+        deltas = self.reader.feed(text) + self.reader.finish(closes=closes)
+        if self.reader.is_broken:
             self.end = "broken"
         elif self.stops.hit:
             self.end = "stop_string"
         return deltas
 
 
-def find_tags(prepared: PreparedRequest) -> tuple[Tags, set[int]]:
-    """What parts a reply, and the token of each tag; none if a tag has several."""
+def find_tags(prepared: PreparedRequest) -> tuple[Tags, dict[int, str]]:
+    """What parts a reply, and each tag by its token; none if a tag has several."""
     request = prepared.request
     if request.kind == "completion":
-        return Tags(), set()
+        return Tags(), {}
     tokenizer = prepared.model.tokenizer
     tool_format = prepared.tool_format
     think_start = tokenizer.think_start or ""
@@ -23727,10 +23379,10 @@ def find_tags(prepared: PreparedRequest) -> tuple[Tags, set[int]]:
     )
     encode = prepared.model.template.encode
     texts = (think_start, tool_start, think_end, tool_end)
-    encoded = [encode(text) for text in texts if text]
-    if any(len(ids) != 1 for ids in encoded):
-        return tags, set()
-    return tags, {ids[0] for ids in encoded}
+    ids_by_text = {text: encode(text) for text in texts if text}
+    if any(len(ids) != 1 for ids in ids_by_text.values()):
+        return tags, {}
+    return tags, {ids[0]: text for text, ids in ids_by_text.items()}
 
 
 def _make_detokenizer(prepared: PreparedRequest) -> Detokenizer:
@@ -23956,7 +23608,7 @@ class ReplyGeneration:
             for delta in deltas:
                 self._formatter.delta_events(delta)  # full_body() has them all
             yield None
-        message = self._decoder.parser.message()
+        message = self._decoder.reader.message()
         yield self._formatter.full_body(message, self._reply_end())
 
     def _stream(self) -> Iterator[JsonObject | None]:
@@ -24160,7 +23812,7 @@ class ReplyGeneration:
             logger.warning("a call cannot be read: the reply ends there, as cut")
         is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
         reason: EndReason = "length" if is_read_only else event.reason
-        n_calls = decoder.parser.n_calls
+        n_calls = decoder.reader.n_calls
         self._event = event
         self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
         try:
@@ -24170,7 +23822,7 @@ class ReplyGeneration:
 
     def _record(self, kind: EndingKind) -> None:
         row = self.row()
-        message = self._decoder.parser.message()
+        message = self._decoder.reader.message()
         is_answered = kind not in ("left", "failed")
         is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
         if is_answered and is_chat:
@@ -24199,7 +23851,7 @@ class ReplyGeneration:
         token_ids = self._decoder.token_ids
         eos_ids = self._prepared.model.eos_ids
         has_end_token = bool(token_ids) and token_ids[-1] in eos_ids
-        is_thinking = self._decoder.splitter.is_thinking
+        is_thinking = self._decoder.reader.is_thinking
         is_replayed = can_be_replayed(
             kind,
             message,
@@ -24234,7 +23886,7 @@ class ReplyGeneration:
         if has_failed or not shown_ends or not plan.can_be_recorded:
             return
         # A client that got the calls would send them back: this one left before them.
-        text_alone = self._decoder.parser.message()
+        text_alone = self._decoder.reader.message()
         text_alone.pop("tool_calls", None)
         reply = self._canonical_reply(text_alone)
         self._record_tokens(reply, is_cut=True, shown_text=text_alone["content"])

@@ -108,13 +108,12 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
 def read_calls(text: str, tool_format: s.ToolCallFormat, tools: Any) -> list[Any]:
     """Name and arguments of the calls in a reply, as a client gets them."""
     tags = s.Tags("<think>", re.escape(tool_format.start), None, "</think>")
-    splitter = s.ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, count())
-    parser = s.ReplyParser(splitter, tool_format, tools=tools, ids=ids)
+    reader = s.ReplyReader(tags, tool_format, in_reasoning=False, tools=tools, ids=ids)
     for character in text:
-        parser.feed(character)
-    parser.finish()
-    message = parser.message()
+        reader.feed(character)
+    reader.finish()
+    message = reader.message()
 
     assert not (message["content"] or "").strip(), text
 
@@ -293,27 +292,47 @@ def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, 
     assert cut.answer["tool_calls"]
 
 
-@pytest.mark.parametrize("is_json", [True, False])
-def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(
-    dense, is_json
-):
+def test_a_strict_tool_beside_json_gets_valid_arguments(dense):
     (call_id,) = dense.scribe.ids("<tool_call>")
-    fields = {"response_format": {"type": "json_object"}} if is_json else {}
     for seed in range(4):
         exchange = dense.ask(
             ASKED,
             tools=[offered(NARROW, strict=True)],
+            response_format={"type": "json_object"},
             temperature=1.5,
             seed=seed,
             max_tokens=3000,
             logit_bias={str(call_id): 30},
             parallel_tool_calls=False,
             extra_body={"enable_thinking": False},
-            **fields,
         )
         assert exchange.answer["tool_calls"]
         for call in exchange.answer["tool_calls"]:
             jsonschema.validate(json.loads(call["function"]["arguments"]), NARROW)
+
+
+def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(dense):
+    """Random tokens of those that are allowed, once the model has opened a call."""
+    tools = [offered(NARROW, strict=True)]
+    (constraint,) = prepare(dense, tools=tools)
+    opening = dense.scribe.ids("I look. <tool_call>\n<function=turn>\n")
+    (end_id,) = dense.scribe.ids("</tool_call>")
+    for seed in range(8):
+        rng = random.Random(seed)
+        steps = constraint()
+        allowed = next(steps)
+        ids = []
+        while end_id not in ids:
+            if len(ids) < len(opening):
+                token_id = opening[len(ids)]
+            else:
+                assert not allowed.others
+                token_id = rng.choice(np.flatnonzero(allowed.flags).tolist())
+            ids.append(token_id)
+            allowed = steps.send([token_id])
+        text = dense.scribe.text(ids).removeprefix("I look. ")
+        ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
+        jsonschema.validate(arguments, NARROW)
 
 
 def test_a_strict_tool_binds_no_text_and_no_call_of_another(dense):
@@ -365,8 +384,52 @@ def test_a_call_whose_tag_mlx_lm_does_not_know_is_forbidden_and_bound(
     assert not next(forbidden()).flags[call_id]
     steps = bound()
     next(steps)
-    allowed = steps.send([call_id])
+    for token_id in dense.scribe.ids("<tool_call>\n<function=turn>\n"):
+        allowed = steps.send([token_id])
     assert not allowed.others and not allowed.flags[call_id]
+
+
+@pytest.mark.parametrize("is_thought", [True, False])
+def test_a_strict_tool_makes_no_call_of_a_quoted_tag(dense, is_thought):
+    (constraint,) = prepare(dense, tools=[offered(NARROW, strict=True)])
+    steps = constraint()
+    allowed = next(steps)
+
+    quotations = "The tag <tool_call> opens a call. <tool_call>\n<function=other>\n"
+    text = f"<think>{quotations}</think>" if is_thought else quotations
+    for token_id in dense.scribe.ids(text):
+        allowed = steps.send([token_id])
+        assert allowed.others and not allowed.flags.size
+
+    for token_id in dense.scribe.ids("<tool_call>\n<function=turn>\n"):
+        allowed = steps.send([token_id])
+    assert not allowed.others
+
+
+def test_a_forced_value_may_have_closing_tags_in_it(dense):
+    """A file that has <parameter> of its own ends where the call goes on (L-133)."""
+    files = [
+        "<a>\n<parameter>5</parameter>\n<b/>\n</a>",
+        "say </parameter> <b>",
+        "</function>\n</parameter>\n<x>",
+    ]
+    parameters = {
+        "properties": {"content": TEXT, "path": TEXT},
+        "required": ["content"],
+    }
+    function = {"name": "write", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+    for content in files:
+        call = (
+            f"<tool_call>\n<function=write>\n<parameter=content>\n{content}\n"
+            "</parameter>\n<parameter=path>\na.md\n</parameter>\n</function>\n"
+            "</tool_call>"
+        )
+        matcher = compile_forms(dense, forms)
+        for token_id in dense.scribe.ids(call):
+            assert matcher.consume_token(token_id), content
+        assert matcher.is_accepting()
 
 
 def prepare(served: Served, **fields: Any) -> Any:

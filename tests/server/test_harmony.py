@@ -109,12 +109,11 @@ def split(pieces, *, tools=TOOLS):
         FORM.untagged_pattern(tools) if tools else None,
         s.think_tag_pattern("<|end|>"),
     )
-    splitter = s.ReasoningStreamSplitter(tags, in_reasoning=False)
-    stream = s.ReplyParser(splitter, form, tools=tools, ids=iter("abc"))
+    reader = s.ReplyReader(tags, form, in_reasoning=False, tools=tools, ids=iter("abc"))
     for piece in pieces:
-        stream.feed(piece)
-    stream.finish()
-    return stream.message()
+        reader.feed(piece)
+    reader.finish()
+    return reader.message()
 
 
 @given(st.sampled_from(HEADERS), st.booleans(), st.booleans(), st.data())

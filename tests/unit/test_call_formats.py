@@ -14,7 +14,7 @@ import start_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
-from start_llm import ReasoningStreamSplitter, ReplyParser, Tags, ToolCallFormat
+from start_llm import ReplyReader, Tags, ToolCallFormat
 
 PROPERTIES = {
     "path": {"type": "string"},
@@ -103,14 +103,15 @@ def read_message(
         untagged_call=tool_format.untagged_pattern(tools),
         think_end=start_llm.think_tag_pattern(form.think_end),
     )
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
-    parser = ReplyParser(splitter, tool_format, tools=tools, ids=ids)
+    reader = ReplyReader(
+        tags, tool_format, in_reasoning=in_reasoning, tools=tools, ids=ids
+    )
 
     for piece in pieces:
-        parser.feed(piece)
-    parser.finish()
-    return parser.message()
+        reader.feed(piece)
+    reader.finish()
+    return reader.message()
 
 
 def read(name: str, pieces: list[str], *, in_reasoning: bool = False) -> Reply:
@@ -149,8 +150,6 @@ E = "<escape>"
         (f"path:{Q}a.md", {"path": "a.md"}),
         (f"path:a.md{Q}", {"path": "a.md"}),
         ('path:"a.md"', {"path": "a.md"}),
-        (f'path:{Q}a.md"', {"path": "a.md"}),
-        (f'path:"a.md{Q},n:1', {"path": "a.md", "n": 1}),
         (f"path:{Q}a.md,any:{Q}b{Q}", {"path": "a.md", "any": "b"}),
         (f"path:{Q}a.md,any:{Q}{Q}", {"path": "a.md", "any": ""}),
         ("path:hello, world,n:3", {"path": "hello, world", "n": 3}),
@@ -287,7 +286,18 @@ def test_gemma_calls_begin_and_end_as_models_do_it(
 
 @pytest.mark.parametrize(
     "written",
-    ["n 1", "n:1 x:2", "n:1,,x:2", ":1", "tree:{a", "{", "n:1,n:2", "tree:{a:1,a:2}"],
+    [
+        f'path:{Q}a.md"',
+        f'path:"a.md{Q},n:1',
+        "n 1",
+        "n:1 x:2",
+        "n:1,,x:2",
+        ":1",
+        "tree:{a",
+        "{",
+        "n:1,n:2",
+        "tree:{a:1,a:2}",
+    ],
 )
 def test_gemma_arguments_that_cannot_be_read_are_text(written: str) -> None:
     """A call must not run with fewer arguments than were written."""
@@ -300,6 +310,24 @@ def test_gemma_arguments_that_cannot_be_read_are_text(written: str) -> None:
         assert all(letter in known_text for letter in re.findall(r"\d", written))
     else:
         assert reply.content == text
+
+
+def test_quotes_are_no_part_of_a_text_where_a_bracket_was_forgotten() -> None:
+    text = "<|tool_call>call:read{path:':\\s*\\w+'<tool_call|>"
+
+    assert read_in_any_pieces("gemma", text) == Reply([("read", {"path": ":\\s*\\w+"})])
+
+
+def test_a_file_that_quotes_the_end_tag_is_read_once() -> None:
+    """Each piece searched all that came before: 4 ms a token after 6,600 of them."""
+    lines = "say <tool_call|> here\n" * 2_000
+    text = f"<|tool_call>call:read{{path:{Q}{lines}{Q}}}<tool_call|>"
+    began = time.process_time()
+
+    reply = read("gemma", token_like(text))
+
+    assert reply == Reply([("read", {"path": lines})])
+    assert time.process_time() - began < 6
 
 
 @pytest.mark.parametrize("run", [" ", "}", "{", "[", ",", "n:", ", ", "} ", Q, "a,a:"])
@@ -894,15 +922,16 @@ def test_a_reply_that_has_to_be_json_is_no_call_without_its_tag(schema: Any) -> 
         tool_format=FORMATS["hermes"].detect(),
     )
     tags = start_llm.find_tags(prepared)[0]
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, count())
-    parser = ReplyParser(splitter, prepared.tool_format, tools=TOOLS, ids=ids)
+    reader = ReplyReader(
+        tags, prepared.tool_format, in_reasoning=False, tools=TOOLS, ids=ids
+    )
     text = '{"name": "read", "arguments": {"path": "a.md"}}'
 
-    parser.feed(text, literal=True)
-    parser.finish()
+    reader.feed(text, tag="")
+    reader.finish()
 
-    message = parser.message()
+    message = reader.message()
     if schema is None:
         assert message["tool_calls"][0]["function"]["name"] == "read"
     else:
@@ -999,7 +1028,8 @@ WRITTEN: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+# mlx-lm's parser overlooks text beside the arguments of Muse Spark.
+@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"muse"}))
 @given(data=st.data())
 @settings(max_examples=200)
 def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
@@ -1039,12 +1069,7 @@ def ends_in_cut_call(message: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        # What mlx-lm's parser overlooks: text beside the arguments, a call of several.
-        ("longcat", "read\n<longcat_arg_key>n</longcat_arg_key><longcat_arg_value>1"
-         "</longcat_arg_value>5"),
-        ("muse", '<atem:invoke name="read">5</atem:invoke>'),
-        ("muse", '<atem:invoke name="read"></atem:invoke>5'),
-        ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|>5<|close|>call<|sep|>'),
+        # What mlx-lm's parser overlooks: a call of several.
         ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|><|close|>call<|sep|>'
          '<|open|>call tool="read" index="2"<|sep|><|open|>json type="object"<|sep|>'
          '{"n": 5<|close|>json<|sep|><|close|>call<|sep|>'),

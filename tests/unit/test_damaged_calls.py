@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import start_llm
 from start_llm import (
-    ReasoningStreamSplitter,
-    ReplyParser,
+    ReplyReader,
     Tags,
     ToolCallFormat,
     think_tag_pattern,
@@ -291,14 +290,14 @@ def read(form: Format, pieces: list[str], *, as_tokens: bool = False) -> Any:
         tool_format.untagged_pattern(TOOLS),
         think_tag_pattern(form.think[1]),
     )
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, range(99))
-    parser = ReplyParser(splitter, tool_format, tools=TOOLS, ids=ids)
+    reader = ReplyReader(tags, tool_format, in_reasoning=False, tools=TOOLS, ids=ids)
     for piece in pieces:
         is_tag = piece in {tool_format.start, tool_format.end}
-        parser.feed(piece, literal=as_tokens and not is_tag)
-    parser.finish()
-    return parser.message()
+        tag = piece if is_tag else ""
+        reader.feed(piece, tag=tag if as_tokens else None)
+    reader.finish()
+    return reader.message()
 
 
 def finished_calls(message: Any) -> list[Any]:
@@ -389,7 +388,7 @@ def test_a_damaged_call_runs_whole_or_not_at_all(name: str, as_tokens: bool) -> 
         text = "".join(pieces)
         message = read(form, pieces, as_tokens=as_tokens)
         if not as_tokens:
-            assert read(form, [text]) == message
+            assert read(form, [text]) == read(form, list(text)) == message
         found = faults(form, text, message, as_tokens=as_tokens)
         if found:
             wrong.append(f"{text!r}\n   {found}\n   {finished_calls(message)}")
@@ -467,16 +466,16 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
          "</parameter>\n" + MINIMAX_END),
         ("minicpm", '<function name="read"><param name="path">x</param>y</param></function>'),
         # A key is there twice: JSON keeps one value.
+        ("hermes", HERMES + '{"path": "x", "path": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"items": [{"a": 1, "a": 2}]}}\n</tool_call>'),
         ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n<parameter=path>\ny\n</parameter>\n"
          + QWEN_END),
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
-        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</parameter>\n" + QWEN_END),
-        ("glm", GLM + "<arg_key>path</arg_key><arg_value><arg_value>x</arg_value></tool_call>"),
-        ("glm", GLM + "<arg_key>path</arg_key><arg_value>x</arg_value></arg_value></tool_call>"),
-        ("minimax", MINIMAX + '<parameter name="path">x</parameter></parameter>' + MINIMAX_END),
-        ("minicpm", '<function name="read"><param name="path">x</param></param></function>'),
+        # The tag of its key comes twice, and so does its closing tag: it may be XML.
+        ("minimax", MINIMAX + '<parameter name="path"><parameter name="path">x</parameter>'
+         "</parameter>" + MINIMAX_END),
         # The reply is cut in the next key, or before there is one.
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x\n<arg_key>text</"),
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=te"),
@@ -487,9 +486,6 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("glm", GLM + "<arg_key>path</arg_key><arg_value>a.md</arg_value><n>5</tool_call>"),
         ("minimax", MINIMAX + '<parameter name="path">a.md</parameter><n>5</invoke>'),
         ("minicpm", '<function name="read"><param name="path">a.md</param><n>5</function>'),
-        # Prose follows a call whose outer tag is missing: it is no part of the value.
-        ("minimax", MINIMAX + '<parameter name="path">x</parameter>\n</invoke>\n'
-         + "I have asked for the file. " * 100),
         ("hermes", HERMES + "{"),
         ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"}, "tex'),
         ("harmony", HARMONY),
@@ -512,6 +508,28 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=text>\ny\n</parameter>\n" + QWEN_END,
          {"path": "x", "text": "y"}),
         ("qwen", QWEN + "<parameter=path>\nx\n</tool_call>", {"path": "x"}),
+        # A tag that comes twice.
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</parameter>\n" + QWEN_END,
+         {"path": "x"}),
+        ("qwen", QWEN + "<parameter=path>\n<parameter=path>\nx\n</parameter>\n" + QWEN_END,
+         {"path": "x"}),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</function>\n" + QWEN_END,
+         {"path": "x"}),
+        ("qwen", QWEN + QWEN[12:] + "<parameter=path>\nx\n</parameter>\n" + QWEN_END,
+         {"path": "x"}),
+        ("qwen", QWEN[:12] + QWEN + "<parameter=path>\nx\n</parameter>\n" + QWEN_END,
+         {"path": "x"}),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value><arg_value>x</arg_value></tool_call>",
+         {"path": "x"}),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value>x</arg_value></arg_value></tool_call>",
+         {"path": "x"}),
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter></parameter>' + MINIMAX_END,
+         {"path": "x"}),
+        ("minimax", MINIMAX + MINIMAX[20:] + '<parameter name="path">x</parameter>' + MINIMAX_END,
+         {"path": "x"}),
+        ("minicpm", '<function name="read"><param name="path">x</param></param></function>',
+         {"path": "x"}),
+        ("hermes", HERMES + '{"path": "x",, "n": 5}}\n</tool_call>', {"path": "x", "n": 5}),
         # A bracket that was forgotten after a value of any type.
         ("hermes", HERMES + '{"path": "x", "n": 5</tool_call>', {"path": "x", "n": 5}),
         ("hermes", HERMES + '{"path": "x", "n": null</tool_call>', {"path": "x", "n": None}),
@@ -559,6 +577,10 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("qwen", QWEN + '<parameter=path>\n  <parameter name="x">1</parameter>\n  </function>\n'
          "</lib>\n</parameter>\n" + QWEN_END,
          {"path": '  <parameter name="x">1</parameter>\n  </function>\n</lib>'}),
+        # Elements in an element of the same name.
+        ("minimax", MINIMAX + '<parameter name="path"><parameter=x>\n<parameter>5</parameter>\n'
+         "</parameter>\n</parameter>" + MINIMAX_END,
+         {"path": "<parameter=x>\n<parameter>5</parameter>\n</parameter>\n"}),
         # An element of more than a tag's length.
         ("qwen", QWEN + '<parameter=path>\n<a>\n<parameter name="a">' + "x " * 400
          + "\n</parameter>\n</a>\n</parameter>\n" + QWEN_END,
@@ -740,7 +762,7 @@ def test_a_bracket_that_was_forgotten_before_a_text_may_hide_items(rest: str) ->
 def test_this_parser_can_be_written_by_a_call(name: str) -> None:
     """Each value has forty lines of its sections, and of its tests."""
     source = Path(start_llm.__file__ or "").read_text()
-    names = "CALL TEXT|CALL SYNTAXES|MENDED JSON|FOREIGN CALLS|TOOL CALLS"
+    names = "CALL TEXT|CALL SYNTAXES|CALL ARGUMENTS|WHOLE CALLS|REPLY READER"
     sections = re.findall(rf"(?s)# region (?:{names}) =.*?(?=\n# region)", source)
     assert len(sections) == 5
     tests = Path(__file__).with_name("test_tool_calls.py").read_text()
@@ -768,12 +790,38 @@ def test_a_call_behind_one_that_nobody_offered_is_a_call() -> None:
         assert message["content"] == f"<minimax:tool_call>{unknown}"
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("value", ["['\\m']", "['\\8', '\\777']", "[1, '\\d\\n']"])
-def test_a_false_escape_in_a_value_is_no_warning(value: str) -> None:
-    text = GLM + f"<arg_key>items</arg_key><arg_value>{value}</arg_value></tool_call>"
-    (arguments,) = finished_calls(read(FORMATS["glm"], [text]))
-    assert isinstance(arguments["items"], list)
+def test_text_after_a_call_without_its_outer_tag_is_shown_as_it_comes() -> None:
+    form = FORMATS["minimax"]
+    call = MINIMAX + '<parameter name="path">x</parameter>\n</invoke>\n'
+    tags = Tags(tool_start=re.escape(form.tool_format.start))
+    reader = ReplyReader(
+        tags, form.tool_format, in_reasoning=False, tools=TOOLS, ids=iter("a")
+    )
+    reader.feed(call)
+    prose = "I have asked for the file. "
+    shown = [delta.get("content", "") for delta in reader.feed(prose * 5)]
 
-    call = f"<|tool_call_start|>[read(items={value})]<|tool_call_end|>"
-    assert finished_calls(read(FORMATS["lfm2"], [call])) == [arguments]
+    # After a hundred letters without a tag no argument follows.
+    assert "".join(shown).startswith(prose * 4)
+    assert finished_calls(reader.message()) == [{"path": "x"}]
+
+
+@pytest.mark.parametrize("rest", ["\nDone.", "\nI have asked for the file."])
+def test_an_end_that_is_spelled_in_other_tokens_loses_nothing(rest: str) -> None:
+    """Where the end tag is a token, its letters may be text: then the call is open."""
+    call = QWEN + "<parameter=path>\na.md\n</parameter>\n" + QWEN_END
+    pieces = ["<tool_call>", *list(call.removeprefix("<tool_call>"))]
+
+    whole = read(FORMATS["qwen"], pieces, as_tokens=True)
+    followed = read(FORMATS["qwen"], [*pieces, rest], as_tokens=True)
+
+    assert finished_calls(whole) == [{"path": "a.md"}]
+    assert finished_calls(followed) == []
+
+
+def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
+    for pieces in ([HARMONY], list(HARMONY)):
+        message = read(FORMATS["harmony"], pieces)
+        assert message["content"] is None
+        assert finished_calls(message) == []
+        assert message["tool_calls"][0]["function"]["name"] == "read"

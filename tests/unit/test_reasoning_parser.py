@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from start_llm import (
-    Piece,
-    ReasoningStreamSplitter,
+    ReplyReader,
     Tags,
+    ToolCallFormat,
     think_tag_pattern,
 )
 
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
-TAGGED = {
-    "reasoning": ("<think>", "</think>", "<tool_call>"),
-    "content": ("<tool_call>",),
-}
+HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n")
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
+CALL = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
 SNIPPETS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",
     "\n", "\n\n", " ", "\t", "a", "word", "é😀", "\u3000", "<b>", "k>", "think>",
@@ -33,24 +32,39 @@ def chunked(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
+def open_reader(*, in_reasoning: bool = False, tags: Tags = TAGS) -> ReplyReader:
+    ids = map("call_{}".format, range(99))
+    return ReplyReader(tags, HERMES, in_reasoning=in_reasoning, tools=TOOLS, ids=ids)
+
+
+def texts_of(deltas: list[dict]) -> list[tuple[str, str]]:
+    """The kind of each text and the text; "call" and the name of a call."""
+    texts = []
+    for delta in deltas:
+        for field, kind in (("reasoning_content", "reasoning"), ("content", "content")):
+            if field in delta:
+                texts.append((kind, delta[field]))
+        functions = [call["function"] for call in delta.get("tool_calls", ())]
+        texts += [("call", each["name"]) for each in functions if "name" in each]
+    return texts
+
+
 def split(
     chunks: list[str],
     *,
     in_reasoning: bool = False,
     tags: Tags = TAGS,
-    literal: bool = False,
+    tag: str | None = None,
 ) -> dict[str, str]:
     """The texts by kind."""
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-    pieces = [
-        piece for chunk in chunks for piece in splitter.feed(chunk, literal=literal)
-    ]
-    pieces += splitter.finish()
-    assert all(piece.text for piece in pieces)
+    reader = open_reader(in_reasoning=in_reasoning, tags=tags)
+    deltas = [delta for chunk in chunks for delta in reader.feed(chunk, tag=tag)]
+    found = texts_of(deltas + reader.finish())
+    assert all(text for _, text in found)
 
-    texts = {"reasoning": "", "content": "", "tool": ""}
-    for piece in pieces:
-        texts[piece.kind] += piece.text
+    texts = {"reasoning": "", "content": "", "call": ""}
+    for kind, text in found:
+        texts[kind] += text
     return texts
 
 
@@ -73,26 +87,24 @@ def test_any_chunking_gives_the_same_texts(
 
 @given(REPLIES, st.booleans())
 def test_a_tag_is_never_text(text: str, opened: bool) -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=opened)
+    text = text.replace("<tool_call>", "")
+    reader = open_reader(in_reasoning=opened)
     texts = {"reasoning": "", "content": ""}
 
-    for piece in splitter.feed(text) + splitter.finish():
-        if piece.kind == "tool":
-            assert piece.text.lstrip().startswith("<tool_call>")
-            continue
-        assert not any(tag in piece.text for tag in TAGGED[piece.kind])
+    for kind, part in texts_of(reader.feed(text) + reader.finish()):
+        assert kind == "content" or not re.search("</?think>", part)
         # A tag that is spoken of stands within a line: after a thought, a quote, a blank
         # or another such tag.
-        for tag in re.finditer("</?think>", piece.text):
-            text_before = texts["content"] + piece.text[: tag.start()]
+        for tag in re.finditer("</?think>", part):
+            text_before = texts["content"] + part[: tag.start()]
             line = text_before.rpartition("\n")[2]
             assert line.strip()
             if tag[0] == "</think>":
-                assert "<think>" in texts["content"] + piece.text
+                assert "<think>" in texts["content"] + part
             else:
                 is_after_word = re.search(r"(?:[`'\"\s]|</?think>)\Z", line)
                 assert texts["reasoning"] or is_after_word
-        texts[piece.kind] += piece.text
+        texts[kind] += part
 
 
 @given(REPLIES, st.booleans())
@@ -112,10 +124,9 @@ def test_nothing_but_tags_and_white_space_is_lost(text: str, opened: bool) -> No
 
 @given(REPLIES, st.integers(0, 60))
 def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    early = {"reasoning": "", "content": "", "tool": ""}
-    for piece in splitter.feed(text[:cut]):
-        early[piece.kind] += piece.text
+    early = {"reasoning": "", "content": "", "call": ""}
+    for kind, part in texts_of(open_reader().feed(text[:cut])):
+        early[kind] += part
     late = split([text])
     assert all(late[kind].startswith(early[kind]) for kind in early)
 
@@ -173,77 +184,66 @@ def test_real_shapes_of_replies(
     assert (texts["reasoning"], texts["content"]) == (thought, content)
 
 
-def test_a_call_takes_the_white_space_before_it_and_all_that_follows() -> None:
-    pieces = ReasoningStreamSplitter(TAGS, in_reasoning=False).feed(
-        "I look.\n\n<tool_call>x"
-    )
-    assert pieces == [Piece("content", "I look."), Piece("tool", "\n\n<tool_call>x")]
+def test_a_call_takes_the_white_space_before_it() -> None:
+    texts = texts_of(open_reader().feed(f"I look.\n\n{CALL}"))
+    assert texts == [("content", "I look."), ("call", "read")]
 
 
 def test_a_call_inside_an_unclosed_think_block_closes_it() -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=True)
-    assert splitter.is_thinking
-    assert splitter.feed("hm\n<tool_call>c") == [
-        Piece("reasoning", "hm"), Piece("tool", "\n<tool_call>c"),
+    reader = open_reader(in_reasoning=True)
+    assert reader.is_thinking
+    start, name, rest = CALL.partition('{"name": "read", "arguments": {')
+    assert texts_of(reader.feed(f"hm\n{start}{name}")) == [
+        ("reasoning", "hm"), ("call", "read"),
     ]  # fmt: skip
-    assert splitter.in_call and not splitter.is_thinking
-    assert splitter.feed("</think>") == [
-        Piece("tool", "</think>")
-    ]  # the call's own text
-    assert splitter.resume("\n\ndone", called=True) == [Piece("content", "done")]
-    assert not splitter.is_thinking
+    assert reader.in_call and not reader.is_thinking
+    assert texts_of(reader.feed(f"{rest}\n\ndone")) == [("content", "done")]
+    assert not reader.is_thinking
 
 
 def test_what_only_looked_like_a_call_leaves_the_reply_where_it_was() -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=True)
-    (_, call) = splitter.feed("say <tool_call> to call")
-    pieces = splitter.add_text(call.text[: -len(" to call")])
-    assert pieces == [Piece("reasoning", " <tool_call>")]
-    assert splitter.resume(" to call", called=False) == [Piece("reasoning", " to call")]
-    assert splitter.feed("</think>ok") == [Piece("content", "ok")]
+    reader = open_reader(in_reasoning=True)
+    texts = texts_of(reader.feed("say <tool_call> to call") + reader.feed("</think>ok"))
+    assert "".join(text for kind, text in texts if kind == "reasoning") == (
+        "say <tool_call> to call"
+    )
+    assert texts[-1] == ("content", "ok")
 
 
 def test_text_around_calls_is_as_generated_and_calls_alone_have_no_content() -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    assert [p.kind for p in splitter.feed("\n\n<tool_call>")] == ["tool"]
-    assert [p.kind for p in splitter.resume("\n<tool_call>", called=True)] == ["tool"]
-    assert splitter.resume("\n\n", called=True) == [] == splitter.finish()
-
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    splitter.feed("before \n<tool_call>")
-    assert splitter.resume("\nafter", called=True) == [Piece("content", "\nafter")]
+    assert split([f"\n\n{CALL}\n{CALL}\n\n"])["content"] == ""
+    assert split([f"before \n{CALL}\nafter"])["content"] == "before\nafter"
 
 
 @given(REPLIES, st.lists(st.integers(0, 200), max_size=8))
 @settings(max_examples=50)
 def test_text_without_tag_tokens_is_literal(text: str, cuts: list[int]) -> None:
-    texts = split(chunked(text, cuts), literal=True)
-    assert texts == {"reasoning": "", "content": text, "tool": ""}
+    texts = split(chunked(text, cuts), tag="")
+    assert texts == {"reasoning": "", "content": text, "call": ""}
 
 
 def test_literal_text_ends_what_might_have_become_a_tag() -> None:
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    assert splitter.feed("a<thi") == [Piece("content", "a")]
-    assert splitter.feed("nk>", literal=True) == [Piece("content", "<think>")]
-    assert splitter.feed("<think>b") == [Piece("reasoning", "b")]
+    reader = open_reader()
+    assert texts_of(reader.feed("a<thi")) == [("content", "a")]
+    assert texts_of(reader.feed("nk>", tag="")) == [("content", "<think>")]
+    assert texts_of(reader.feed("<think>b")) == [("reasoning", "b")]
 
 
 def test_what_may_belong_to_a_tag_is_held_back_until_it_is_certain() -> None:
     """The example in the banner of the section."""
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    assert splitter.feed("I look.\n") == [Piece("content", "I look.")]
-    assert splitter.feed("\n<tool") == []
-    assert splitter.feed("box>") == [Piece("content", "\n\n<toolbox>")]
+    reader = open_reader()
+    assert texts_of(reader.feed("I look.\n")) == [("content", "I look.")]
+    assert reader.feed("\n<tool") == []
+    assert texts_of(reader.feed("box>")) == [("content", "\n\n<toolbox>")]
 
 
 @given(st.text(" \n", min_size=90, max_size=120), st.integers(0, 120))
 def test_no_more_than_a_page_of_white_space_is_held_back(space: str, cut: int) -> None:
     """A model that prints line breaks without end: each chunk searched all of them."""
     reply = f"One.{space}<think>Why</think>Two."
-    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-    pieces = splitter.feed(f"One.{space * 9}")
+    texts = texts_of(open_reader().feed(f"One.{space * 9}"))
 
-    assert len("".join(piece.text for piece in pieces)) > 7 * len(space)
+    assert len("".join(text for _, text in texts)) > 7 * len(space)
     assert split(chunked(reply, [cut])) == split(list(reply)) == split([reply])
 
 
@@ -259,7 +259,7 @@ def test_a_block_of_code_may_contain_the_fences_of_another() -> None:
 
 
 def test_a_model_without_tags_has_only_content() -> None:
-    assert content("<think>a</think><tool_call>") == "" == reasoning("b")
+    assert content("<think>a</think>") == "" == reasoning("b")
     plain = split(["<think>a</think>", "<tool_call>"], tags=Tags())
     assert plain["content"] == "<think>a</think><tool_call>"
 
@@ -268,17 +268,10 @@ def test_tags_of_other_models() -> None:
     tags = Tags(
         think_start=re.escape("<|channel>thought"),
         think_end=re.escape("<channel|>"),
-        tool_start=re.escape("<|tool_call>"),
     )
-    texts = split(
-        list("<|channel>thought\nwhy<channel|>ok<|tool_call>call:f{}"), tags=tags
-    )
+    texts = split(list("<|channel>thought\nwhy<channel|>ok"), tags=tags)
 
-    assert texts == {
-        "reasoning": "why",
-        "content": "ok",
-        "tool": "<|tool_call>call:f{}",
-    }
+    assert texts == {"reasoning": "why", "content": "ok", "call": ""}
 
 
 def test_a_header_without_its_start_tag_ends_thinking() -> None:
@@ -294,10 +287,10 @@ def test_the_word_thought_begins_thinking_without_a_token() -> None:
         think_start=think_tag_pattern("<|channel>thought"),
         think_end=think_tag_pattern("<channel|>"),
     )
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
-    pieces = splitter.feed("thought\nWhy?", literal=True)
-    pieces += splitter.feed("<channel|>Hi") + splitter.finish()
-    assert pieces == [Piece("reasoning", "Why?"), Piece("content", "Hi")]
+    reader = open_reader(tags=tags)
+    deltas = reader.feed("thought\nWhy?", tag="")
+    deltas += reader.feed("<channel|>Hi") + reader.finish()
+    assert texts_of(deltas) == [("reasoning", "Why?"), ("content", "Hi")]
 
 
 def test_an_inline_span_begins_no_block_and_a_language_ends_none() -> None:
@@ -310,13 +303,8 @@ def test_only_the_line_after_a_fenced_call_ends_its_block() -> None:
     example = "\nSo:\n```\na\n```\nDone."
     for after_call, content in ((example, example), ("\n```\nDone.", "\n\nDone.")):
         for chunks in ([after_call], list(after_call)):
-            splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
-            splitter.feed("Look:\n```json\n<tool_call>x")
-            pieces = splitter.resume("", called=True)
-            for chunk in chunks:
-                pieces += splitter.feed(chunk)
-            pieces += splitter.finish()
-            assert "".join(piece.text for piece in pieces) == content
+            texts = split([f"Look:\n```json\n{CALL}", *chunks])
+            assert texts["content"] == f"Look:{content}"
 
 
 def test_words_around_a_thought_stay_apart() -> None:

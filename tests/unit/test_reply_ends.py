@@ -102,7 +102,7 @@ def heard(monkeypatch, pieces, **how):
     listener = decoder_of(monkeypatch, pieces, **how)
     listener.finish(closes=True)
 
-    message = listener.parser.message()
+    message = listener.reader.message()
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     return (
         message.get("reasoning_content"),

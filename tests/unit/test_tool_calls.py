@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 
 import jinja2.sandbox
 import pytest
-import start_llm
 from artifacts import artifact
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools, mistral
 from start_llm import (
     CALL_SYNTAXES,
-    Pattern,
-    ReasoningStreamSplitter,
-    ReplyParser,
+    ReplyReader,
     Tags,
     ToolCallFormat,
     tool_call_prefixes,
@@ -67,12 +64,18 @@ def stream(
     *,
     in_reasoning: bool = False,
     max_calls: int = sys.maxsize,
-) -> ReplyParser:
+) -> ReplyReader:
     start = re.escape(tool_format.start)
     tags = Tags("<think>", start, tool_format.untagged_pattern(tools), "</think>")
-    splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
-    return ReplyParser(splitter, tool_format, tools=tools, ids=ids, max_calls=max_calls)
+    return ReplyReader(
+        tags,
+        tool_format,
+        in_reasoning=in_reasoning,
+        tools=tools,
+        ids=ids,
+        max_calls=max_calls,
+    )
 
 
 def read(text: str, cuts: list[int] | None = None, **options: Any) -> Reply:
@@ -252,44 +255,29 @@ CUTS = st.lists(st.integers(0, 2000), max_size=30)
 # -- the table of syntaxes -------------------------------------------------------
 
 
-# They end a value. All others begin what they match.
-SEARCHED = {
-    start_llm._QWEN_VALUE_END,
-    start_llm._GLM_VALUE_END,
-    start_llm._MINIMAX_VALUE_END,
-    start_llm._MINICPM_VALUE_END,
-    start_llm._MINICPM_QUOTED_END,
+EXAMPLES = {
+    "qwen": "<tool_call>\n<function=read>\n<parameter=path>\na.md\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm": "<tool_call>read<arg_key>path</arg_key><arg_value>a.md</arg_value>"
+    "</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="read">\n'
+    '<parameter name="path">a.md</parameter>\n</invoke>\n</minimax:tool_call>',
+    "harmony": "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
+    '{"path": "a.md"}',
+    "mistral": '[TOOL_CALLS]read[ARGS]{"path": "a.md"}',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0"
+    '<|tool_call_argument_begin|>{"path": "a.md"}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "minicpm": '<function name="read"><param name="path">a.md</param></function>',
+    "hermes": '<tool_call>\n{"name": "read", "arguments": {"path": "a.md"}}\n'
+    "</tool_call>",
 }
-
-
-def patterns() -> list[Any]:
-    """All of the parsers, with their names."""
-    return [
-        pytest.param(value, id=name)
-        for name, value in vars(start_llm).items()
-        if isinstance(value, Pattern)
-    ]
-
-
-@pytest.mark.parametrize("pattern", patterns())
-def test_a_pattern_matches_its_example_and_not_its_near_miss(pattern: Pattern) -> None:
-    compiled = pattern.compiled
-    find = compiled.search if pattern in SEARCHED else compiled.match
-
-    assert find(pattern.example)
-    assert not find(pattern.near_miss)
-
-
-def test_every_pattern_has_examples_that_are_tested() -> None:
-    tested = {param.values[0] for param in patterns()}
-    for syntax in CALL_SYNTAXES.values():
-        tags = [tag for tag in syntax.tags or () if isinstance(tag, Pattern)]
-        assert {syntax.name, *tags} <= tested
 
 
 @pytest.mark.parametrize("name", CALL_SYNTAXES)
 def test_the_example_of_a_syntax_is_read(name: str) -> None:
     syntax = CALL_SYNTAXES[name]
+    example_call = EXAMPLES[name]
     start = {
         "minimax": "<minimax:tool_call>",
         "harmony": "<|channel|>commentary to=functions.",
@@ -299,12 +287,12 @@ def test_the_example_of_a_syntax_is_read(name: str) -> None:
     }.get(name, "<tool_call>")
     tool_format = ToolCallFormat(start, "\0", name)
 
-    for cuts in ([], list(range(len(syntax.example)))):
-        reply = read(syntax.example, cuts, tool_format=tool_format)
+    for cuts in ([], list(range(len(example_call)))):
+        reply = read(example_call, cuts, tool_format=tool_format)
         assert calls_of(reply) == [("read", {"path": "a.md"})]
         assert reply.content is None
 
-    assert syntax.marker in syntax.example
+    assert syntax.marker in example_call
     assert syntax.prefix.startswith(start)
 
 
@@ -315,7 +303,7 @@ def test_the_example_of_a_syntax_without_its_tag_is_read_where_models_do_that(
     syntax = CALL_SYNTAXES[name]
     tag = syntax.prefix.partition("{")[0].partition("<invoke")[0].rstrip("\n")
     tag = tag.removesuffix("<|tool_call_begin|>functions.")
-    untagged = syntax.example.removeprefix(tag).lstrip("\n")
+    untagged = EXAMPLES[name].removeprefix(tag).lstrip("\n")
     if name == "harmony":
         untagged = "to=functions.read<|message|>" + '{"path": "a.md"}'
     tool_format = ToolCallFormat(tag, "\0", name)
@@ -1073,7 +1061,6 @@ def test_json_that_is_nearly_right_is_read(
                 '{"n": 1], "m": 2}',
                 '{"items": [1 2]}',
                 '{"n": 1 + 2}',
-                '{"n": 1, , "x": 2}',
                 f'{{"n": 1, "{"key" * 400}": 2}}',
                 f'{{"n": 1, "x": {"9" * 400}}}',
             )
@@ -1248,7 +1235,7 @@ def test_a_call_in_a_block_is_found_in_text_without_special_tokens() -> None:
         text = f"{fenced(call, 'json')}\nDone."
         for piece in re.split(r"(</?tool_call>|\s+)", text):
             is_tag = "tool_call" in piece
-            replies.feed(piece, literal=not (is_tag and tag_is_token))
+            replies.feed(piece, tag=piece if is_tag and tag_is_token else "")
         replies.finish()
         message = replies.message()
         (made,) = message["tool_calls"]
@@ -1407,8 +1394,8 @@ def test_a_call_without_its_tag_is_one_in_what_is_said_but_not_in_a_thought() ->
         replies = stream()
         thoughts = stream(in_reasoning=True)
         for start, end in pairwise([0, *cuts]):  # in tokens that are no tag's
-            replies.feed(call[start:end], literal=True)
-            thoughts.feed(call[start:end], literal=True)
+            replies.feed(call[start:end], tag="")
+            thoughts.feed(call[start:end], tag="")
         replies.finish()
         thoughts.finish()
 
@@ -1445,10 +1432,10 @@ def test_what_is_said_of_calls_is_no_call_and_hides_none(quotation: str) -> None
 def test_a_tag_that_is_spoken_of_holds_nothing_back() -> None:
     replies = stream()
     words = "and so it goes on, word by word. " * 50
-    replies.feed("Mention of `<function=` here, ", literal=True)
+    replies.feed("Mention of `<function=` here, ", tag="")
     held = 0
     for n, letter in enumerate(words, 1):
-        replies.feed(letter, literal=True)
+        replies.feed(letter, tag="")
         held = max(
             held,
             n
