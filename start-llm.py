@@ -20061,6 +20061,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             before_close=r"\s*",
             stray_tag=r"""<param[ ]|[ ]name="[^"<>\n]{1,99}">""",
             late_tag=r"<param[ ]",
+            misspelt_key="",  # any text: what has tags in it is quoted by CDATA
             quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
         ),
         end_spelling=None,
@@ -20487,9 +20488,10 @@ _END_TAG: Final = (
 _END_TAG_IN_STRING: Final = regex.compile(rf"(?x) {_END_TAG}")
 _WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
 # Before it all that is open was left open, and nothing was written that would be lost.
-_LEFT_OPEN: Final = compile_pattern(rf"""(?x)
+_LEFT_OPEN: Final = compile_pattern(r"""(?x)
     \s* (?: [,;] \s* )?
-    (?= {_END_TAG} | </(?:function|invoke)> | <tool_call> \s* [{{<\w] )
+    (?= </(?:(?:minimax:)?tool_call|function|invoke)> | <tool_call> \s* [{<\w]
+      | <\|call\|> | <\|tool_call_end\|> )
 """)
 
 # After the arguments: brackets, one too many or too few, and the closing tag. Without
