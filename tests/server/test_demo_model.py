@@ -1,17 +1,13 @@
 """models/demo: what is shipped loads, is small, and works as an agent's model, end to end."""
 
-import importlib.util
 import json
 import os
-import random
 import signal
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-from demo_dialogues import Words, is_held_out, write_conversation
 from mlx_lm.utils import load_tokenizer
 from openai import OpenAI
 from program import Program
@@ -21,16 +17,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "models" / "demo"
 MOST_BYTES = 30_000_000
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
-
-
-def bench():
-    """benchmarks/demo_model.py; benchmarks/ is no package."""
-    path = ROOT / "benchmarks" / "demo_model.py"
-    spec = importlib.util.spec_from_file_location("demo_model_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_model_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the folder ------------------------------------------------------------------------------------
@@ -45,12 +31,6 @@ def test_the_folder_is_whole_and_small():
     assert config["max_position_embeddings"] >= 32_768
 
 
-def test_its_template_is_the_one_that_it_was_trained_with():
-    original = ROOT / "scripts" / "training" / "demo_chat_template.jinja"
-    template = FOLDER / "chat_template.jinja"
-    assert template.read_text("utf-8") == original.read_text("utf-8")
-
-
 def test_a_name_is_cut_the_same_way_wherever_it_stands():
     tokenizer = load_tokenizer(FOLDER)
     for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
@@ -63,8 +43,9 @@ def test_a_name_is_cut_the_same_way_wherever_it_stands():
 def test_the_server_reads_what_it_was_trained_on():
     """why(L-59): transformers may replace what tokenizer.json says."""
     trained_on = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    for seed in range(20):
-        text = repr(write_conversation(random.Random(seed))) + '\n  {"a": [69, 4519]}\n'
+    talks = json.loads((ROOT / "benchmarks" / "conversations.json").read_text("utf-8"))
+    for talk in talks:
+        text = json.dumps(talk, indent=2) + repr(talk) + '\n  {"a": [69, 4519]}\n'
         ids = trained_on.encode(text, add_special_tokens=False).ids
         assert load_tokenizer(FOLDER).encode(text, add_special_tokens=False) == ids
 
@@ -75,47 +56,6 @@ def test_mlx_says_what_the_trainers_own_network_said():
     model, _ = mlx_lm.load(str(FOLDER))
     logits = model(mx.array([stated["tokens"]]))[0, -1].tolist()
     assert logits[: len(stated["logits"])] == pytest.approx(stated["logits"], abs=1e-3)
-
-
-# -- what it learnt from ---------------------------------------------------------------------------
-
-
-def test_a_conversation_is_of_its_seed_alone():
-    for held_out in (False, True):
-        first = write_conversation(random.Random(1), held_out=held_out)
-        repeated = write_conversation(random.Random(1), held_out=held_out)
-        different = write_conversation(random.Random(2), held_out=held_out)
-        assert first == repeated
-        assert repeated != different
-
-
-def test_no_invented_word_is_in_both_halves():
-    learnt_words = Words(random.Random(3), False)
-    held_words = Words(random.Random(3), True)
-    assert not any(is_held_out(learnt_words.invented()) for _ in range(200))
-    assert all(is_held_out(held_words.noun()) for _ in range(200))
-
-
-def test_the_right_reply_is_judged_right():
-    measure = bench()
-    tokenizer = load_tokenizer(FOLDER)
-    start = "<|im_start|>assistant\n<think>\n"
-    for seed in range(40):
-        conversation = write_conversation(random.Random(seed), held_out=True)
-        messages = conversation.messages()
-        for case in measure.cases(conversation):
-            past = [*case.messages, messages[len(case.messages)]]
-            text = tokenizer.apply_chat_template(
-                past, tools=case.tools or None, tokenize=False, preserve_thinking=True
-            )
-            reply = text[text.rindex(start) + len(start) :].removesuffix("<|im_end|>\n")
-            verdict = measure.judge(case, reply)
-            assert verdict, (case, reply)
-            assert all(verdict.values()), (case, reply)
-
-            verdict = measure.judge(case, "Hm.\n</think>\n\nxyzzy")
-            assert verdict
-            assert not any(verdict.values())
 
 
 # -- as an agent's model ---------------------------------------------------------------------------
