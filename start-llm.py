@@ -708,8 +708,9 @@ def split_list(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _split_names(text: str) -> list[str]:
-    return split_list(text.lower())
+def _split_names(names: object) -> object:
+    """Names in one text, or as another rank sends them."""
+    return split_list(names.lower()) if isinstance(names, str) else names
 
 
 _RuleNames = Annotated[frozenset[RuleName], BeforeValidator(_split_names)]
@@ -14013,8 +14014,8 @@ def join_ranks(
         link, settings = _join_rank_0(config, place, facts=facts, stop=stop)
         links = [link]
 
-    config = config.model_copy(update={**settings, **_FORCED_SETTINGS})
-    config = Config.model_validate(config.model_dump())  # model_copy validates nothing
+    shared_settings = {**config.model_dump(), **settings, **_FORCED_SETTINGS}
+    config = Config.model_validate(shared_settings)
     silence = config.cluster_watchdog_seconds
     return config, ClusterRank(place, links, max_silence=silence)
 
@@ -23938,12 +23939,14 @@ class ReplyGeneration:
         effort = "none"
         if request.thinking:
             effort = self._prepared.model.template.find_effort(request)
-        head = plan.conversation.context_key.hex()[:12]
+        head = None
+        if plan.can_be_recorded:
+            head = plan.conversation.context_key.hex()[:12]
         record: SessionRecord = {
             **turn,
             "effort_sent": request.effort,
             "effort": effort,
-            "head": head if plan.can_be_recorded else None,
+            "head": head,
             "n_messages": len(request.messages),
             "rules": count_rules(plan.conversation.messages),
         }

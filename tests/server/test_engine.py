@@ -428,8 +428,8 @@ def test_scheduler_reads_no_empty_slice_for_who_waits_for_a_prefix(bench, monkey
     calls = note_calls(b)
     admit = s.Scheduler._admit
 
-    def admit_and_drop_states(scheduler, handle):
-        can_go_on = admit(scheduler, handle)
+    def admit_and_drop_states(scheduler, handle, now):
+        can_go_on = admit(scheduler, handle, now)
         for entry in scheduler.cache.entries:
             entry.checkpoints.clear()  # as memory would, while the request waits
         return can_go_on

@@ -1113,10 +1113,9 @@ def test_a_model_may_have_any_name(lab, name):
 
 
 def test_what_is_not_there_is_answered_with_what_to_use(lab):
-    server = f"http://127.0.0.1:{lab.served.state.config.mlx_port}"
     status, answer = lab.post("/api/chat", {}, **JSON)
     assert status == 404
-    assert f"{server}/v1/chat/completions" in json.loads(answer)["error"]
+    assert "/v1/chat/completions" in json.loads(answer)["error"]
 
     for path in ("/v1/threads", "/v1/nothing", "/v1/embeddings"):
         status, answer = lab.post(path, {}, **JSON)

@@ -260,7 +260,6 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     ("top_k", "x"),
     ("top_k", 1.5),
     ("min_p", 2),
-    ("max_tokens", 0),
     ("max_tokens", -5),
     ("max_tokens", "many"),
     ("max_tokens", 1.5),
