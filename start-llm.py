@@ -19829,9 +19829,9 @@ def escape_json(text: str) -> str:
 #     foreign    Gemma's: <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
 #                any other: mlx-lm's parser reads it
 #
-#  1 Tables     CALL_SYNTAXES, one row a syntax. All that is known of one stands there:
-#               the patterns that read it (CALL ARGUMENTS) and the form of a call that
-#               is forced (CALL FORMS) are made of its row.
+#  1 Tables     CALL_SYNTAXES, one row a syntax: the patterns that read it (CALL
+#               ARGUMENTS) and the form of a call that is forced (CALL FORMS) are made of
+#               it. What damage a call in JSON survives is told in CALL ARGUMENTS.
 #               FOREIGN_FORMATS, whose calls are read as a whole (WHOLE CALLS).
 #  2 Patterns   what ends a value between tags, for every syntax that has tags
 #  3 Formats    which of them a chat template has told the model to write
@@ -19841,8 +19841,10 @@ def escape_json(text: str) -> str:
 # of a key is text inside a line (Qwen's) or in quotes, and tags that were left out, or
 # come twice, cost nothing where it is certain what is meant.
 #
-# To add a syntax, add a row to CALL_SYNTAXES, and its tag to CALL_START; an end tag
-# after JSON also to _END_TAG of CALL ARGUMENTS. To add a foreign format, add one to
+# To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
+# and its tag to CALL_START; an end tag after JSON also to _END_TAG, _LEFT_OPEN and
+# _CALL_END of CALL ARGUMENTS; a tag that begins with another letter than < [ or a quote
+# to _TAG_START of CALL TEXT. To add a foreign format, add one to
 # FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
 # Public   ArgumentTags, CallSyntax, ForeignFormat, CALL_SYNTAXES, FOREIGN_SYNTAX,
@@ -20400,6 +20402,13 @@ _ESCAPE: Final = r"""(?x:
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+# At the end of a reply: what may have become an escape, and what could become none.
+_HALF_ESCAPE: Final = re.compile(
+    r"\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?"
+)
+_FALSE_ESCAPE: Final = re.compile(
+    r"""\\(?:[^"\\/bfnrtu]|u(?![0-9A-Fa-f]{0,3}\Z|[0-9A-Fa-f]{4}))"""
+)
 _COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
 _COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
 _GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}} \s* )"
@@ -20701,6 +20710,11 @@ class JsonArguments:
     def _read_text(self) -> str | None:
         """Read on in the string; None: the next text decides."""
         match = self._unread.match_next(self._string)
+        if match is None and _FALSE_ESCAPE.match(self._unread.text):
+            # C:\d"} at the end of the reply: too little follows it for `raw`.
+            self._unread.text = self._unread.text[1:]
+            self._unread.is_cut = False
+            return escape_json(self._take_text("\\"))
         if match is None:
             return self._cut_string()
         if match.partial:
@@ -20744,11 +20758,12 @@ class JsonArguments:
 
     def _cut_string(self) -> str | None:
         """The reply is over in a string: it was cut there, or never closed."""
-        rest = self._unread.text.strip()
+        rest = self._unread.text
         has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._string_text) is not None
         is_unclosed = self._has_end_tag or self._has_quote or has_bracket
         # Half an escape: it was cut, wherever that was.
-        is_cut = rest.startswith("\\") or not rest.strip('",; \t\r\n}]')
+        is_half_escape = _HALF_ESCAPE.fullmatch(rest) is not None
+        is_cut = is_half_escape or not rest.strip('",; \t\r\n}]')
         if not self._unread.is_complete or is_unclosed or not is_cut:
             return self._break()
         self._unread.text = ""
@@ -21231,19 +21246,23 @@ WHOLE_JSON_START: Final = compile_pattern(
 _OBJECT_OR_LIST: Final = regex.compile(r"\s*(?:\{|\[\s*\{)")
 # As Mistral's templates want them.
 _CALL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
-_KNOWN_MEMBERS: Final = {"name", "arguments", "id", "type"}
+_KNOWN_MEMBERS: Final = {
+    *("name", "arguments", "id", "type", "index", "call_id", "tool_call_id"),
+}
 
 
 def _parse_json_call(call: Any) -> WholeCall:
     """Raises ValueError if it has no name or arguments under these keys."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(call)
+    if not call.keys() <= _KNOWN_MEMBERS:  # an argument, perhaps
+        raise ValueError(call)
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = load_value(arguments or "{}")
     if arguments == []:
         arguments = {}  # nothing was written that would be lost
-    if arguments is None and call.keys() <= _KNOWN_MEMBERS:
+    if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(call)
@@ -21273,7 +21292,8 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
     for element in getattr(body, "elts", []):
         # To Python resolve-id() is a difference: its last part is the call.
         call = getattr(element, "right", element)
-        if not isinstance(call, ast.Call) or call.args:
+        n_calls = sum(isinstance(node, ast.Call) for node in ast.walk(element))
+        if not isinstance(call, ast.Call) or call.args or n_calls != 1:
             raise ValueError(text)
         arguments = {}
         for keyword in call.keywords:
@@ -21339,6 +21359,7 @@ class _MarkedCalls:
         """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
         self._text = text
         self._position = 0
+        self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
         self._offered = offered
         self._is_closed = is_closed
@@ -21477,7 +21498,10 @@ class _MarkedCalls:
     def _read_container(self, schema: SchemaPart) -> str | None:
         """An object or an array; None, and nothing is taken, if none is there."""
         start = self._position
-        with suppress(ValueError):
+        # Each bracket is tried once: what contains it is tried again, as a text.
+        if start in self._no_containers:
+            return None
+        with suppress(ValueError, RecursionError):
             json_text = None
             if self._take(r"\{"):
                 json_text = self._read_object(schema)
@@ -21486,6 +21510,7 @@ class _MarkedCalls:
             if json_text is not None and self._take(r"(?=\s*(?:[,}\]]|\Z))"):
                 return json_text
         self._position = start
+        self._no_containers.add(start)
         return None
 
 
@@ -22044,6 +22069,9 @@ class ReplyReader:
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
         n_before = len(self._reply.deltas)
+        text = text.replace(
+            "\0", "\N{REPLACEMENT CHARACTER}"
+        )  # \0 is the end (CALL TEXT)
         self._has_tokens |= tag is not None
         is_end = bool(tag) and self._format is not None and tag == self._format.end
         if is_end and self.in_call and tag and text.endswith(tag):
@@ -22872,15 +22900,26 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
     def for_tenant(self, tenant: str) -> ServerState:
-        """The same server with the stores of a tenant, who has used them last now."""
-        state = self.tenants.get(tenant) if tenant else self
-        if state is None:
-            metrics = self.metrics.of_tenant(tenant)
-            records = self.records.of_tenant(tenant)
-            stores = TenantStores.empty(self.config, metrics, records)
-            stores.load()
-            state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
-        state = self.tenants.keep(state)  # or that which another thread has made
+        """The same server with the stores of a tenant.
+
+        A tenant without stores gets new ones. Those of a user are kept by keep() alone:
+        so nothing is left of a name that somebody has only asked about. Keys are few.
+        """
+        if not tenant:
+            return self.keep()
+        state = self.tenants.get(tenant)
+        if state is not None:
+            return state
+        metrics = self.metrics.of_tenant(tenant)
+        records = self.records.of_tenant(tenant)
+        stores = TenantStores.empty(self.config, metrics, records)
+        stores.load()
+        state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
+        return state if "/" in tenant else state.keep()
+
+    def keep(self) -> ServerState:
+        """Keep these stores; or return those that their tenant has got meanwhile."""
+        state = self.tenants.keep(self)
         state.metrics.keep()
         return state
 
@@ -23577,6 +23616,7 @@ class ReplyGeneration:
         self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
+        state.keep()  # its user may have been dropped since the request came
 
     def close(self) -> None:
         """Stop the request if it still runs. It is in no list of live requests then."""
@@ -23828,9 +23868,6 @@ class ReplyGeneration:
         message = self._decoder.reader.message()
         is_answered = kind not in ("left", "failed")
         is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
-        if is_answered and is_chat:
-            self._remember_reply(kind, message)
-
         if kind != "failed":  # of these HTTP SERVER logs the error
             n_calls = len(message.get("tool_calls", ()))
             summary = format_summary(row, client=self._client, n_calls=n_calls)
@@ -23844,6 +23881,8 @@ class ReplyGeneration:
             metrics.observe_wait(cause.reason, seconds)
         self._state.stores.recent.append(row)
 
+        if is_answered and is_chat:
+            self._remember_reply(kind, message)
         if is_answered:
             self._record_turn(row)
         if is_answered and is_chat:
@@ -24268,7 +24307,9 @@ def status_body(state: ServerState) -> StatusBody:
     ledger: Counter[str] = Counter()
     for view in state.views():
         stores = view.stores
-        requests += [row() for row in list(stores.live.values())]
+        rows = [row() for row in list(stores.live.values())]
+        # One that has ended is sent to its client still: it is among the recent ones.
+        requests += [row for row in rows if row["phase"] != "ended"]
         recent += stores.recent
         divergences += stores.divergences
         refusals += stores.refusals
@@ -24482,7 +24523,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 #
 #     Handler         a connection; the standard library reads the request line and the
 #                     headers, `POST /v1/chat/completions`
-#     _pass_gate      five checks, before a byte of the body is read -> HttpRequest with
+#     _pass_gate      four checks, before a byte of the body is read -> HttpRequest with
 #                     its route (a row of _ROUTES, at the end), its key and its stores
 #     HttpRequest     the route reads the body, and holds memory for it meanwhile
 #     ResponseWriter  the head, an event for each body of REQUEST HANDLING, the end
@@ -25104,7 +25145,7 @@ class Handler(BaseHTTPRequestHandler):
         }
         logger.warning("%s", format_refusal(refusal))
         passed = self.passed
-        state = passed.state if passed else self.server.state.for_tenant("")
+        state = (passed.state if passed else self.server.state).keep()
         state.stores.refusals.append(refusal)
         if passed is None or not passed.was_submitted:
             state.metrics.add_refused()  # the engine counts those that it had
@@ -25318,7 +25359,7 @@ class HttpRequest:
             headers=dict(self.connection.headers),
         )
         tenant = name_tenant(config, key=self.key, user=request.user)
-        self.state = self.connection.server.state.for_tenant(tenant)
+        self.state = self.connection.server.state.for_tenant(tenant).keep()
         return replace(request, check_client=check_client)
 
     def read_body(self) -> bytes:
@@ -25455,6 +25496,7 @@ def build_state(
     metrics = CacheMetrics()
     records = RecordFile()
     stores = TenantStores.empty(config, metrics, records.of_tenant(""))
+    tenants = Tenants()
 
     # The engine calls these two on the model thread.
     def load() -> LoadedModel:
@@ -25467,6 +25509,11 @@ def build_state(
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
         stores.load()
+        for (
+            state
+        ) in tenants.states():  # keys that have asked while the model was loaded
+            if state.tenant:
+                state.stores.load()
 
     has_disk = wants_disk_cache(config)
     return ServerState(
@@ -25485,6 +25532,7 @@ def build_state(
         stores=stores,
         body_memory=BodyMemory(limit_bytes),
         proxy=Proxy(config),
+        tenants=tenants,
     )
 
 

@@ -402,9 +402,9 @@ def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     state = s.build_state(s.Config(cache_isolation="user", api_key="a, b"))
     n_users = s.Tenants.MAX_TENANTS + 10
     names = ["k", *(f"k/{n}" for n in range(n_users))]
-    tenants = [state.for_tenant(name) for name in names]
+    tenants = [state.for_tenant(name).keep() for name in names]
     tenants[2].stores.live["id"] = None  # has a request under way
-    state.for_tenant("k/2")  # is used again
+    state.for_tenant("k/2").keep()  # is used again
     state.limit_tenants()
 
     left = {tenant.tenant for tenant in state.tenants.states()}
@@ -422,7 +422,7 @@ def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(
 ):
     config = s.Config(cache_isolation="user", exit_on_engine_death=False)
     state = s.build_state(config)
-    stores = [state.for_tenant(name).stores for name in ("/a", "/b")]
+    stores = [state.for_tenant(name).keep().stores for name in ("/a", "/b")]
     stop = threading.Event()
     n_rounds = []
 
@@ -438,6 +438,28 @@ def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(
 
     assert len(n_rounds) == 3
     assert sum("planted" in str(record.exc_info) for record in caplog.records) == 1
+
+
+def test_a_user_who_is_dropped_while_its_request_is_rendered_is_there_again(
+    folder, monkeypatch
+):
+    plan_request = s.plan_request
+    with serving(folder, cache_isolation="user") as served:
+        tenants = served.state.tenants
+        name = s.name_tenant(served.state.config, key="", user="u")
+
+        def plan_and_drop(*args: Any, **fields: Any) -> Any:
+            monkeypatch.setattr(s.Tenants, "MAX_TENANTS", 0)
+            assert tenants.drop_users() == [name]
+            monkeypatch.undo()
+            return plan_request(*args, **fields)
+
+        monkeypatch.setattr(s, "plan_request", plan_and_drop)
+        send(served, "", plain("A tuba.", user="u"))
+
+        user_state = tenants.get(name)
+        assert user_state is not None
+        assert len(user_state.stores.recent) == 1
 
 
 # -- what clients wrote ----------------------------------------------------------------
@@ -634,7 +656,7 @@ def refuse(messages: list[Any], **_kwargs: Any) -> str:
     raise ValueError(f"no such talk: {messages!r}")
 
 
-def test_a_tenant_comes_into_being_when_it_first_asks(folder):
+def test_a_user_comes_into_being_when_something_is_stored_for_it(folder):
     settings = {**TWO_KEYS, "cache_isolation": "user"}
     with serving(folder, **settings) as served:
         tenants = served.state.tenants
@@ -642,14 +664,14 @@ def test_a_tenant_comes_into_being_when_it_first_asks(folder):
             for n in range(3):
                 headers = {"x-api-key": "anna", "x-cache-user": f"u{n}"}
                 assert ask(served, "GET", path, **headers)[0] == 200
-        assert len(tenants.states()) == 3
+        assert not tenants.states()
         assert (
             seen(served, "anna", **{"x-cache-user": "u"})[0]["totals"]["requests"] == 0
         )
 
         send(served, "anna", plain(words(10), user="u"))
         send(served, "anna", plain(words(10), user="v", top_p=7), expected=400)
-        assert len(tenants.states()) == 5
+        assert len(tenants.states()) == 2
 
 
 def test_a_tenant_that_only_asks_is_read_from_the_disk_once(monkeypatch):

@@ -1150,3 +1150,42 @@ def test_gemma_calls_come_back_as_they_were_made(
     reply = read("gemma", [text[a:b] for a, b in pairwise(edges)])
 
     assert reply == Reply([("read", arguments)])
+
+
+# -- what a reader of the parser found -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral_11", "mistral_13"])
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [(r"foo\d+", r"foo\d+"), (r"C:\user", r"C:\user"), (r"a\"b", 'a"b')],
+)
+def test_a_false_escape_at_the_end_of_a_reply_is_text(name, written, path) -> None:
+    """Nothing follows the call, for this format has no end tag."""
+    text = f'[TOOL_CALLS]read[ARGS]{{"path": "{written}"}}'
+    assert read_in_any_pieces(name, text).calls == [("read", {"path": path})]
+
+
+def test_an_argument_beside_the_arguments_makes_a_call_text() -> None:
+    text = '<tool_call>{"arguments": {"path": "a"}, "n": 5, "name": "read"}</tool_call>'
+    assert read_in_any_pieces("hermes", text).calls == []
+
+
+def test_two_calls_in_one_element_of_a_list_are_text() -> None:
+    text = '<|tool_call_start|>[read(path="a") - read(path="b")]<|tool_call_end|>'
+    assert read_in_any_pieces("lfm2", text).calls == []
+
+
+def test_brackets_that_stay_open_are_read_in_linear_work() -> None:
+    """Thirty of them took an hour: each was tried again by each that contains it."""
+    text = "<|tool_call>call:read{n:" + "[1," * 200
+    began = time.process_time()
+    assert read("gemma", [text]).calls == []
+    assert time.process_time() - began < 30
+
+
+def test_a_character_that_marks_the_end_is_none_where_a_model_writes_it() -> None:
+    text = '<tool_call>{"name": "read", "arguments": {"path": "a\0b"}}</tool_call>'
+    path = "a\N{REPLACEMENT CHARACTER}b"
+    assert read_in_any_pieces("hermes", text).calls == [("read", {"path": path})]
+    assert read("hermes", ["Hi\0 you"]).content == "Hi\N{REPLACEMENT CHARACTER} you"
