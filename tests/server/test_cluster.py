@@ -455,7 +455,7 @@ def test_the_command_says_why_it_ends_when_a_rank_is_killed(command):
 
 
 FAKE_RANK = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 
 if sys.argv[1:] == ["--version"]:
     sys.exit(print("start-llm 1.0.0"))
@@ -471,7 +471,12 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if is_deaf else stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 hosts = open(os.environ["MLX_HOSTFILE"]).read()
 print(f"rank {rank} of {hosts}, process {os.getpid()}", flush=True)
+has_begun = pathlib.Path(sys.argv[0]).with_name("rank 0 has begun")
+if rank == "0":
+    has_begun.touch()
 if sys.argv[1].isdecimal() and rank == "1":
+    while not has_begun.exists():
+        time.sleep(0.01)
     sys.exit(int(sys.argv[1]))
 while True:
     time.sleep(60)

@@ -205,6 +205,7 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(
     )
 
 
+@pytest.mark.slow
 def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
     # why(L-69): all its KV is in one layer here, so that joined, padded and grown it is a chain
     copies = {"merge": [], "step": [], "remove": []}
@@ -314,6 +315,7 @@ def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(benc
     check_all_finish(b, [large])
 
 
+@pytest.mark.slow
 def test_checkpoints_of_many_running_rows_do_not_double_what_is_held(bench, table):
     rng = np.random.default_rng(1)  # why(L-97)
     n_rows = 20
@@ -468,6 +470,7 @@ def test_a_short_prompt_is_read_at_a_stretch_beside_a_long_one(bench):
     assert calls[-1] - calls[0] == len(calls) - 1, calls
 
 
+@pytest.mark.slow
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     b = bench("qwen3", memory_limit_bytes=7 << 20)
     rng = np.random.default_rng(6)
@@ -577,6 +580,7 @@ def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monke
     assert copies[-1] < 0.6, "what it grows by, and one layer of twelve"
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
     """Where a branch has ended, its copy of the prefix is gone before the next slice is read."""
     finish = s.Scheduler._finish
@@ -639,6 +643,7 @@ def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
     b.finish(ticket)
 
 
+@pytest.mark.slow
 def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
     b = bench("qwen3", memory_limit_bytes=8 << 20)
     rng = np.random.default_rng(4)

@@ -86,6 +86,7 @@ QUESTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_each_question_alone_is_answered_to_the_letter(served):
     for question, expected in QUESTIONS.items():
         conversation = start_chat(served)

@@ -310,7 +310,7 @@ def work(session: Session, *, efforts: list[str]) -> None:
     session.ask(messages, system=SYSTEM, output_config={"effort": efforts[-1]})
 
 
-AT_NIGHT = ("Qwen3.6-35B-A3B", "gemma-4-E4B")
+AT_NIGHT = ("Qwen3.6-35B-A3B", "gemma-4-E4B", "gpt-oss-20b")
 
 
 @pytest.fixture(params=[at_night(name) if name in AT_NIGHT else name for name in KINDS])

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OURS = {
-    "demo": SCRIPTS / "training" / "demo_chat_template.jinja",
+    "demo": SCRIPTS.parent / "models" / "demo" / "chat_template.jinja",
     "planted": SCRIPTS / "tools" / "tiny_model" / "chat_template.jinja",
 }
 FEW = settings(max_examples=12)

@@ -5,6 +5,7 @@ import os
 import sqlite3
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -347,8 +348,9 @@ def test_everything_is_forgotten_on_a_full_disk(
 
         full.erase(10.0)
 
-        left = b"".join(p.read_bytes() for p in tmp_path.iterdir())
-        assert b"a secret" not in left
+        for left in tmp_path.iterdir():
+            with suppress(FileNotFoundError):  # SQLite's journal comes and goes
+                assert b"a secret" not in left.read_bytes()
     full._retry.set()
     put(full.of_tenant(""), "c", "new")
     wait_until(lambda: not full.failure)
