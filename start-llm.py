@@ -24307,9 +24307,7 @@ def status_body(state: ServerState) -> StatusBody:
     ledger: Counter[str] = Counter()
     for view in state.views():
         stores = view.stores
-        rows = [row() for row in list(stores.live.values())]
-        # One that has ended is sent to its client still: it is among the recent ones.
-        requests += [row for row in rows if row["phase"] != "ended"]
+        requests += _running_rows(stores)
         recent += stores.recent
         divergences += stores.divergences
         refusals += stores.refusals
@@ -24371,6 +24369,14 @@ def status_body(state: ServerState) -> StatusBody:
             ranks = model.lockstep
             body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
     return body
+
+
+def _running_rows(stores: TenantStores) -> list[RequestRow]:
+    """Those of the requests that run. One that has ended may be sent to its client still:
+    it is among the recent ones.
+    """
+    rows = [row() for row in list(stores.live.values())]
+    return [row for row in rows if row["phase"] != "ended"]
 
 
 def _own_entries(
