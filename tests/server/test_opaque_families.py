@@ -11,10 +11,10 @@ import start_llm as s
 from engine_fixture import Bench, words
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
-from mlx_vlm.models.qwen3_5 import gated_delta
 from mlx_vlm.utils import load_model
 from opaque_families import FAMILIES, opaque_model
 from server_fixture import Recorder, clear_cache
+from test_vision_families import tokens_one_by_one  # noqa: F401  (a fixture)
 
 
 class OpaqueBench(Bench):
@@ -46,15 +46,6 @@ class OpaqueBench(Bench):
         cold = self.cold_logprobs([*self.asked[ticket], *ids[:-1]], n=len(ids))
         assert np.ptp(cold) > 1, "logits that say nothing cannot tell a wrong cache"
         return float(np.abs(cold - warm).max())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokens_one_by_one():
-    """As on Metal: upstream's blocks on the CPU are of what a call contains."""
-    with pytest.MonkeyPatch.context() as patch:
-        one_by_one = gated_delta.gated_delta_ops
-        patch.setattr(gated_delta, "gated_delta_chunked", one_by_one)
-        yield
 
 
 pytestmark = pytest.mark.covering(1, over="module")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_families import Family, make_tokenizer, randomize
+from tiny_families import TOKENIZER_CONFIG, Family, make_tokenizer, randomize
 from tiny_models import load_script
 
 Body = dict[str, Any]
@@ -256,14 +256,7 @@ def with_vocabulary(config: Body, tokenizer: Any) -> Body:
 
 
 def write_tokenizer_config(folder: Path) -> None:
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     template = (load_script().SOURCES / "chat_template.jinja").read_text("utf-8")
     (folder / "chat_template.jinja").write_text(template, "utf-8")
 

@@ -8,6 +8,14 @@ from typing import Any
 
 from tiny_models import load_script
 
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 8192,
+}
+
 HIDDEN = 64
 HEADS = 4
 WINDOW = 32
@@ -349,14 +357,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     if family.processor:
         (folder / "processor_config.json").write_text(json.dumps(family.processor))
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
-        "extra_special_tokens": family.named,
-    }
+    tokenizer_config = {**TOKENIZER_CONFIG, "extra_special_tokens": family.named}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     template = (load_script().SOURCES / "chat_template.jinja").read_text("utf-8")
     phrase = family.phrase.replace("\n", "\\n")
