@@ -25730,11 +25730,12 @@ def _serve(
             # why(L-36): a full collection would visit all that the libraries keep.
             gc.collect()
             gc.freeze()
-            model_info = models_body(state)["data"][0]
-            running.enter_context(run_proxy(state.config, model_info, state.proxy))
-            state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
-            _print_line(_write_banner(state))
-            _wait_until_stop(state, stop)
+            with suppress(NotReady):  # another rank has ended since
+                model_info = models_body(state)["data"][0]
+                running.enter_context(run_proxy(state.config, model_info, state.proxy))
+                state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
+                _print_line(_write_banner(state))
+                _wait_until_stop(state, stop)
         # Before replies end: what starts ranks stops all of them when one has failed.
         is_stopped = stop.is_set() and not state.engine.is_abandoned
         if is_stopped and is_loaded:

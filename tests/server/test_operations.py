@@ -259,6 +259,18 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
     assert not serving_thread.is_alive()
 
 
+def test_a_rank_that_ends_while_the_server_starts_ends_it_with_a_sentence(
+    folder, monkeypatch
+):
+    thread = ServingThread(folder)
+    end = s.RanksEnd("planted: rank 1 has gone")
+    # Between the last look at the engine's state and the first at its model.
+    monkeypatch.setattr(s.gc, "freeze", lambda: thread.engine.abandon(end))
+    thread.start()
+    thread.join()
+    assert thread.statuses == [1]
+
+
 # -- orders to stop --------------------------------------------------------------------------------
 
 
