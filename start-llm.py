@@ -19482,14 +19482,12 @@ def _can_write_states(model: Any) -> bool:
 #  2 Schemas    What types an argument may have, by the schema of its tool.
 #  3 Values     Between tags a value is bare text; its types say what it means.
 #
-# In a pattern \0 is the end of the reply, or the token that ends a call. Of
-# "</tool_call> \s* \0", for instance: the call ends here if the reply does. Models do
-# not write that character. So while the reply runs, the pattern matches partially at
-# the most, and the reader waits. Once the reply is over, take_until() puts a \0 after
-# the text and tries again.
+# \0 stands for the end: ReplyReader puts it after a text when the reply is over, or the
+# token has come that ends the call. Models do not write that character. So in a pattern
+# "</tool_call> \s* \0" is an end tag with which the reply ends.
 #
-# Public   Tool, Schema, NO_PATTERN, FENCE_START, compile_pattern, TextBefore,
-#          UnreadText, TAG_LENGTH, SchemaPart, parameters_by_name, to_json, escape_json,
+# Public   Tool, Schema, NO_PATTERN, FENCE_START, compile_pattern, UnreadText,
+#          TAG_LENGTH, SchemaPart, parameters_by_name, to_json, escape_json,
 #          load_value, value_as_json, as_list
 # Uses     -
 # Thread   any; pure
@@ -19514,79 +19512,42 @@ def compile_pattern(source: str) -> Any:
     return regex.compile(source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-class TextBefore(NamedTuple):
-    """A text up to what ends it."""
-
-    text: str
-    ending: Any = None  # the match; None: it has not come
-    cut_tag: str = ""  # at the end of the reply: what might have become one
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """Which group of the match has matched, and its text.
-
-        Of a group and one inside it, the outer one counts: the key's tag is inside. If
-        there is none, it is "closed"; without a match, "missing".
-        """
-        if self.ending is None:
-            return "missing", ""
-        groups = self.ending.groupdict()
-        inner = {"next_key": groups.pop("next_key", None)}
-        for group, text in {**groups, **inner}.items():
-            if text is not None:
-                return group, text
-        return "closed", ""
-
-
 class UnreadText:
     """The text of a call that was generated and not read. It is read from the front."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.is_complete = False  # no more will come
-        self.is_cut = False  # it is complete, and ends inside a tag or a member
         self.has_tokens = False  # an end tag would have come as a token of its own
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more of this call will come."""
+        return self.text.endswith("\0")
 
     def match_next(self, pattern: Any) -> Any:
         """Take a match from the front and return it; None if nothing fits there.
 
         A match that is `partial` depends on text that is still to come: nothing is
-        taken. In a complete text none is partial.
+        taken. A complete text ends with \\0, and no match of it is partial.
         """
-        match = pattern.match(self.text, partial=True)
-        if match is None:
-            return None
-        if match.partial and not self.is_complete:
-            return match
-        if match.partial:  # what would complete it never comes
-            self.is_cut = True
-            return None
-        self.text = self.text[match.end() :]
+        match = pattern.match(self.text, partial=not self.is_complete)
+        if match is not None and not match.partial:
+            self.text = self.text[match.end() :]
         return match
 
-    def take_until(self, pattern: Any) -> TextBefore:
-        """Take the text before a match, and the match.
+    def take_until(self, pattern: Any) -> tuple[str, Any]:
+        """Take the text before a match, and the match; None: it has not come.
 
-        Until the match has come, what may be its beginning stays: of `a.md</para` only
-        `a.md` is taken. In a complete text that beginning is taken, too.
+        Until it has, what may be its beginning stays: of `a.md</para` only `a.md` is
+        taken. In a complete text the pattern must match at the \\0.
         """
         match = self._find_first(pattern)
         text = self.text[: match.start()]
-        if not match.partial:
-            self.text = self.text[match.end() :]
-            return TextBefore(text, match)
-        self.text = self.text[match.start() :]
-        if not self.is_complete:
-            return TextBefore(text)
-
-        # Either the pattern fits the end of the reply (\0), or the rest is half a tag.
-        rest = self.text
-        match_at_end = pattern.match(rest + "\0")
-        if match_at_end is None:
-            self.text = ""
-            return TextBefore(text, cut_tag=rest)
-        self.text = rest[match_at_end.end() :]
-        return TextBefore(text, match_at_end)
+        if match.partial:
+            self.text = self.text[match.start() :]
+            return text, None
+        self.text = self.text[match.end() :]
+        return text, match
 
     def _find_first(self, pattern: Any) -> Any:
         """The first match, also one that is partial.
@@ -19595,6 +19556,8 @@ class UnreadText:
         place before its match is tried at which a tag may begin. A partial match goes
         to the end of the text, so it begins at most _LONGEST_MATCH letters before that.
         """
+        if self.is_complete:
+            return pattern.search(self.text)
         match = pattern.search(self.text, partial=True)
         first_start = max(0, len(self.text) - _LONGEST_MATCH)
         for start in _TAG_START.finditer(self.text, first_start, match.start()):
@@ -19883,18 +19846,8 @@ class ArgumentTags(NamedTuple):
     quoted_close: str = NO_PATTERN
     before_close: str = ""  # what is no part of the value, either
     is_on_lines: bool = False  # a value has lines of its own
-    # What may be in a value, and how:
-    value_tag: str = NO_PATTERN  # the tag in `gap` may come twice, but not in a value
-    stray_tag: str = NO_PATTERN  # no more than that, unless it is quoted
-    own_tag: str = NO_PATTERN  # more tags of a call: a value neither begins nor ends so
-    late_tag: str = NO_PATTERN  # not after a closing tag that was text
-    # After a closing tag, what may be a misspelt key; GLM's have a closing tag, too.
-    misspelt_key: str = r"<|[ \t]{0,9}\n"
-    last_tag: str = ""  # the letters of `outer_end`, where that is a token
-
-    def with_end_token(self) -> ArgumentTags:
-        """The same where the end tag of a call is a token, read as \\0."""
-        return self._replace(outer_end=r"\0", last_tag=self.outer_end)
+    stray_tag: str = NO_PATTERN  # what no value has, unless it is quoted
+    names: str = ""  # of its tags, as elements of XML may have them
 
 
 class CallSyntax(NamedTuple):
@@ -19951,9 +19904,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
             is_on_lines=True,
             before_close=r"\n?",
-            own_tag=r"<tool_call>|<function=[^<>\s]{1,200}>|<parameter=[^<>\n]{1,200}>",
-            late_tag=r"\n\s*<(?:\w{1,20}=|parameter[ ])"
-            r"|<parameter(?:=|[ ]name=)[^<>\n]{1,200}>[ \t]{0,9}\n",
+            names="tool_call|function|parameter",
         ),
         end_spelling="</function>\n</tool_call>",
     ),
@@ -19975,10 +19926,8 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             next_call=r"<tool_call>\w",
             name="[^<]{1,200}?",
             gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`]|["'`][^<]))""",
-            value_tag="<arg_value>",
-            own_tag="<tool_call>|</?arg_key>|<arg_value>",
-            late_tag="</?arg_key>",
-            misspelt_key=NO_PATTERN,
+            stray_tag="<arg_value>",
+            names="tool_call|arg_key|arg_value",
         ),
         end_spelling="</tool_call>",
     ),
@@ -19996,8 +19945,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             inner_end="</invoke>",
             outer_end="</minimax:tool_call>",
             next_call=r"<minimax:tool_call>|<invoke[ ]",
-            own_tag=r"<minimax:tool_call>|<invoke[ ][^<>]{1,200}>",
-            late_tag=r"<parameter[ ]name=|\n\s*<\w{1,20}[ ]name=",
+            names="minimax:tool_call|invoke|parameter",
         ),
         end_spelling="</invoke>\n</minimax:tool_call>",
     ),
@@ -20058,13 +20006,11 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             inner_end=NO_PATTERN,
             outer_end="</function>",
             next_call=r"<function[ ]",
-            own_tag=r"<function[ ][^<>]{1,200}>",
+            names="function|param",
+            stray_tag="</param>",
             gap=r"\s*(?:(?P<quoted><!\[CDATA\[)"
             r"|(?=[^\s<]|<[^!]|<![^\[]|<!\[[^C]))",
             before_close=r"\s*",
-            stray_tag=r"""<param[ ]|[ ]name="[^"<>\n]{1,99}">""",
-            late_tag=r"<param[ ]",
-            misspelt_key="",  # any text: what has tags in it is quoted by CDATA
             quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
         ),
         end_spelling=None,
@@ -20138,122 +20084,88 @@ def key_pattern(tags: ArgumentTags) -> Any:
     """What may come between two values: the tag of a key, or an end tag.
 
     Its groups say which: `key` is the name of an argument, whose value follows; `end`,
-    the call ends here; neither, go on to the next tag.
+    the call ends here, perhaps with half a tag; neither, go on to the next tag.
     """
     key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
-    return compile_pattern(
-        rf"\s*(?:(?P<tag>{key}){tags.gap}"
-        rf"|(?P<end>{tags.outer_end}|\0|(?={tags.next_call}))|{tags.inner_end})"
-    )
+    return compile_pattern(rf"""(?x:
+        \s* (?: (?P<tag> {key} ) {tags.gap} | {tags.inner_end}
+          | (?P<end> {tags.outer_end} | \0 | </[\w:]{{0,20}} (?= \0 )
+              | (?= {tags.next_call} ) ) )
+    )""")
 
 
-# What ends a value, or only looks so; the groups say which of these it is:
-#
-#     </parameter>\n<par   no group: so it should, the value is "closed"
-#     </tool_call>         group `unclosed`: the call ends, the value was never closed
-#     <parameter=n>        group `next_key`: nor was it here, and its text is the key
-#     "<parameter=path>"   group `text`: it does not, whatever it looks like
-#     </parameter> is      group `quoted`: it does not, the tag is part of the value
-#     \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
-#
-# NO_NEXT stands after a closing tag that none of the syntax's next tags follows. A (?!
-# alone would also fit where half of such a tag has come. So the 20 characters must have
-# come that the longest has, </minimax:tool_call>; or fewer, that begin no tag, and then
-# the end of the reply.
+# What ends a value, which is `closed`, or was never closed: then the call ends, or the
+# next key of the tool follows on its own line. A closing tag alone does not end it: the
+# syntax must go on after it. END is the end tag of the call; in other tokens than its
+# own it counts where the reply ends.
 _VALUE_END: Final = r"""(?x:
-    BREAK CLOSE (?: \s* CLOSE )?
+    (?P<closed> BREAK CLOSE (?: \s* CLOSE )? )
     (?= \s* (?: KEY_START
-              | (?: INNER \s* ){0,2} OUTER (?= [^"'`] | \0 )
-              | INNER \s* (?: NEXT_CALL | \0 )
-              | (?: INNER \s* )? LAST_TAG \s* \0         # in other tokens
-              | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no OUTER before prose
-  | (?P<unclosed> BREAK
-        (?= INNER \s* (?: OUTER \s* )? (?: \0 | NEXT_CALL )
-          | OUTER \s* (?: \0 | \n NEXT_CALL ) ) )
-  | (?P<unreadable>
-        CLOSE (?= \s* CLOSE | MISSPELT_KEY ) NO_NEXT
-      | INNER [ \t]{0,9} \n NO_NEXT
-      | STRAY_TAG )
-  | NEXT_KEY
-  | (?P<IN_LINE> CLOSE (?= \w ) )
-  | (?P<quoted> (?: CLOSE (?: \s* INNER )? | OUTER ) NO_NEXT )
-)"""
-_NO_NEXT: Final = r"""(?x:
-    \s*+ (?! KEY_START | CLOSE | INNER | OUTER | LAST_TAG | NEXT_CALL | \0 )
-    (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
+              | (?: INNER \s* ){0,2} (?: END (?= [^"'`] ) | (?: OUTER \s* )? \0 )
+              | INNER \s* NEXT_CALL
+              | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no END before prose
+  | BREAK
+    (?= (?: INNER \s* )? (?: OUTER \s* )? \0
+      | </ [\w:]{0,20} \0                                # cut in its closing tag
+      | INNER \s* (?: END \s* )? NEXT_CALL
+      | END \s* \n NEXT_CALL )
+  | \n \s* (?= NEXT_KEY )
 )"""
 # More of it, where a value has lines of its own.
-_LINES_END: Final = r"""(?x:
-    (?P<unclosed> \n (?= (?: INNER \s* )? OUTER [ \t]{0,9} \n ) )
-  | (?P<unreadable>
-        \n NEXT_CALL [^<>\n]{0,200} >?+ \s* \n
-      | \n CLOSE NO_NEXT )
-)"""
-# The tag of a key of the tool, if the value before was never closed. Of a value that
-# has its own lines, so has the next tag; inside a line it is text, if this value began
-# on a line of its own.
-_NEXT_KEY_ON_LINE: Final = r"""(?x:
-    \n (?= KEY [ \t]{0,9} \n )
-  | (?P<unreadable> \n KEY (?= [ \t]{0,9} [^ \t\n] ) | KEY [ \t]{0,9} \n )
-  | (?P<text> ["'`] KEY (?= [ \t]{0,9} [^ \t\n] ) )
-  | (?P<IN_LINE> KEY (?= [ \t]{0,9} [^ \t\n] ) )
-)"""
-# Of others it is text in quotes, or between blanks.
-_NEXT_KEY: Final = r"""(?x:
-    (?P<text> ["'`] (?: KEY | OWN_TAG ) | [ ] (?: KEY | OWN_TAG ) [ ] )
-  | \n? (?= KEY )
-)"""
-
-
-@lru_cache
-def any_tag_pattern(tags: ArgumentTags) -> Any:
-    """Any tag of the syntax. A value that begins or ends with one is unreadable."""
-    source = f"{tags.own_tag}|{tags.close}|{tags.inner_end}"
-    return compile_pattern(f"{source}|{tags.outer_end}")
+_LINES_END: Final = r"\n(?=(?:INNER\s*)?END[ \t]{0,9}\n)"
 
 
 @lru_cache
 def value_end_pattern(
-    tags: ArgumentTags,
-    keys: tuple[str, ...],
-    *,
-    is_in_line: bool,
-    follows_quoted_tag: bool,
+    tags: ArgumentTags, keys: tuple[str, ...], *, is_quoted: bool, reads_end_token: bool
 ) -> Any:
-    """What ends a value. `keys`: of the tool's schema.
+    """What ends a value: with the group `closed` its closing tag.
 
-    `is_in_line`: the value begins on the line of its own tag. `follows_quoted_tag`: a
-    closing tag in it was text.
+    `keys`: of the tool's schema. `is_quoted`: the value has begun so (see
+    ArgumentTags.gap). `reads_end_token`: the end tag of the call is read as \\0.
     """
-    source = f"{_LINES_END}|{_VALUE_END}" if tags.is_on_lines else _VALUE_END
-    if follows_quoted_tag:
-        source = f"(?P<unreadable>{tags.late_tag})|{source}"
+    if is_quoted:
+        return compile_pattern(rf"(?P<closed>{tags.quoted_close})|(?=\0)")
+    next_key = _key_of(tags, keys)
     parts = {
-        "IN_LINE": "unreadable" if is_in_line else "text",
-        "NO_NEXT": _NO_NEXT,
-        "NEXT_CALL": f"(?:{tags.next_call})",
         "BREAK": tags.before_close,
-        "KEY_START": tags.key_start,
-        "MISSPELT_KEY": tags.misspelt_key,
-        "STRAY_TAG": f"{tags.stray_tag}|{tags.value_tag}",
+        "KEY_START": f"(?:{tags.key_start})",
+        "NEXT_CALL": f"(?:{tags.next_call})",
         "CLOSE": tags.close,
         "INNER": tags.inner_end,
+        "END": NO_PATTERN if reads_end_token else tags.outer_end,
         "OUTER": tags.outer_end,
-        "LAST_TAG": tags.last_tag or tags.outer_end,
+        "NEXT_KEY": next_key + (r"[ \t]{0,9}\n" if tags.is_on_lines else ""),
     }
+    source = f"{_VALUE_END}|{_LINES_END}" if tags.is_on_lines else _VALUE_END
     for name, pattern in parts.items():
         source = source.replace(name, pattern)
-
-    next_key = NO_PATTERN
-    if keys:
-        names = "|".join(sorted(map(regex.escape, keys)))
-        key = tags.key.replace("NAME", rf"(?P<next_key>{names})")
-        next_key = _NEXT_KEY_ON_LINE if tags.is_on_lines else _NEXT_KEY
-        next_key = next_key.replace("IN_LINE", parts["IN_LINE"])
-        next_key = next_key.replace("OWN_TAG", tags.own_tag)
-        next_key = next_key.replace("KEY", f"(?:{key})")
-    source = source.replace("NEXT_KEY", next_key)
     return compile_pattern(source)
+
+
+@lru_cache
+def inner_tag_pattern(
+    tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool
+) -> Any:
+    """A tag of the syntax in a value, or of XML, whose elements may have its names.
+
+    Its groups `begins` and `ends` say that it stands at an edge: of a line; where a
+    value is not `is_on_lines`, also next to another tag. `key`: it is
+    that of a key of the tool, or one that no value has.
+    """
+    line_start, line_end = ("^", "$") if is_on_lines else ("(?:^|(?<=>))", "(?:$|(?=<))")
+    return regex.compile(rf"""(?xm:
+        (?P<begins> {line_start} [ \t]*+ )?
+        (?P<tag> (?P<key> {_key_of(tags, keys)} | {tags.stray_tag} )
+          | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] ) [^<>/]{{0,200}} > )
+        (?P<ends> [ \t]*+ {line_end} )?
+    )""")
+
+
+def _key_of(tags: ArgumentTags, keys: tuple[str, ...]) -> str:
+    """The pattern for the tag of one of the keys."""
+    names = "|".join(regex.escape(key, special_only=False) for key in sorted(keys))
+    return tags.key.replace("NAME", f"(?:{names or NO_PATTERN})")
 
 
 # -- 3 formats -------------------------------------------------------------------------
@@ -20383,8 +20295,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, LOST_MEMBER, NUMBER,
-#          late_argument_pattern
+# Public   JsonArguments, TaggedArguments, LATE_ARGUMENT, NUMBER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -20402,146 +20313,79 @@ _ESCAPE: Final = r"""(?x:
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-# At the end of a reply: what may have become an escape, and what could become none.
-_HALF_ESCAPE: Final = re.compile(
-    r"\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?"
-)
-_FALSE_ESCAPE: Final = re.compile(
-    r"""\\(?:[^"\\/bfnrtu]|u(?![0-9A-Fa-f]{0,3}\Z|[0-9A-Fa-f]{4}))"""
-)
+_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
 _COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
 _COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}} \s* )"
-# As Python writes it. It is read as a whole, so it is short.
-_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
-# What begins a value. A number or a word is certain once something follows it.
-_VALUE: Final = rf"""(?x:
-    (?P<open> [{{\["] )
-  | (?P<python> {_SINGLE_QUOTED} ) (?= \s* [,;}}\]] )
-  | (?P<word> {NUMBER} (?= " ) | [\w.+-]{{1,200}} (?= [ \t\r\n,;}}\]/<] ) )
-)"""
-
-# What comes next in an object, in an array, and after a value of either.
-_LEAD: Final = rf"(?P<lead> {_GAP} ) (?: [,;] {_GAP} )?"  # a comma may come twice
-_MEMBER: Final = compile_pattern(rf"""(?x:
-    {_LEAD}
-    (?: (?: (?P<key> "{_CHARACTER}{{0,999}}" ) | (?P<python_key> {_SINGLE_QUOTED} )
-          | (?P<bare_key> [A-Za-z_$][\w$-]{{0,199}} ) )
-        (?P<colon> {_GAP} : {_GAP} ) {_VALUE}
-      | (?P<close> [}}\]] ) )
-)""")
-_ITEM: Final = compile_pattern(rf"(?x: {_LEAD} (?: {_VALUE} | (?P<close> [}}\]] ) ) )")
-_AFTER_VALUE: Final = compile_pattern(rf"""(?x:
-    (?P<lead> {_GAP} ) (?: (?P<close> [}}\]] ) | [,;] | (?= ["'] ) )
-)""")
-
-# What comes next in a string: text; or one raw character, which JSON would escape: a
-# line break, a backslash that begins no escape, and, why(L-86), a quote inside the
-# string. What follows a quote decides whether it ends the string:
-#
-#     }  ]  or a tag of the call          "hello"}        ends it
-#     a comma, and a key after it         "hello", "n":   ends it (in arrays: any comma)
-#     blanks, and a quote or a comment    "hello" "n":    ends it; a comma was forgotten
-#     a letter, a bracket ...             print("hello")  is inside
-#     blanks, and any other character     say "hello" to  is inside
-#     a tag of something else             "<b>            is inside
-#     a comma, and no key after it        f("a", b + 1)   is inside (in objects)
-#     a colon                             "x, "n": 5      ends a key: the string before
-#                                                         was never closed (L-133)
-#
-# A (?! does not wait for text that is still to come. So the 11 characters that it may
-# look at must be there: as many as \ud83d\ude00 has after its first backslash, and
-# </tool_call> after its <.
-_STRING: Final = r"""(?x:
-    CHARACTER+
-  | (?P<raw>
-        [\x00-\x1f]
-      | \\ (?! ESCAPE ) (?= (?s: .{11} ) )          # C:\Users
-      | " (?= [^\s,;:}\]<]                          # print("hello")
-            | \s \s* (?: [^\s,:}\]"/<] | / [^/*] )  # say "hello" to; "a" / b
-            | < (?! /?tool_call> ) (?s: .{11} )     # "<b>
-            | COMMA_INSIDE )                        # f("a", b + 1)
-    )
-  | (?P<close>
-        " (?= \s* (?: [}\]] | </?tool_call>         # "hello"}; its } was forgotten
-                     | COMMA_AFTER )                # "hello", "n": 5
-            | \s \s* (?: " | / [/*] ) )             # "hello" "n"; "hello" // why
-    )
-  | (?P<key_end> " (?= \s* : ) )                   # "x, "n": 5
-)""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
-
-_OBJECT_STRING: Final = compile_pattern(
-    _STRING.replace(
-        "COMMA_INSIDE",
-        r"""(?x:
-            [,;] \s*
-            (?: \w+ \s* [^\s\w:]
-              | [^\s"'\w}\]/,;]
-              | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
-            )
-        )""",
-    ).replace(
-        "COMMA_AFTER",
-        r"""(?x:
-            [,;] \s* (?: ["}\]/,;] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
-        )""",
-    )
-)
-_ARRAY_STRING: Final = compile_pattern(
-    _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace("COMMA_AFTER", "[,;]")
-)
-
+_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
 )
-_END_TAG_IN_STRING: Final = regex.compile(rf"(?x) {_END_TAG}")
-_WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
-# Before it all that is open was left open, and nothing was written that would be lost.
-_LEFT_OPEN: Final = compile_pattern(r"""(?x)
-    \s* (?: [,;] \s* )?
-    (?= </(?:(?:minimax:)?tool_call|function|invoke)> | <tool_call> \s* [{<\w]
-      | <\|call\|> | <\|tool_call_end\|> )
-""")
+_END_TAG_BEFORE_BREAK: Final = regex.compile(rf"(?x) {_END_TAG} [ \t]{{0,9}} \Z")
+# What follows arguments whose brackets were forgotten.
+_LEFT_OPEN: Final = r"""(?x: (?=
+    \0 | </ (?: (?: minimax: )? tool_call | function | invoke ) >
+  | <tool_call> \s* [{<\w] | <\|call\|> | <\|tool_call_end\|>
+))"""
+# A number or a word is certain once something follows it.
+_VALUE: Final = rf"""(?x:
+    (?P<open> [{{\["] )
+  | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
+)"""
+_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
 
-# After the arguments: brackets, one too many or too few, and the closing tag. Without
-# the tag the call has ended, too, if another call or a text follows (L-82).
-_CALL_END: Final = compile_pattern(r"""(?x:
-    \s* [}\]]* \s*
-    (?: </tool_call> | <\|call\|>
+# What comes next in an object or an array, by the bracket that closes it. A comma may
+# come twice, or be missing.
+_NEXT: Final = {
+    bracket: compile_pattern(rf"""(?x:
+        (?P<lead> {_GAP} ) (?: [,;] (?P<gap> {_GAP} ) )*+
+        (?: {member} | (?P<close> [}}\]] ) | (?P<end> {_LEFT_OPEN} ) )
+    )""")
+    for bracket, member in {
+        "}": rf"(?P<key> {_KEY} ) (?P<colon> {_GAP} : {_GAP} ) {_VALUE}",
+        "]": _VALUE,
+    }.items()
+}
+
+# why(L-86): models leave quotes inside a string as they are. What follows a quote
+# decides whether it ends the string:
+#
+#     }  ]  or a tag of the call         "hello"}         ends it
+#     another member                     "hello", "n":    ends it, with a comma or not
+#     a comma, in an array               "hello", 5       ends it
+#     a colon                            "x, "n": 5       ends a key: the string before
+#                                                         was never closed (L-133)
+#     anything else                      print("hello")   is inside: f("a", "b")
+_QUOTE: Final = {
+    bracket: compile_pattern(rf"""(?x:
+        " (?: (?P<key_end> {_GAP} : )
+            | (?= {_GAP} (?: [}}\]] | {_END_TAG} | {_LEFT_OPEN} | {after} ) ) )
+    )""")
+    for bracket, after in {
+        "}": rf'[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [:}}\]]',
+        "]": '[,;"]',
+    }.items()
+}
+
+# After the arguments: members of the call that are none, brackets, one too many or too
+# few, and the end of the call.
+_CALL_MEMBER: Final = rf"""(?x:
+    {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
+    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+)"""
+_CALL_END: Final = compile_pattern(rf"""(?x:
+    {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
+    (?: </tool_call> | <\|call\|> | \0 | (?= <tool_call> \s* [{{<\w] )
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
         (?: \s* <\|tool_calls?_section_end\|>
-          | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
-        )
-      | (?= <tool_call> | [^\s}\]<] )
+          | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) )
     )
 )""")
-# The same where the arguments are a member of the call, whose bracket comes after them.
-# Before that bracket no text can follow.
-_CALL_OBJECT_END: Final = compile_pattern(
-    r"""(?x:
-    GAP [}\]]+ GAP
-        (?: </tool_call>
-          | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
-  | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
-)""".replace("GAP", _GAP)
-)
-# After the arguments, a member of the call that is none of them.
-_CALL_MEMBER: Final = compile_pattern(rf"""(?x:
-    \s* [}}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+# Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon
+# or quote: then it is one more argument, before which a bracket was closed too early.
+_CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
+    {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP} (?= [^\0,;:"'] )
 )""")
-# Any member after the arguments, also one whose name has no quotes: what was meant as
-# an argument, before which a bracket was closed too early.
-LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
-    [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
-      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
-    \s{{0,9}} :
-)""")
-# The reply was cut in the name of such a member: , "n
-_CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORD: Final = regex.compile(rf"{NUMBER}|true|false|null")
@@ -20552,44 +20396,28 @@ class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     def __init__(
-        self,
-        unread: UnreadText,
-        keys: Iterable[str],
-        *,
-        place: Literal["call", "member", "tags"],
+        self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
     ) -> None:
-        """`keys`: of the tool's schema.
-
-        `place`: the call has them alone; or is an object of which they are a member; or
-        should have tags in their place: then the end of the call is not read.
+        """`place`: the call has them alone; or is an object of which they are a member;
+        or should have tags in their place: then the end of the call is not read.
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
         self.is_closed = False  # the arguments have ended
-        self.closing = ""  # once they are closed: the last brackets
+        self.closing = ""  # once they are closed: the last bracket
         self._unread = unread
-        self._tool_keys = set(keys)
         self._place = place
         self._closers = ["}"]  # of all brackets that are open, outermost first
-        self._used_keys: list[set[str]] = [
-            set()
-        ]  # of these, as far as they are objects
-        self._separator: str | None = ""  # before the next member; None: it must come
-        # A key of the tool's is in an object inside: if a bracket is missing, it was
-        # before that key.
-        self._has_inner_key = False
-        self._has_mended_bracket = False
-        # Of the string that is open, or was last:
-        self._string: Any = None  # the pattern of what comes next in it; None: closed
-        self._string_text = ""  # its end, as long as a tag
-        self._has_quote = False  # that JSON would escape
-        self._has_break = False
-        self._has_end_tag = False
+        self._used_keys: list[set[str]] = [set()]  # of the objects among them
+        self._is_first = True  # nothing has come after the innermost bracket
+        self._has_object = False  # inside: if a bracket is missing, it may be there
+        self._is_in_string = False
+        self._string_end = ""  # its last letters, as many as a tag has
         self._has_quoted_end = False  # the end tag of the call came in one as a token
 
     def quotes_end(self) -> bool:
         """Whether a string is open where the end tag comes as a token."""
-        return self._string is not None and not self._unread.text.startswith('"')
+        return self._is_in_string and not self._unread.text.startswith('"')
 
     def read_end_as_text(self) -> None:
         """The end tag was quoted as a token: so it may be one in other tokens."""
@@ -20599,7 +20427,7 @@ class JsonArguments:
         """What more is certain of the arguments, as JSON text without `closing`."""
         json_text = ""
         while not (self.is_done or self.is_closed):
-            part = self._read_text() if self._string else self._read_value()
+            part = self._read_string() if self._is_in_string else self._read_value()
             if part is None:  # the next text decides
                 return json_text
             json_text += part
@@ -20612,217 +20440,108 @@ class JsonArguments:
         return ""
 
     def _read_value(self) -> str | None:
-        """Read what comes next between values; None: the next text decides."""
-        is_object = self._closers[-1] == "}"
-        pattern = _MEMBER if is_object else _ITEM
-        if self._separator is None:
-            pattern = _AFTER_VALUE
-        match = self._unread.match_next(pattern)
-        if match is None:
-            return self._end_early()
-        if match.partial:
+        """Read the next member, item or bracket; of a string its quote alone."""
+        match = self._unread.match_next(_NEXT[self._closers[-1]])
+        if match is not None and match.partial:
             return None
-        lead = str(_COMMENT_PATTERN.sub("", match["lead"]))
-        if match["close"] is not None:
-            return self._close(match["close"], lead)
-        if self._separator is None:
-            self._separator = lead + ","
-            return ""
+        if match is None:
+            return self._break()
+        if match["end"] is not None:
+            # {"path": "a.md"</tool_call>    the bracket was forgotten; after { alone, a
+            # member may have been, and inside of another one, nobody knows which
+            is_certain = not (self._is_first or self._has_object or self._closers[1:])
+            return self._close("}") if is_certain else self._break()
 
-        is_first = not self._separator
-        json_text = self._separator + lead
-        self._separator = None
-        if is_object:
-            json_text += self._take_key(match, is_first=is_first)
-        if self.is_broken:
-            return ""
-        if match["python"] is not None:
-            return json_text + to_json(ast.literal_eval(match["python"]))
+        json_text = match["lead"]
+        if match["close"] is not None:
+            return self._close(match["close"], _without_comments(json_text))
+        if not self._is_first:
+            json_text += ","
+        json_text += match["gap"] or ""
+        if self._closers[-1] == "}":
+            key = json.loads(match["key"])
+            if key in self._used_keys[-1]:  # of two values JSON keeps one
+                return self._break()
+            self._used_keys[-1].add(key)
+            json_text += match["key"] + match["colon"]
+        json_text = _without_comments(json_text)
+
+        self._is_first = False
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
             # NaN, 1e9999, 007: a string
             return json_text + (word if _JSON_WORD.fullmatch(word) else to_json(word))
         if match["open"] == '"':
-            self._string = _OBJECT_STRING if is_object else _ARRAY_STRING
-            self._string_text = ""
-            self._has_quote = self._has_break = self._has_end_tag = False
+            self._is_in_string = True
+            self._string_end = ""
         else:
             self._closers.append(_CLOSERS[match["open"]])
             self._used_keys.append(set())
-            self._separator = ""
+            self._is_first = True
+            self._has_object |= match["open"] == "{"
         return json_text + str(match["open"])
 
-    def _take_key(self, match: Any, *, is_first: bool) -> str:
-        """Take the key of a member, with its colon. `is_first`: of its object."""
-        if match["key"] is not None:
-            key = json.loads(match["key"])
-        elif match["python_key"] is not None:
-            key = ast.literal_eval(match["python_key"])
-        else:
-            key = match["bare_key"]
-        if key in self._used_keys[-1]:  # of two values JSON keeps one
+    def _close(self, bracket: str, lead: str = "") -> str:
+        if bracket != self._closers.pop():
             return self._break()
-        self._used_keys[-1].add(key)
-        if len(self._closers) > 1 and not is_first:
-            self._has_inner_key |= key in self._tool_keys
-        colon: str = _COMMENT_PATTERN.sub("", match["colon"])
-        return (match["key"] or to_json(key)) + colon
-
-    def _close(self, bracket: str, lead: str) -> str:
-        """Take a closing bracket; {"items": [1, 2}: the innermost was forgotten."""
-        if bracket not in self._closers:
-            return self._break()
-        n_closed = 1 + self._closers[::-1].index(bracket)
-        if n_closed > 1 and self._has_inner_key:
-            return self._break()
-        self._has_mended_bracket |= n_closed > 1
-        return self._close_brackets(n_closed, lead)
-
-    def _close_brackets(self, n_closed: int, lead: str = "") -> str:
-        closed = lead + "".join(self._closers[: -n_closed - 1 : -1])
-        del self._closers[-n_closed:]
-        del self._used_keys[-n_closed:]
-        self._separator = None
+        self._used_keys.pop()
+        self._is_first = False
         if self._closers:
-            return closed
+            return lead + bracket
         self.is_closed = True
-        self.closing = closed
+        self.closing = lead + bracket
         return ""
 
-    def _end_early(self) -> str | None:
-        """What comes next does not fit, or was cut off."""
-        is_empty = self._separator == ""  # after a bracket
-        rest = self._unread.text.strip()
-        if self._unread.is_complete and not is_empty and not rest.strip(",; \t\r\n}]"):
-            self._unread.text = ""
-        else:
-            # {"path": "a.md"</tool_call>    all brackets that are open were forgotten;
-            #                                after { alone, a member may have been
-            match = self._unread.match_next(_LEFT_OPEN)
-            if match is not None and match.partial:
-                return None
-            if match is None or is_empty:
-                return self._break()
-        if self._has_inner_key and len(self._closers) > 1:
-            return self._break()
-        return self._close_brackets(len(self._closers))
-
-    def _read_text(self) -> str | None:
-        """Read on in the string; None: the next text decides."""
-        match = self._unread.match_next(self._string)
-        if match is None and _FALSE_ESCAPE.match(self._unread.text):
-            # C:\d"} at the end of the reply: too little follows it for `raw`.
-            self._unread.text = self._unread.text[1:]
-            self._unread.is_cut = False
-            return escape_json(self._take_text("\\"))
+    def _read_string(self) -> str | None:
+        """Read on in the string: its text, its end, or what JSON would escape."""
+        unread = self._unread
+        match = unread.match_next(_CHARACTERS)
         if match is None:
-            return self._cut_string()
-        if match.partial:
+            match = unread.match_next(_QUOTE[self._closers[-1]])
+            if match is not None and not match.partial:
+                self._is_in_string = False
+                return '"' if match["key_end"] is None else self._break()
+        if match is not None and match.partial:
             return None
-        if match["key_end"] is not None:
+
+        text = match[0] if match else unread.text[:1]
+        if text == "\0":  # the reply is over
             return self._break()
-        if match["close"] is not None:
-            self._string = None
-            return '"'
-
-        text: str = match[0]
-        if match["raw"] is None:
-            return self._take_text(text)
-        if text == '"':
-            self._has_quote = True
-            word = _WORD_IN_QUOTES.search(self._string_text)
-            if word is not None and word[1] in self._tool_keys:
-                self.is_done = self.is_broken = True  # "x, "n" 5
-        self._has_break |= text == "\n"
-        return escape_json(self._take_text(text))
-
-    def _take_text(self, text: str) -> str:
-        """Take a part of the string, up to the closing tag of a call.
-
-        So chunks make no difference: if the string was never closed before that tag,
-        nothing after it is emitted.
-        """
-        tag = _END_TAG_IN_STRING.search(self._string_text + text)
-        if tag is None:
-            self._string_text = (self._string_text + text)[-TAG_LENGTH:]
-        else:
-            n_taken = tag.end() - len(self._string_text)
-            self._unread.text = text[n_taken:] + self._unread.text
-            text = text[:n_taken]
-            self._string_text = ""
-            self._has_end_tag = True
-        is_text = self._unread.has_tokens and not self._has_quoted_end
-        if self._has_end_tag and (self._has_quote or self._has_break) and not is_text:
-            self.is_done = self.is_broken = True
-        return text
-
-    def _cut_string(self) -> str | None:
-        """The reply is over in a string: it was cut there, or never closed."""
-        rest = self._unread.text
-        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._string_text) is not None
-        is_unclosed = self._has_end_tag or self._has_quote or has_bracket
-        # Half an escape: it was cut, wherever that was.
-        is_half_escape = _HALF_ESCAPE.fullmatch(rest) is not None
-        is_cut = is_half_escape or not rest.strip('",; \t\r\n}]')
-        if not self._unread.is_complete or is_unclosed or not is_cut:
-            return self._break()
-        self._unread.text = ""
-        self._string = None
-        if self._has_inner_key and len(self._closers) > 1:
-            return self._break()
-        closing = self._close_brackets(len(self._closers))
-        self.closing = '"' + self.closing
-        return closing
+        if match is None:
+            unread.text = unread.text[1:]
+        # "x}}\n</tool_call>\nDone.    the string was never closed; but where tokens are
+        # known, an end tag in others is text
+        is_tag_text = unread.has_tokens and not self._has_quoted_end
+        if text == "\n" and _END_TAG_BEFORE_BREAK.search(self._string_end):
+            self.is_done = self.is_broken = not is_tag_text
+        self._string_end = (self._string_end + text)[-TAG_LENGTH:]
+        return text if match else escape_json(text)
 
     def _read_end_of_call(self) -> None:
-        """Take the members of the call that follow its arguments, then its end.
-
-        , "id": "1"    a member of the call
-        , "id": "1     the reply was cut in one: nothing of the arguments is lost
-        , "n": 5       it was an argument: broken
-        , "n           the reply was cut in what may have been one: broken
-        """
-        while lost := LOST_MEMBER.match(self._unread.text, partial=True):
-            if lost.partial:
-                break
-            member = self._unread.match_next(_CALL_MEMBER)
-            if member is None:
-                self.is_broken = not self._unread.is_cut
-                self.is_done = True
-                return
-            if member.partial:
-                return
-        if lost is not None and not self._unread.is_complete:
-            return  # a member may follow
-        end = _CALL_OBJECT_END if self._place == "member" else _CALL_END
-        match = self._unread.match_next(end)
-        if match is not None and match.partial:
+        """Take what follows the arguments, up to the end of the call."""
+        end = self._unread.match_next(_CALL_END)
+        if end is not None and end.partial:
             return
         self.is_done = True
-        is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
-        self.is_broken = is_cut or self._lacks_bracket(match)
-
-    def _lacks_bracket(self, end: Any) -> bool:
-        """Whether a bracket is missing, and nobody can tell where. `end`: a match."""
-        rest = self._unread.text.lstrip()
-        if self._place == "member":
-            first = (rest if end is None else end[0].lstrip())[:1]
-            # {"name": "read", "arguments": {"path": "a.md"} Done.
-            # The bracket of the call is missing before a text.
-            is_inside = end is None and first not in {"", "}", "]"}
+        if end is not None:
             # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
-            # It is missing before the tag; or the tree's is, and n is an argument.
-            return is_inside or (self._has_inner_key and first in {"", "<"})
-        # {"items": [1, 2} Done.
-        # Where a bracket was forgotten, a text may be more of the items.
-        has_tag = end is not None and "<" in end[0]
-        follows_text = not has_tag and rest[:1] not in {"", "<", "["}
-        return self._has_mended_bracket and follows_text
+            # The bracket of the call is missing; or the tree's, and n is an argument.
+            may_lack = not self._has_object
+        else:
+            end = self._unread.match_next(_CALL_END_BEFORE_TEXT)
+            may_lack = False  # {"name": "read", "arguments": {"path": "a.md"} Done.
+        has_bracket = self._place == "call" or (end is not None and end["brackets"])
+        self.is_broken = end is None or not (has_bracket or may_lack)
+
+
+def _without_comments(text: str) -> str:
+    return str(_COMMENT_PATTERN.sub("", text))
 
 
 # -- 2 tags ----------------------------------------------------------------------------
 
 _JSON_START: Final = compile_pattern(r"\s*\{")
+_TAG_AT_END: Final = re.compile(r"<[^<>]+>(?=\s*\Z)")
 
 
 class TaggedArguments:
@@ -20840,90 +20559,79 @@ class TaggedArguments:
         start: str,
         end_tag: str,
     ) -> None:
-        """`end_tag`: what may come as a token. `schema`: of the tool.
+        """`start`: what was read of the call. `end_tag`: what may come as a token.
 
-        `start`: what was read of the call. The tag at its end may come twice.
+        `schema`: of the tool.
         """
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
         self.closing = "}"
         self.json: JsonArguments | None = None  # in the place of tags
-        self._unread = unread
-        # Where the end tag is known as a token, it is read as \0, until it is quoted.
-        self._text_tags = tags
+        # The end tag is a token, and read as \0; its letters are text. Until one of
+        # these tokens is a quotation.
         self._reads_end_token = unread.has_tokens and end_tag == tags.outer_end
-        self._tags = tags.with_end_token() if self._reads_end_token else tags
+        self._unread = unread
+        self._tags = tags
         self._schema = schema
         self._used_keys: set[str] = set()
         self._value: TaggedValue | None = None  # None: a tag comes next
-        name_tag = _TAG_AT_END.search(start)
-        self._second_start = compile_pattern(
-            rf"\s*{regex.escape(name_tag[1])}" if name_tag else NO_PATTERN
-        )
-        self._is_begun = False  # that tag comes no more
         self._has_tag = False  # one of its own has come
         self._has_end_tag = False  # one after which the call may end
-
-    def end_token(self, tag: str) -> str:
-        """What to feed where the end tag comes as a token."""
-        return "\0" if self._reads_end_token and self.json is None else tag
+        # The last tag, of the call or before a value: it may come twice.
+        self._repeated = self._find_repeated(start)
 
     def quotes_end(self) -> bool:
         """Whether the end tag as a token is part of a value: if that is not closed."""
         if self.json is not None:
             return self.json.quotes_end()
-        if self._value is None:
-            return False
-        end = "\0" if self._reads_end_token else self._text_tags.outer_end + "\0"
-        return not self._value.closes(end)
+        return self._value is not None and not self._value.closes()
+
+    @property
+    def reads_end_token(self) -> bool:
+        """Whether the end tag as a token is read as \\0."""
+        return self._reads_end_token and self._value is not None
 
     def read_end_as_text(self) -> None:
         """Read the end tag as text from now on: the token was a quotation."""
+        self._reads_end_token = False
         if self.json is not None:
             self.json.read_end_as_text()
-        self._reads_end_token = False
-        self._tags = self._text_tags
         if self._value is not None:
-            self._value.set_tags(self._tags)
+            self._value.read_end_as_text()
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
-        if not self._is_begun:
-            match = self._unread.match_next(self._second_start)
-            if match is not None and match.partial:
-                return ""
-            self._is_begun = True
         json_text = ""
         while not self.is_done:
-            value = self._value or self.json
-            if value is None or value.is_closed:
-                tag_text = self._read_tag()
-                if tag_text is None:
+            if self._repeated is not None:
+                match = self._unread.match_next(self._repeated)
+                if match is not None and match.partial:
                     break
-                json_text += tag_text
+                self._repeated = None
+                if match is not None and self._value is not None:
+                    self._value.has_second_tag = True
+            value = self._value or self.json
+            if value is not None and not value.is_closed:
+                json_text += value.read()
+                self.is_done = self.is_broken = value.is_broken
+                if not value.is_closed:
+                    break
+                self._value = None
                 continue
-            json_text += value.read()
-            self.is_done = self.is_broken = value.is_broken
-            if not value.is_closed:
+            match = self._unread.match_next(key_pattern(self._tags))
+            if match is not None and match.partial:
                 break
-            self._value = None
+            json_text += self._accept_tag(match) if match else self._accept_other()
         if self.json is not None:
             self.closing = self.json.closing
         return json_text
 
-    def _read_tag(self) -> str | None:
-        """Read what comes between values; None: the next text decides."""
-        match = self._unread.match_next(key_pattern(self._text_tags))
-        if match is not None and match.partial:
-            return None
-        return self._accept(match) if match else self._accept_other()
-
-    def _accept(self, match: Any) -> str:
+    def _accept_tag(self, match: Any) -> str:
         """Go on after a tag; returns what it is in JSON."""
         if match["end"] is not None:
             self.is_done = True
             # <function=read><tool_call>: of its arguments nothing has come
-            self.is_broken = not (match["end"] or self._has_tag)
+            self.is_broken = not (match["end"].strip("\0") or self._has_tag)
             return ""
         self._has_tag = True
         if match["key"] is None:  # a closing tag, but not the last
@@ -20936,35 +20644,40 @@ class TaggedArguments:
         separator = ", " if self._used_keys else ""
         self._used_keys.add(key)
         self._value = TaggedValue(
-            self._unread, self._tags, self._schema, match, self._used_keys
+            self._unread,
+            self._tags,
+            self._schema,
+            key=key,
+            is_quoted=match.groupdict().get("quoted") is not None,
+            is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
+            reads_end_token=self._reads_end_token,
         )
+        self._repeated = self._find_repeated(match[0])
         return f"{separator}{to_json(key)}: "
+
+    def _find_repeated(self, text: str) -> Any:
+        """The pattern of the tag at the end of a text; None if there is none."""
+        tag = _TAG_AT_END.search(text)
+        gap = self._tags.gap if self._tags.is_on_lines else ""
+        return compile_pattern(rf"\s*{regex.escape(tag[0])}{gap}") if tag else None
 
     def _accept_other(self) -> str:
         """What comes next is no tag of the call. Nothing of it is emitted."""
         if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
             self._has_tag = True
-            keys = self._schema.keys
-            self.json = JsonArguments(self._unread, keys, place="tags")
-            return ""
-        self.is_done = True
-        rest = self._unread.text.strip()
-        is_cut_key = self._unread.is_complete and _is_key_tag(rest)
-        if is_cut_key or not self._has_tag:
-            self.is_broken = True  # </function> <param    <function=read> Done.
-        elif not self._has_end_tag:  # </parameter> Done.    But not </func
-            is_text = rest[:1] not in {"", "<"}
-            self.is_broken = is_text or not self._unread.is_complete
+            self.json = JsonArguments(self._unread, place="tags")
+        else:
+            self.is_done = True
+            self.is_broken = not self._has_end_tag  # </parameter> Done.
         return ""
 
 
 class TaggedValue:
     """Reads a value up to the tag that ends it. A string is emitted as it grows.
 
-    A value that was never closed ends before the next key of the tool's, or with the
-    call. It is broken if that key came before, if a closing tag is in it, or what looks
-    like one at its end; and if the reply ends in it and any tag of the format is in it:
-    then nobody can tell where it ends (L-133).
+    Tags of a call may be in it: in quotes, after a blank, or as elements of XML that
+    are closed in it. Any other one makes it `is_broken`: perhaps the value ended there
+    (L-133). So does any tag in a value that was never closed.
     """
 
     def __init__(
@@ -20972,238 +20685,130 @@ class TaggedValue:
         unread: UnreadText,
         tags: ArgumentTags,
         schema: SchemaPart,
-        key_match: Any,
-        used_keys: set[str],
+        *,
+        key: str,
+        is_quoted: bool,
+        is_on_lines: bool,
+        reads_end_token: bool,
     ) -> None:
-        """`key_match`: the tag of its key. `schema`: of the tool."""
+        """`schema`: of the tool. `is_quoted`: the value stands in <![CDATA[.
+
+        `is_on_lines`: it begins on a line of its own.
+        """
         self.is_closed = False
         self.is_broken = False
+        self.has_second_tag = False  # the tag of its key came twice
         self._unread = unread
-        self._key = key_match["key"].strip()
-        self._keys = tuple(schema.keys)
-        self._used_keys = used_keys
-        self._note_gap(key_match)
-        tag = regex.escape(key_match["tag"])
-        self._second_tag = compile_pattern(rf"\s*(?:{tag}{tags.gap}|{tags.value_tag})")
-        self._has_second_tag = False
-        self._is_begun = False  # the tag comes no more
-        self._has_quoted_tag = False
-        self._has_tag_inside = False  # a tag of the format stands anywhere in it
-        self.set_tags(tags)
-
-        self._types = schema.member(self._key).types
-        self._is_string = self._types == {"string"}
-        self._can_be_string = not self._types or "string" in self._types
-        self._start = ""  # of its text, as long as a tag
-        self._text = ""  # as far as it was read; of a string, its end
-        self._opening = '"'  # emitted with the next text
-        # How many elements of XML are open, of each name that calls' tags have.
-        self._n_open_elements: dict[str, int] = {}
-        self._has_closed_last = False  # its last closing tag had an opening one
-        self._element_rest = ""  # at the end of the text: it may become a tag
-
-    def set_tags(self, tags: ArgumentTags) -> None:
-        """Read on with these tags: the end tag is a token, or it is text."""
         self._tags = tags
-        self._any_tag = any_tag_pattern(tags)
+        self._keys = tuple(schema.keys)
+        self._is_quoted = is_quoted
+        self._is_on_lines = is_on_lines
+        self._types = schema.member(key).types
+        self._is_string = self._types == {"string"}
+        self._parts: list[str] = []  # of its text
+        self._n_noted = 0  # parts whose tags were noted
+        self._n_open: dict[str, int] = {}  # elements of XML, by name
+        self._has_loose_tag = False  # one that closes nothing
+        self._opening = '"'  # emitted with the next text
+        self._reads_end_token = reads_end_token
+        self._inner_tag = inner_tag_pattern(tags, self._keys, is_on_lines=is_on_lines)
+        self._closing_name = tags.close.strip("</>")
         self._end = value_end_pattern(
-            tags,
-            self._keys,
-            is_in_line=self._is_in_line,
-            follows_quoted_tag=self._has_quoted_tag,
+            tags, self._keys, is_quoted=is_quoted, reads_end_token=reads_end_token
         )
-        if self._is_quoted:
-            self._end = compile_pattern(tags.quoted_close)
-            self._any_tag = compile_pattern(NO_PATTERN)
+
+    def read_end_as_text(self) -> None:
+        """Read on where the end tag is text."""
+        self._reads_end_token = False
+        self._end = value_end_pattern(
+            self._tags, self._keys, is_quoted=self._is_quoted, reads_end_token=False
+        )
+
+    def closes(self) -> bool:
+        """Whether its closing tag has come, if the call ends now."""
+        match = self._end.search(self._unread.text + "\0")
+        return match is not None and match["closed"] is not None
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
-        if not self._is_begun and not self._skip_second_tag():
-            return ""
         json_text = ""
         while not self.is_closed:
-            before = self._unread.take_until(self._end)
-            json_text += self._emit(before.text)
-            kind, _ = before.kind
-            if kind == "missing" and not self._unread.is_complete:
+            text, ending = self._unread.take_until(self._end)
+            json_text += self._emit(text)
+            if ending is None:
                 return json_text
-            if kind == "missing" and "<" not in before.cut_tag:
-                json_text += self._emit(before.cut_tag.rstrip())  # it was no tag
-            inner_tag = self._find_inner_tag(before)
-            if inner_tag:  # the value goes on
-                json_text += self._emit(inner_tag)
+            self._note_tags()
+            closing: str = ending["closed"] or ""
+            if self._n_open.get(self._closing_name, 0) and closing:
+                # It ends an element of the value. If it comes twice, the second one is
+                # the value's.
+                first, tag, rest = closing.partition(self._tags.close)
+                json_text += self._emit(first + tag)
+                self._unread.text = rest + self._unread.text
                 continue
             self.is_closed = True
-            self.is_broken = kind == "unreadable" or self._is_unreadable(before)
-        if self.is_broken:
-            return json_text
-        end = '"' if self._is_string else value_as_json(self._text, self._types)
-        return json_text + end
-
-    def _find_inner_tag(self, before: TextBefore) -> str:
-        """What only looked like the end of the value; "" if it ends here.
-
-        </parameter> ends an element that the value has opened: a file may be XML.
-        """
-        kind, tag = before.kind
-        is_own = kind != "missing" and self._is_own_closing_tag(tag or self._tags.close)
-        if kind == "closed" and is_own:
-            # If it comes twice, the first one ends that element.
-            first, close, rest = before.ending[0].partition(self._tags.close)
-            if self._tags.close not in rest:
-                return ""
-            self._unread.text = rest + self._unread.text
-            return str(first + close)
-        if kind == "text" or (is_own and kind in {"quoted", "unreadable"}):
-            return tag
-        if kind == "quoted":
-            self._has_quoted_tag = True
-            self.set_tags(self._tags)
-            return tag
-        return ""
-
-    def closes(self, end_of_call: str) -> bool:
-        """Whether its closing tag has come, if the call ends now."""
-        match = self._end.search(self._unread.text + end_of_call)
-        return match is not None and TextBefore("", match).kind[0] == "closed"
-
-    def _skip_second_tag(self) -> bool:
-        """Skip the tag of its key where it comes twice; False: the next text decides."""
-        match = self._unread.match_next(self._second_tag)
-        if match is not None and match.partial:
-            return False
-        if match is not None:
-            self._has_second_tag = True
-            self._note_gap(match)
-            self.set_tags(self._tags)
-        self._is_begun = True
-        return True
-
-    def _note_gap(self, match: Any) -> None:
-        """Note how the value begins after the tag of its key."""
-        self._is_in_line = not match[0].endswith("\n")
-        self._is_quoted = match.groupdict().get("quoted") is not None
-
-    def _is_own_closing_tag(self, tag: str) -> bool:
-        name = _CLOSING_NAME.match(tag)
-        is_open = name is not None and self._n_open_elements.get(name[1], 0) > 0
-        return is_open and self._can_be_string
+            value = "".join(self._parts)
+            self.is_broken = self._is_unreadable(value, closing)
+            if not self.is_broken:
+                end = '"' if self._is_string else value_as_json(value, self._types)
+                json_text += end
+        return json_text
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
-        text_with_end = self._text[-TAG_LENGTH:] + text
-        if "<" in text_with_end and not self._has_tag_inside:
-            self._has_tag_inside = self._any_tag.search(text_with_end) is not None
-        self._text += text
-        self._start = (self._start + text)[:TAG_LENGTH]
-
-        elements = self._element_rest + text
-        n_read = 0
-        for tag in _ELEMENT_TAG.finditer(elements):
-            n_read = tag.end()
-            n_open = self._n_open_elements.get(tag["name"], 0)
-            if tag["slash"]:
-                self._has_closed_last = n_open > 0
-            n_open += -1 if tag["slash"] else 1
-            self._n_open_elements[tag["name"]] = max(0, n_open)
-        self._element_rest = elements[n_read:][-_ELEMENT_TAG_LENGTH:]
-
+        self._parts.append(text)
         if not self._is_string:
             return ""
-        self._text = self._text[-TAG_LENGTH:]
         opening = self._opening
         self._opening = ""
         return opening + escape_json(text)
 
-    def _is_unreadable(self, before: TextBefore) -> bool:
+    def _note_tags(self) -> None:
+        """Note the tags in what was read since the last time."""
+        text = "".join(self._parts[self._n_noted :])
+        self._n_noted = len(self._parts)
+        for tag in self._inner_tag.finditer(text):
+            name = tag["name"]
+            n_open = self._n_open.get(name, 0)
+            is_element = tag["begins"] is not None and not tag["key"]
+            is_at_edge = tag["begins"] is not None or tag["ends"] is not None
+            if tag["slash"] and n_open:
+                self._n_open[name] = n_open - 1
+            elif is_element and not tag["slash"]:
+                self._n_open[name] = n_open + 1
+            elif self._reads_end_token and tag["tag"] == self._tags.outer_end:
+                continue  # its letters are text
+            elif is_at_edge or (tag["key"] and not self._is_on_lines):
+                around = text[tag.start("tag") - 1 : tag.start("tag")]
+                around += text[tag.end("tag") : tag.end("tag") + 1].strip()
+                self._has_loose_tag |= not set(around) & set("\"'` ")
+
+    def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""
-        kind, tag = before.kind
-        if self._may_be_xml(before) or self._has_tag_at_edge():
+        is_blank = not value.strip()
+        has_tag = "<" in value or value.rstrip().endswith(">")
+        if not closing:
+            return is_blank or has_tag or self.has_second_tag
+        closes_twice = closing.count(self._tags.close) > 1
+        if is_blank and (closes_twice or self.has_second_tag):
+            return True  # the tag may be an element of XML, and the value
+        if self.has_second_tag and (closes_twice or has_tag):
             return True
         # It may be of another type than the schema's because of a tag in it.
-        has_any_tag = kind != "closed" or _ANY_TAG.search(self._text) is not None
-        if has_any_tag and not self._can_be_string and self._is_text():
-            return True
-
-        # A tag, rightly written or not, may be near its end.
-        has_tag = "<" in self._text or self._text.rstrip().endswith(">")
-        is_doubtful = self._has_quoted_tag or has_tag
-        if kind == "missing":  # the reply was cut in it, perhaps in the tag of a key
-            # After its closing tag came <n>5, an argument that is none, or a text.
-            cut_text = _CLOSING_TAG.sub("", before.cut_tag).strip()
-            has_cut_text = "<" in before.cut_tag and bool(cut_text)
-            return is_doubtful or self._has_tag_inside or has_cut_text
-        if kind in {"next_key", "unclosed"}:
-            is_used = tag in self._used_keys
-            return is_doubtful or is_used or not self._text.strip()
-        return False
-
-    def _may_be_xml(self, before: TextBefore) -> bool:
-        """Whether a tag that came twice, or after nothing, may belong to the value."""
-        is_closed = before.kind[0] == "closed"
-        is_blank = not self._text.strip()
-        closes_twice = is_closed and before.ending[0].count(self._tags.close) > 1
-        if not self._has_second_tag:
-            return is_blank and closes_twice
-        return is_blank or closes_twice or self._has_tag_inside or not is_closed
-
-    def _is_text(self) -> bool:
-        return value_as_json(self._text, self._types).startswith('"')
-
-    def _has_tag_at_edge(self) -> bool:
-        """Whether it begins or ends with a tag of the format.
-
-        At its end the tag may close an element of its own: <a><parameter>5</parameter>
-        """
-        any_tag = self._any_tag.pattern
-        if regex.match(rf"\s*(?:{any_tag})", self._start) is not None:
-            return True
-        has_last = regex.search(rf"(?:{any_tag})\s*\Z", self._text) is not None
-        return has_last and not self._has_closed_last
+        can_be_string = not self._types or "string" in self._types
+        if has_tag and not can_be_string:
+            return value_as_json(value, self._types).startswith('"')
+        is_open = any(self._n_open.values())
+        return not self._is_quoted and (self._has_loose_tag or is_open)
 
 
-def _is_key_tag(text: str) -> bool:
-    """Whether a text begins with a tag that closes nothing, or with half of one."""
-    text = text.lstrip()
-    return text.startswith("<") and text[1:2] not in {"", "/"}
-
-
-_TAG_AT_END: Final = re.compile(r"(<[^<>]+>)\s*\Z")
-_CLOSING_TAG: Final = re.compile(r"</[\w:]*>?")
-_ELEMENT_TAG_LENGTH: Final = 30  # letters, at most
-_CLOSING_NAME: Final = re.compile(r"\s*</([\w:]+)>")
-_ELEMENT_TAG: Final = re.compile(
-    r"""(?x)
-    < (?P<slash> / )?
-    (?P<name> param(?:eter)? | function | invoke | arg_key | arg_value
-      | (?:minimax:)? tool_call )
-    (?= [\s>/=] ) (?(slash) > )
-    """
-)
-_ANY_TAG: Final = re.compile(r"</?\w")
-
-# An argument after the end of its call: that tag came too early. By how the arguments
-# were written: between tags, in JSON, or in JSON in the place of tags.
-_LATE_TAG: Final = r"""(?x:
+# An argument after the end of its call: that tag came too early.
+LATE_ARGUMENT: Final = compile_pattern(r"""(?x:
     (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
     [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
-)"""
-_LATE_MEMBER: Final = r"""(?x:
-    \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
+  | \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
   | \s* [,;:] \s* \w{0,99} ["']? \s* :
-)"""
-_LATE_PATTERNS: Final = {
-    "tags": compile_pattern(_LATE_TAG),
-    "JSON": compile_pattern(_LATE_MEMBER),
-    "JSON for tags": compile_pattern(f"{_LATE_TAG}|{_LATE_MEMBER}"),
-}
-
-
-def late_argument_pattern(arguments: TaggedArguments | JsonArguments) -> Any:
-    """What shows, after the end of a call, that more of its arguments follow."""
-    if isinstance(arguments, JsonArguments):
-        return _LATE_PATTERNS["JSON"]
-    return _LATE_PATTERNS["tags" if arguments.json is None else "JSON for tags"]
+)""")
 
 
 # region WHOLE CALLS ===========================================================
@@ -21533,6 +21138,13 @@ _WHOLE_JSON_END: Final = compile_pattern(
 _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))")
 
 
+LOST_MEMBER: Final = compile_pattern(rf"""(?x:
+    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    [\s}}\],;]{{0,99}}+
+    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
+    \s{{0,9}} :
+)""")
 class CallBody:
     """Finds where a body ends, in an unread text that grows; reads each letter once.
 
@@ -21575,20 +21187,22 @@ class CallBody:
 
     def take(self) -> str | None:
         """Take the body, with its tags; None: it has not ended."""
+        is_complete = self._unread.is_complete
+        self._unread.text = self._unread.text.removesuffix("\0")
         text = self._unread.text
         if self._end is None:
             self._find_end()
         end = self._end
-        if end is None and not self._unread.is_complete:
+        if end is None and not is_complete:
             return None
         if end is None:  # up to an end tag that looked quoted, or to the reply's end
             end = text.find(self._format.end, self._start)
             end = len(text) if end < 0 else end
-        n_read = self._find_rest(end)
+        n_read = self._find_rest(end, is_complete=is_complete)
         if n_read is None:
             return None
         self.is_closed = end < len(text)
-        self._unread.text = text[n_read:]
+        self._unread.text = text[n_read:] + "\0" * is_complete
         return text[self._start : end]
 
     def _find_end(self) -> None:
@@ -21638,7 +21252,7 @@ class CallBody:
         self._marks = regex.compile(source)
         return True
 
-    def _find_rest(self, end: int) -> int | None:
+    def _find_rest(self, end: int, *, is_complete: bool) -> int | None:
         """The position of what follows the calls; None: the next text decides."""
         n_read, late = end, None
         if self._is_json and not self._has_end_token:
@@ -21648,7 +21262,7 @@ class CallBody:
                 n_read = end + len(self._format.end)
             if self._quote and not self._is_last:
                 late = _LATE_MARK.match(self._unread.text, n_read, partial=True)
-        if late is not None and late.partial and not self._unread.is_complete:
+        if late is not None and late.partial and not is_complete:
             return None
         self.is_damaged = late is not None and not late.partial
         return n_read
@@ -22090,7 +21704,7 @@ class ReplyReader:
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
         n_before = len(self._reply.deltas)
-        self._is_over = self._unread.is_complete = True
+        self._is_over = True
         if self.in_call and (closes or self.is_after_call or not self._is_call):
             self._advance("")
         if not self.is_broken:
@@ -22116,7 +21730,6 @@ class ReplyReader:
     def _open_call(self) -> None:
         assert self._format is not None
         self._unread = UnreadText()
-        self._unread.is_complete = self._is_over
         self._is_call = False
         self._opening = "{"
         self._arguments = None
@@ -22135,12 +21748,15 @@ class ReplyReader:
         assert self._format is not None
         unread = self._unread
         unread.has_tokens = self._has_tokens and self._format.end != "\0"
-        end_text = text
-        if is_end:
-            is_end, end_text = self._take_end(text)
-        unread.is_complete = is_end or self._is_over  # of this call no more will come
-        unread.text += end_text
-        n_unread = len(unread.text)
+        is_end = is_end and not self._quotes_end()
+        arguments = self._arguments
+        # What \0 stands for. If it becomes no end, it is text: the tag is a part of it.
+        end_text = ""
+        if is_end and isinstance(arguments, TaggedArguments):
+            end_text = text if arguments.reads_end_token else ""
+        unread.text += text.removesuffix(end_text)
+        if is_end or self._is_over:
+            unread.text += "\0"
         call_text = unread.text
 
         if self._state is ReplyState.NAME:
@@ -22149,15 +21765,15 @@ class ReplyReader:
             self._read_arguments()
         if self._state is ReplyState.WHOLE_CALLS:
             self._read_whole_calls()
+        n_taken = len(call_text) - len(unread.text)
+        if not self._is_over:
+            unread.text = unread.text.replace("\0", end_text)
         if self._state is ReplyState.ENDED:
             self._read_late_argument()
 
-        n_taken = n_unread - len(unread.text)
-        if is_end:  # what has not become an end is text: of that the tag is a part
-            unread.text = unread.text.replace("\0", text)
-            unread.is_complete = self._is_over
+        unread.text = unread.text.replace("\0", "")
         if not self._is_call:
-            self._emit_text(call_text[:n_taken].replace("\0", text))
+            self._emit_text(call_text[:n_taken].replace("\0", end_text))
         if self._state is not ReplyState.DONE or self.is_broken:
             return None
         self._state = ReplyState.TEXT
@@ -22170,19 +21786,19 @@ class ReplyReader:
         self._follows_false_call = not self._is_call
         return unread.text
 
-    def _take_end(self, tag: str) -> tuple[bool, str]:
-        """Whether the end tag, a token, ends the call here, and what to read for it."""
+    def _quotes_end(self) -> bool:
+        """Whether the end tag, a token that comes next, is a part of the call."""
         if self._body is not None:
             self._body.note_end()
-            return False, tag
+            return True
+        if self._arguments is None:
+            return False
         if self._state is ReplyState.ENDED:
-            return False, tag
-        if self._arguments is not None and self._arguments.quotes_end():
+            return True
+        if self._arguments.quotes_end():
             self._arguments.read_end_as_text()
-            return False, tag
-        if isinstance(self._arguments, TaggedArguments):
-            return True, self._arguments.end_token(tag)
-        return True, tag
+            return True
+        return False
 
     def _emit_name(self, name: str, start: str) -> None:
         if name in self._offered:
@@ -22209,7 +21825,7 @@ class ReplyReader:
             # Of {"name": "ls"} the only bracket is read as that of its arguments.
             is_member = match.lastgroup == "hermes" and match[0].endswith("{")
             self._arguments = JsonArguments(
-                unread, schema.keys, place="member" if is_member else "call"
+                unread, place="member" if is_member else "call"
             )
         else:
             self._arguments = TaggedArguments(
@@ -22241,10 +21857,10 @@ class ReplyReader:
 
     def _ends_before_arguments(self) -> bool:
         """Whether the reply is over where arguments in JSON begin: a cut call."""
-        match = CALL_START.match(self._unread.text + "{")
+        match = CALL_START.match(self._unread.text.removesuffix("\0") + "{")
         if match is None or CALL_SYNTAXES[match.lastgroup].tags is not None:
             return False
-        if self._unread.text.endswith(match[match.lastgroup]):
+        if self._unread.text.endswith(match[match.lastgroup] + "\0"):
             return False  # it may be half of a name
         self._emit_name(match[match.lastgroup], match[0])
         self.is_broken = self._is_call
@@ -22258,8 +21874,6 @@ class ReplyReader:
             self._reply.emit_arguments(json_text)
         if self._arguments.is_done:
             self._state = ReplyState.ENDED
-            if self._unread.is_cut:
-                self._unread.text = ""
 
     def _read_late_argument(self) -> None:
         """Close the arguments, unless another one follows."""
@@ -22268,12 +21882,11 @@ class ReplyReader:
         is_broken = arguments.is_broken
         is_last = self.n_calls == self._max_calls - 1  # that the client may be given
         if not (is_broken or is_last):
-            match = late_argument_pattern(arguments).match(
-                self._unread.text, partial=True
-            )
-            if match is not None and match.partial and not self._is_over:
+            text = self._unread.text
+            match = LATE_ARGUMENT.match(text, partial=not self._is_over)
+            if match is not None and match.partial:
                 return
-            is_broken = match is not None and not match.partial
+            is_broken = match is not None
         self._state = ReplyState.DONE
         self.is_broken = self._is_call and is_broken
         if self._is_call and not is_broken:
