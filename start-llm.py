@@ -19812,7 +19812,8 @@ def escape_json(text: str) -> str:
 #
 # Public   ArgumentTags, CallSyntax, ForeignFormat, CALL_SYNTAXES, FOREIGN_SYNTAX,
 #          FOREIGN_FORMATS, HERMES_START, MISTRAL_START, CALL_START, key_pattern,
-#          any_tag_pattern, value_end_pattern, ToolCallFormat, tool_call_prefixes
+#          value_end_pattern, inner_tag_pattern, edge_tag_pattern, ToolCallFormat,
+#          tool_call_prefixes
 # Uses     CALL TEXT
 # Thread   any; pure
 
@@ -19904,7 +19905,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
             is_on_lines=True,
             before_close=r"\n?",
-            names="tool_call|function|parameter",
+            names="function|parameter",
         ),
         end_spelling="</function>\n</tool_call>",
     ),
@@ -19927,7 +19928,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             name="[^<]{1,200}?",
             gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`]|["'`][^<]))""",
             stray_tag="<arg_value>",
-            names="tool_call|arg_key|arg_value",
+            names="arg_key",
         ),
         end_spelling="</tool_call>",
     ),
@@ -19945,7 +19946,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             inner_end="</invoke>",
             outer_end="</minimax:tool_call>",
             next_call=r"<minimax:tool_call>|<invoke[ ]",
-            names="minimax:tool_call|invoke|parameter",
+            names="invoke|parameter",
         ),
         end_spelling="</invoke>\n</minimax:tool_call>",
     ),
@@ -20094,8 +20095,8 @@ def key_pattern(tags: ArgumentTags) -> Any:
     )""")
 
 
-# What ends a value, which is `closed`, or was never closed: then the call ends, or the
-# next key of the tool follows on its own line. A closing tag alone does not end it: the
+# What ends a value, which is `closed`, or was never closed: then the call ends, or a key
+# of the tool follows. A closing tag alone does not end it: the
 # syntax must go on after it. END is the end tag of the call; in other tokens than its
 # own it counts where the reply ends.
 _VALUE_END: Final = r"""(?x:
@@ -20104,15 +20105,20 @@ _VALUE_END: Final = r"""(?x:
               | (?: INNER \s* ){0,2} (?: END (?= [^"'`] ) | (?: OUTER \s* )? \0 )
               | INNER \s* NEXT_CALL
               | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no END before prose
+  | (?P<broken> CLOSE [ \t\r\n]{400} )                  # a model caught in blanks
   | BREAK
     (?= (?: INNER \s* )? (?: OUTER \s* )? \0
       | </ [\w:]{0,20} \0                                # cut in its closing tag
       | INNER \s* (?: END \s* )? NEXT_CALL
       | END \s* \n NEXT_CALL )
-  | \n \s* (?= NEXT_KEY )
 )"""
-# More of it, where a value has lines of its own.
-_LINES_END: Final = r"\n(?=(?:INNER\s*)?END[ \t]{0,9}\n)"
+# A value that has lines of its own was never closed, either, before such a line.
+_LINES_END: Final = r"""(?x:
+    \n (?= (?: INNER \s* )? END [ \t]{0,9} \n | \s* NEXT_KEY [ \t]{0,9} \n )
+  | (?P<quoted> (?!) )
+)"""
+# Any other, before the tag of a key, which in quotes or after a blank is text.
+_TEXT_END: Final = r"""(?x: (?P<quoted> ["'`\x20] NEXT_KEY ) | \n? (?= NEXT_KEY ) )"""
 
 
 @lru_cache
@@ -20125,7 +20131,9 @@ def value_end_pattern(
     ArgumentTags.gap). `reads_end_token`: the end tag of the call is read as \\0.
     """
     if is_quoted:
-        return compile_pattern(rf"(?P<closed>{tags.quoted_close})|(?=\0)")
+        return compile_pattern(
+            rf"(?P<closed>{tags.quoted_close})|(?P<broken>(?=\0))|(?P<quoted>(?!))"
+        )
     next_key = _key_of(tags, keys)
     parts = {
         "BREAK": tags.before_close,
@@ -20135,9 +20143,9 @@ def value_end_pattern(
         "INNER": tags.inner_end,
         "END": NO_PATTERN if reads_end_token else tags.outer_end,
         "OUTER": tags.outer_end,
-        "NEXT_KEY": next_key + (r"[ \t]{0,9}\n" if tags.is_on_lines else ""),
+        "NEXT_KEY": f"(?:{next_key})",
     }
-    source = f"{_VALUE_END}|{_LINES_END}" if tags.is_on_lines else _VALUE_END
+    source = f"{_VALUE_END}|{_LINES_END if tags.is_on_lines else _TEXT_END}"
     for name, pattern in parts.items():
         source = source.replace(name, pattern)
     return compile_pattern(source)
@@ -20149,16 +20157,31 @@ def inner_tag_pattern(
 ) -> Any:
     """A tag of the syntax in a value, or of XML, whose elements may have its names.
 
-    Its groups `begins` and `ends` say that it stands at an edge: of a line; where a
-    value is not `is_on_lines`, also next to another tag. `key`: it is
+    Its groups `begins` and `ends` say that it stands at an edge: where a line begins;
+    of a value that is not `is_on_lines`, also where it ends, and next to another tag. `key`: it is
     that of a key of the tool, or one that no value has.
     """
-    line_start, line_end = ("^", "$") if is_on_lines else ("(?:^|(?<=>))", "(?:$|(?=<))")
+    line_start = "^" if is_on_lines else "(?:^|(?<=>))"
+    line_end = NO_PATTERN if is_on_lines else "(?:$|(?=<))"
     return regex.compile(rf"""(?xm:
         (?P<begins> {line_start} [ \t]*+ )?
         (?P<tag> (?P<key> {_key_of(tags, keys)} | {tags.stray_tag} )
           | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] ) [^<>/]{{0,200}} > )
         (?P<ends> [ \t]*+ {line_end} )?
+    )""")
+
+
+@lru_cache
+def edge_tag_pattern(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
+    """A closing tag at the start of a value, or an opening one at its end.
+
+    At either of them it may be the tag around a call.
+    """
+    outer_name = tags.outer_end.strip("</>")
+    outer_tag = f"<{'' if reads_end_token else '/?'}{outer_name}>"
+    return regex.compile(rf"""(?x:
+        \A \s* (?: {tags.close} | {outer_tag} )
+      | (?: < (?: {tags.names} ) (?: [\s=] [^<>]* )? > | {outer_tag} ) \s* \Z
     )""")
 
 
@@ -20295,7 +20318,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, LATE_ARGUMENT, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -20314,6 +20337,10 @@ _ESCAPE: Final = r"""(?x:
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
 _CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+# At the end of a reply: what may have become an escape.
+_HALF_ESCAPE: Final = re.compile(
+    r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
+)
 _COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
 _COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
 _GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
@@ -20322,6 +20349,10 @@ _END_TAG: Final = (
     r" | \[TOOL_CALLS\] )"
 )
 _END_TAG_BEFORE_BREAK: Final = regex.compile(rf"(?x) {_END_TAG} [ \t]{{0,9}} \Z")
+# A string with which the reply ends was never closed, perhaps, but followed by an end.
+_MAY_BE_UNCLOSED: Final = regex.compile(
+    rf"""(?x) {_END_TAG} | (?<! \\ ) " | [}}\]] \s* (?: \n | \Z )"""
+)
 # What follows arguments whose brackets were forgotten.
 _LEFT_OPEN: Final = r"""(?x: (?=
     \0 | </ (?: (?: minimax: )? tool_call | function | invoke ) >
@@ -20358,11 +20389,11 @@ _NEXT: Final = {
 #     anything else                      print("hello")   is inside: f("a", "b")
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
-        " (?: (?P<key_end> {_GAP} : )
+        " (?: (?P<broken> {_GAP} : | [ \t\r\n]{{400}} )  # a model caught in blanks
             | (?= {_GAP} (?: [}}\]] | {_END_TAG} | {_LEFT_OPEN} | {after} ) ) )
     )""")
     for bracket, after in {
-        "}": rf'[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [:}}\]]',
+        "}": rf"[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [:}}\]]",
         "]": '[,;"]',
     }.items()
 }
@@ -20375,7 +20406,8 @@ _CALL_MEMBER: Final = rf"""(?x:
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
-    (?: </tool_call> | <\|call\|> | \0 | (?= <tool_call> \s* [{{<\w] )
+    (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{{<\w] )
+      | (?: < (?: / [\w:]{{0,20}} | [|] \w{{0,20}} )? )? (?= \0 )  # the reply was cut
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
         (?: \s* <\|tool_calls?_section_end\|>
           | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) )
@@ -20387,6 +20419,16 @@ _CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
     {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP} (?= [^\0,;:"'] )
 )""")
 
+# An argument after the end of its call: that tag came too early.
+_LATE_MEMBER: Final = r"""(?x:
+    \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
+  | \s* [,;:] \s* \w{0,99} ["']? \s* :
+)"""
+_LATE_TAG: Final = r"""(?x:
+    (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
+    [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
+)"""
+
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORD: Final = regex.compile(rf"{NUMBER}|true|false|null")
 _CLOSERS: Final = {"{": "}", "[": "]"}
@@ -20394,6 +20436,9 @@ _CLOSERS: Final = {"{": "}", "[": "]"}
 
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the call's end."""
+
+    late_argument: Any = compile_pattern(_LATE_MEMBER)
+    reads_end_token = False
 
     def __init__(
         self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
@@ -20448,9 +20493,10 @@ class JsonArguments:
             return self._break()
         if match["end"] is not None:
             # {"path": "a.md"</tool_call>    the bracket was forgotten; after { alone, a
-            # member may have been, and inside of another one, nobody knows which
-            is_certain = not (self._is_first or self._has_object or self._closers[1:])
-            return self._close("}") if is_certain else self._break()
+            # member may have been, and of two, nobody knows which
+            is_cut = self._unread.text.startswith("\0")
+            is_certain = not self._is_first and (is_cut or len(self._closers) == 1)
+            return self._close_all() if is_certain else self._break()
 
         json_text = match["lead"]
         if match["close"] is not None:
@@ -20464,13 +20510,15 @@ class JsonArguments:
                 return self._break()
             self._used_keys[-1].add(key)
             json_text += match["key"] + match["colon"]
-        json_text = _without_comments(json_text)
+        return _without_comments(json_text) + self._begin_value(match)
 
+    def _begin_value(self, match: Any) -> str:
+        """Take a word, or what begins a value."""
         self._is_first = False
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
             # NaN, 1e9999, 007: a string
-            return json_text + (word if _JSON_WORD.fullmatch(word) else to_json(word))
+            return word if _JSON_WORD.fullmatch(word) else to_json(word)
         if match["open"] == '"':
             self._is_in_string = True
             self._string_end = ""
@@ -20479,7 +20527,7 @@ class JsonArguments:
             self._used_keys.append(set())
             self._is_first = True
             self._has_object |= match["open"] == "{"
-        return json_text + str(match["open"])
+        return str(match["open"])
 
     def _close(self, bracket: str, lead: str = "") -> str:
         if bracket != self._closers.pop():
@@ -20492,6 +20540,14 @@ class JsonArguments:
         self.closing = lead + bracket
         return ""
 
+    def _close_all(self, end_quote: str = "") -> str:
+        """Close what is open where the call ends, or the reply."""
+        if self._has_object:
+            return self._break()
+        self.is_closed = True
+        self.closing = end_quote + "".join(reversed(self._closers))
+        return ""
+
     def _read_string(self) -> str | None:
         """Read on in the string: its text, its end, or what JSON would escape."""
         unread = self._unread
@@ -20500,22 +20556,31 @@ class JsonArguments:
             match = unread.match_next(_QUOTE[self._closers[-1]])
             if match is not None and not match.partial:
                 self._is_in_string = False
-                return '"' if match["key_end"] is None else self._break()
-        if match is not None and match.partial:
-            return None
-
-        text = match[0] if match else unread.text[:1]
-        if text == "\0":  # the reply is over
-            return self._break()
+                return '"' if match["broken"] is None else self._break()
         if match is None:
-            unread.text = unread.text[1:]
+            return self._read_raw()
+        return None if match.partial else self._take_text(match[0])
+
+    def _read_raw(self) -> str:
+        """Read what JSON would escape, or the end of the reply."""
+        unread = self._unread
+        if _HALF_ESCAPE.fullmatch(unread.text):
+            # The string was cut there, or never closed.
+            unread.text = "\0"
+            is_unclosed = _MAY_BE_UNCLOSED.search(self._string_end) is not None
+            return self._break() if is_unclosed else self._close_all('"')
+        character = unread.text[0]
+        unread.text = unread.text[1:]
         # "x}}\n</tool_call>\nDone.    the string was never closed; but where tokens are
         # known, an end tag in others is text
         is_tag_text = unread.has_tokens and not self._has_quoted_end
-        if text == "\n" and _END_TAG_BEFORE_BREAK.search(self._string_end):
+        if character == "\n" and _END_TAG_BEFORE_BREAK.search(self._string_end):
             self.is_done = self.is_broken = not is_tag_text
+        return escape_json(self._take_text(character))
+
+    def _take_text(self, text: str) -> str:
         self._string_end = (self._string_end + text)[-TAG_LENGTH:]
-        return text if match else escape_json(text)
+        return text
 
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
@@ -20549,6 +20614,8 @@ class TaggedArguments:
 
     In the place of the tags a model may write all arguments as one JSON object.
     """
+
+    late_argument: Any = compile_pattern(f"{_LATE_TAG}|{_LATE_MEMBER}")
 
     def __init__(
         self,
@@ -20603,28 +20670,42 @@ class TaggedArguments:
         """What more is certain, as JSON text."""
         json_text = ""
         while not self.is_done:
-            if self._repeated is not None:
-                match = self._unread.match_next(self._repeated)
-                if match is not None and match.partial:
-                    break
-                self._repeated = None
-                if match is not None and self._value is not None:
-                    self._value.has_second_tag = True
-            value = self._value or self.json
-            if value is not None and not value.is_closed:
-                json_text += value.read()
-                self.is_done = self.is_broken = value.is_broken
-                if not value.is_closed:
-                    break
-                self._value = None
-                continue
-            match = self._unread.match_next(key_pattern(self._tags))
-            if match is not None and match.partial:
+            if not self._skip_repeated():
                 break
-            json_text += self._accept_tag(match) if match else self._accept_other()
+            value = self._value or self.json
+            if value is None or value.is_closed:
+                tag_text = self._read_tag()
+                if tag_text is None:
+                    break
+                json_text += tag_text
+                continue
+            json_text += value.read()
+            self.is_done = self.is_broken = value.is_broken
+            if not value.is_closed:
+                break
+            self._value = None
         if self.json is not None:
             self.closing = self.json.closing
         return json_text
+
+    def _skip_repeated(self) -> bool:
+        """Skip the last tag if it comes twice; False: the next text decides."""
+        if self._repeated is None:
+            return True
+        match = self._unread.match_next(self._repeated)
+        if match is not None and match.partial:
+            return False
+        self._repeated = None
+        if match is not None and self._value is not None:
+            self._value.has_second_tag = True
+        return True
+
+    def _read_tag(self) -> str | None:
+        """Read what comes between values; None: the next text decides."""
+        match = self._unread.match_next(key_pattern(self._tags))
+        if match is None:
+            return self._accept_other()
+        return None if match.partial else self._accept_tag(match)
 
     def _accept_tag(self, match: Any) -> str:
         """Go on after a tag; returns what it is in JSON."""
@@ -20680,7 +20761,7 @@ class TaggedValue:
     (L-133). So does any tag in a value that was never closed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is known of a value before it comes
         self,
         unread: UnreadText,
         tags: ArgumentTags,
@@ -20710,19 +20791,22 @@ class TaggedValue:
         self._n_open: dict[str, int] = {}  # elements of XML, by name
         self._has_loose_tag = False  # one that closes nothing
         self._opening = '"'  # emitted with the next text
-        self._reads_end_token = reads_end_token
         self._inner_tag = inner_tag_pattern(tags, self._keys, is_on_lines=is_on_lines)
         self._closing_name = tags.close.strip("</>")
+        self._find_patterns(reads_end_token=reads_end_token)
+
+    def _find_patterns(self, *, reads_end_token: bool) -> None:
+        self._edge_tag = edge_tag_pattern(self._tags, reads_end_token=reads_end_token)
         self._end = value_end_pattern(
-            tags, self._keys, is_quoted=is_quoted, reads_end_token=reads_end_token
+            self._tags,
+            self._keys,
+            is_quoted=self._is_quoted,
+            reads_end_token=reads_end_token,
         )
 
     def read_end_as_text(self) -> None:
         """Read on where the end tag is text."""
-        self._reads_end_token = False
-        self._end = value_end_pattern(
-            self._tags, self._keys, is_quoted=self._is_quoted, reads_end_token=False
-        )
+        self._find_patterns(reads_end_token=False)
 
     def closes(self) -> bool:
         """Whether its closing tag has come, if the call ends now."""
@@ -20737,6 +20821,9 @@ class TaggedValue:
             json_text += self._emit(text)
             if ending is None:
                 return json_text
+            if ending["quoted"] is not None:
+                json_text += self._emit(ending[0])
+                continue
             self._note_tags()
             closing: str = ending["closed"] or ""
             if self._n_open.get(self._closing_name, 0) and closing:
@@ -20748,7 +20835,8 @@ class TaggedValue:
                 continue
             self.is_closed = True
             value = "".join(self._parts)
-            self.is_broken = self._is_unreadable(value, closing)
+            is_broken = ending["broken"] is not None
+            self.is_broken = is_broken or self._is_unreadable(value, closing)
             if not self.is_broken:
                 end = '"' if self._is_string else value_as_json(value, self._types)
                 json_text += end
@@ -20770,18 +20858,20 @@ class TaggedValue:
         for tag in self._inner_tag.finditer(text):
             name = tag["name"]
             n_open = self._n_open.get(name, 0)
-            is_element = tag["begins"] is not None and not tag["key"]
-            is_at_edge = tag["begins"] is not None or tag["ends"] is not None
+            is_element = tag["begins"] is not None and not (tag["key"] or tag["slash"])
+            before = text[tag.start("tag") - 1 : tag.start("tag")]
+            after = text[tag.end("tag") : tag.end("tag") + 1]
+            is_quoted = before in set("\"'`") or after in set("\"'`")
             if tag["slash"] and n_open:
                 self._n_open[name] = n_open - 1
-            elif is_element and not tag["slash"]:
+            elif is_quoted or (before == " " and not is_element):
+                continue
+            elif is_element:
                 self._n_open[name] = n_open + 1
-            elif self._reads_end_token and tag["tag"] == self._tags.outer_end:
-                continue  # its letters are text
-            elif is_at_edge or (tag["key"] and not self._is_on_lines):
-                around = text[tag.start("tag") - 1 : tag.start("tag")]
-                around += text[tag.end("tag") : tag.end("tag") + 1].strip()
-                self._has_loose_tag |= not set(around) & set("\"'` ")
+            else:
+                is_at_edge = tag["begins"] is not None or tag["ends"] is not None
+                is_key = tag["key"] is not None and not self._is_on_lines
+                self._has_loose_tag |= is_at_edge or is_key
 
     def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""
@@ -20798,17 +20888,9 @@ class TaggedValue:
         can_be_string = not self._types or "string" in self._types
         if has_tag and not can_be_string:
             return value_as_json(value, self._types).startswith('"')
-        is_open = any(self._n_open.values())
-        return not self._is_quoted and (self._has_loose_tag or is_open)
-
-
-# An argument after the end of its call: that tag came too early.
-LATE_ARGUMENT: Final = compile_pattern(r"""(?x:
-    (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
-    [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
-  | \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
-  | \s* [,;:] \s* \w{0,99} ["']? \s* :
-)""")
+        has_edge_tag = self._edge_tag.search(value) is not None
+        is_open = any(self._n_open.values()) or self._has_loose_tag or has_edge_tag
+        return is_open and not self._is_quoted
 
 
 # region WHOLE CALLS ===========================================================
@@ -21145,6 +21227,8 @@ LOST_MEMBER: Final = compile_pattern(rf"""(?x:
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
+
+
 class CallBody:
     """Finds where a body ends, in an unread text that grows; reads each letter once.
 
@@ -21749,11 +21833,9 @@ class ReplyReader:
         unread = self._unread
         unread.has_tokens = self._has_tokens and self._format.end != "\0"
         is_end = is_end and not self._quotes_end()
-        arguments = self._arguments
         # What \0 stands for. If it becomes no end, it is text: the tag is a part of it.
-        end_text = ""
-        if is_end and isinstance(arguments, TaggedArguments):
-            end_text = text if arguments.reads_end_token else ""
+        reads_token = self._arguments is not None and self._arguments.reads_end_token
+        end_text = text if is_end and reads_token else ""
         unread.text += text.removesuffix(end_text)
         if is_end or self._is_over:
             unread.text += "\0"
@@ -21774,17 +21856,20 @@ class ReplyReader:
         unread.text = unread.text.replace("\0", "")
         if not self._is_call:
             self._emit_text(call_text[:n_taken].replace("\0", end_text))
-        if self._state is not ReplyState.DONE or self.is_broken:
-            return None
+        has_ended = self._state is ReplyState.DONE and not self.is_broken
+        return self._end_call(unread.text) if has_ended else None
+
+    def _end_call(self, rest: str) -> str | None:
+        """Go back to text; returns it, None if it is not the client's."""
         self._state = ReplyState.TEXT
         self.n_calls = len(self._reply.calls)
         if self.n_calls >= self._max_calls:
-            self.has_more |= bool(unread.text.strip())
-            return None  # what follows is not the client's
+            self.has_more |= bool(rest.strip())
+            return None
         if self._is_call:  # a call ends thinking
             self._begin("content")
         self._follows_false_call = not self._is_call
-        return unread.text
+        return rest
 
     def _quotes_end(self) -> bool:
         """Whether the end tag, a token that comes next, is a part of the call."""
@@ -21883,7 +21968,7 @@ class ReplyReader:
         is_last = self.n_calls == self._max_calls - 1  # that the client may be given
         if not (is_broken or is_last):
             text = self._unread.text
-            match = LATE_ARGUMENT.match(text, partial=not self._is_over)
+            match = arguments.late_argument.match(text, partial=not self._is_over)
             if match is not None and match.partial:
                 return
             is_broken = match is not None

@@ -743,14 +743,6 @@ def test_a_call_whose_objects_have_a_key_of_the_tools_may_have_an_id() -> None:
         assert finished_calls(message) == [json.loads(arguments)]
 
 
-@pytest.mark.parametrize("cut", ['"1', '"', "12", "nul", ""])
-def test_a_reply_that_is_cut_in_the_id_of_a_call_has_its_arguments(cut: str) -> None:
-    text = HERMES + '{"path": "a"}, "id": ' + cut
-    for pieces in ([text], list(text)):
-        message = read(FORMATS["hermes"], pieces)
-        assert finished_calls(message) == [{"path": "a"}]
-
-
 @pytest.mark.parametrize("rest", [" Done.", ' "delta"'])
 def test_a_bracket_that_was_forgotten_before_a_text_may_hide_items(rest: str) -> None:
     text = '[TOOL_CALLS]read[ARGS]{"items": [1, 2}' + rest

@@ -1010,15 +1010,7 @@ def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) ->
 @pytest.mark.parametrize(
     ("written", "arguments"),
     [
-        ('{"n": 1, key: 2}', {"n": 1, "key": 2}),
-        ('{$key_1: "a", n: 2}', {"$key_1": "a", "n": 2}),
         ('{"text": "a" "n": 2}', {"text": "a", "n": 2}),
-        # Quotes as Python writes them.
-        ("{'n': 1}", {"n": 1}),
-        ('{"text": "a", \'n\': 2}', {"text": "a", "n": 2}),
-        ("{'text': 'say \"it\\'s\"', \"n\": 2}", {"text": 'say "it\'s"', "n": 2}),
-        ("{'items': ['a', \"b\", 'c'], 'n': 2}", {"items": ["a", "b", "c"], "n": 2}),
-        ('{"text": "f("a", \'b\')", \'n\': 2}', {"text": "f(\"a\", 'b')", "n": 2}),
         ('{"text": "it\'s, \'n\': 2"}', {"text": "it's, 'n': 2"}),
         ('{"text": "a", // n\n"n": 2 // m\n}', {"text": "a", "n": 2}),
         ('{"text": "a" /* n */, "n": /* m */ 2}', {"text": "a", "n": 2}),
@@ -1027,10 +1019,10 @@ def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) ->
         ('{"x": 1e9999, "n": 007}', {"x": "1e9999", "n": "007"}),
         ('{"x": NaN, "n": 1}', {"x": "NaN", "n": 1}),
         ('{"text": "\\u12"}', {"text": "\\u12"}),
-        # Only the brackets are wrong.
-        ('{"items": [{"n": 1}', {"items": [{"n": 1}]}),
-        ('{"items": [1, 2}', {"items": [1, 2]}),
-        ('{"items": [1, {"n": 1], "x": 2}', {"items": [1, {"n": 1}], "x": 2}),
+        (
+            '{"text": "env.get("KEY", "x")", "n": 1}',
+            {"text": 'env.get("KEY", "x")', "n": 1},
+        ),
         ('{"n": 1}}', {"n": 1}),
     ],
 )
@@ -1121,8 +1113,6 @@ def test_a_call_with_arguments_that_cannot_be_read_is_left_open(text: str) -> No
         ("<tool_call>read<arg_key>text</arg_key><arg_value>Dallas<arg_key>n</arg_key><arg_value>5"
          "</arg_value></tool_call>", {"text": "Dallas", "n": 5}),
         # But not before one that the tool does not have.
-        ("<tool_call><function=read>\n<parameter=text>\na\n<parameter=zz>\n5\n</parameter>\n"
-         "</function></tool_call>", {"text": "a\n<parameter=zz>\n5"}),
         ("<tool_call>read<arg_key>text</arg_key><arg_value>a<arg_key>zz</arg_key>b</arg_value>"
          "</tool_call>", {"text": "a<arg_key>zz</arg_key>b"}),
     ],
@@ -1293,6 +1283,33 @@ def test_a_call_never_runs_with_fewer_arguments_than_were_written(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"n": 1, key: 2}',
+        "{'n': 1}",
+        '{"items": ["a", \'b\']}',
+        '{"items": [{"n": 1}',
+        '{"items": [1, 2}',
+        '{"items": [27 18]}',
+        '{"items": [1, {"n": 1], "x": 2}',
+        '{"items": [1, {"a": [true, "b',
+    ],
+)
+def test_json_with_other_quotes_or_brackets_inside_is_left_open(arguments: str) -> None:
+    text = '<tool_call>\n{"name": "read", "arguments": ' + arguments
+    for rest in ("}\n</tool_call>", ""):
+        for cuts in ([], list(range(len(text + rest)))):
+            assert calls_or_broken(read(text + rest, cuts)) == [BROKEN]
+
+
+def test_a_misspelt_key_between_tags_leaves_the_call_open() -> None:
+    """The value before it was never closed: it would swallow the argument."""
+    value = "<parameter=text>\na\n<parameter=zz>\n5\n</parameter>\n"
+    reply = read(f"<tool_call><function=read>\n{value}</function></tool_call>")
+    assert calls_or_broken(reply) == [BROKEN]
+
+
+@pytest.mark.parametrize(
     ("cut", "arguments"),
     [
         ('{"text": "a\\', {"text": "a"}),
@@ -1302,7 +1319,6 @@ def test_a_call_never_runs_with_fewer_arguments_than_were_written(
         ('{"text": "a\\uD83D\\uDE00b', {"text": "a😀b"}),
         ('{"text": "a"', {"text": "a"}),
         ('{"n": 12 ', {"n": 12}),
-        ('{"items": [1, {"a": [true, "b', {"items": [1, {"a": [True, "b"]}]}),
     ],
 )
 def test_json_cut_off_in_a_string_or_after_a_member_is_closed(
