@@ -16896,13 +16896,16 @@ LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
 SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
-MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
+SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 
 # Who reads next, and whether that may be now.
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before that decoding
-MAX_SOON_DEBT: Final = 3.0  # unless more seconds of it are owed
+MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short, too
+BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
@@ -16912,19 +16915,25 @@ MIN_WAIT_GAIN_TOKENS: Final = 64
 class SchedulingPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    There are two accounts, in seconds of model time:
+    There are three accounts, in seconds of model time:
 
-        decode_debt    How long others must decode before the next slice is read. Each
-                       second of prefill adds DECODE_SHARE seconds, each second of
-                       decoding takes one off. A prompt that ends soon may be read
-                       before the debt is paid.
+        decode_debt    How long others must decode before a long prompt reads its next
+                       slice. Each second of prefill adds DECODE_SHARE seconds, each
+                       second of decoding takes one off.
+        burst_seconds  For how long prompts were read that decoding has not been paid
+                       for. Short ones may be read until these are BURST_SECONDS.
         oldest_credit  While it is positive, the oldest request is next: each second
                        that it reads takes several off. Else the one that ends first is
                        next: each second adds one.
 
-    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest,
-    which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
-    short prompts have 1.4 s before the oldest reads again.
+    For example eight prompts come at once that take 0.6 s each. The first one decodes
+    after 0.6 s, in steps of 0.2 s. The others are not made to wait until it has had
+    1.2 s for each of them: two are read, then comes a step, and so on. Short prompts
+    that come without end have a third of the time, as long ones have.
+
+    And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
+    takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short
+    prompts have 1.4 s before the oldest reads again.
 
     Near its end the oldest pays less: 2 for each second if one second of it is left,
     and all of MAX_OTHERS_SHARE only if four or more are.
@@ -16932,7 +16941,9 @@ class SchedulingPolicy:
 
     def __init__(self) -> None:
         self.decode_debt = 0.0
+        self.burst_seconds = 0.0
         self.oldest_credit = 0.0
+        self.step_seconds = 0.0  # of the last decode step of all batches
 
     def next_prefill(self, candidates: Sequence[RunningRequest]) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
@@ -16944,21 +16955,37 @@ class SchedulingPolicy:
             return min(candidates, key=lambda candidate: candidate.submitted_at)
         return min(candidates, key=lambda candidate: candidate.n_to_prefill)
 
-    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
-        """Whether this one may prefill a slice now. `is_decoding`: others decode.
+    def is_short(self, candidate: RunningRequest) -> bool:
+        """Whether so little of a prompt is left that others wait for it (L-68).
 
-        They wait for a prompt that ends soon: a step of a batch costs the same with one
-        request more (L-68).
+        A step of a batch costs nearly the same with one request more.
         """
+        n_tokens = candidate.n_to_prefill
+        seconds_left = n_tokens / candidate.prefill_speed
+        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+
+    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
+        """Whether this one may prefill now. `is_decoding`: others decode."""
         if not is_decoding:
             return True
-        seconds_left = candidate.n_to_prefill / candidate.prefill_speed
-        max_debt = MAX_SOON_DEBT if seconds_left < SOON_SECONDS else 0.0
-        return self.decode_debt <= max_debt
+        if self.is_short(candidate):
+            return self.burst_seconds < BURST_SECONDS
+        return self.decode_debt <= 0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long short prompts are read before others decode a step again (L-220).
+
+        Two steps fall into the pause besides: that one, and the first of who was read.
+        """
+        longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
+        return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
 
     def charge_decode(self, seconds: float) -> None:
-        """All batches have decoded, for so long."""
+        """All batches have decoded a step, for so long."""
+        self.step_seconds = seconds
         self.decode_debt = max(0.0, self.decode_debt - seconds)
+        self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
 
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
         """A request has read, for so long. `is_decoding`: others decode, and waited.
@@ -16967,8 +16994,10 @@ class SchedulingPolicy:
         counts all the same: the request itself may decode from now on.
         """
         if not is_decoding:
-            self.decode_debt = 0.0
-        self.decode_debt += seconds * DECODE_SHARE
+            self.decode_debt = self.burst_seconds = 0.0
+        debt = self.decode_debt + seconds * DECODE_SHARE
+        self.decode_debt = min(debt, MAX_DECODE_DEBT)
+        self.burst_seconds += seconds
 
     def charge_prefill(
         self, reader: RunningRequest, seconds: float, *, is_alone: bool
@@ -16994,11 +17023,13 @@ def choose_companions(
     *,
     max_tokens: float,
     max_padding: float,
+    free_padding: float = 0.0,
 ) -> list[RunningRequest]:
     """Who is read in one call with `chosen`: rests that are most like it in length.
 
     `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
     tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
+    `free_padding`: so many tokens of it cost less than the call that each one saves.
     """
 
     def difference(candidate: RunningRequest) -> int:
@@ -17008,10 +17039,14 @@ def choose_companions(
     for candidate in sorted(candidates, key=difference):
         wider_group = [*group, candidate]
         n_to_prefill = [member.n_to_prefill for member in wider_group]
-        n_prompt = [member.n_prompt for member in wider_group]
-        padding = max(_padding(n_to_prefill), _padding(n_prompt))
-        fits = max(n_to_prefill) * len(wider_group) <= max_tokens
-        if fits and padding <= max_padding:
+        n_fed = max(n_to_prefill) * len(wider_group)
+        n_padding = n_fed - sum(n_to_prefill)
+        may_pad = _padding(n_to_prefill) <= max_padding or n_padding <= free_padding * (
+            len(wider_group) - 1
+        )
+        # No buffer has fewer places than BUFFER_STEP_TOKENS.
+        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
+        if n_fed <= max_tokens and may_pad and _padding(n_places) <= max_padding:
             group = wider_group
     return group[1:]
 
@@ -17215,6 +17250,11 @@ class RunningRequest:
         """How many tokens `remaining_prefill` has."""
         return self.n_prompt - 1 - self.num_computed_tokens
 
+    @property
+    def seconds_left(self) -> float:
+        """How long reading the rest of its prompt takes, by the speed so far."""
+        return self.n_to_prefill / self.prefill_speed
+
     def remaining_prefill(self) -> TokenIds:
         """The tokens of the prompt that are left, but the last.
 
@@ -17234,7 +17274,7 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
+        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
         return is_short and not self.handle.is_second_try
 
     @property
@@ -17952,6 +17992,12 @@ class PromptReader:
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
         return min(max_tokens, self._config.prefill_step_size)
 
+    def estimate_speeds(self, requests: Sequence[RunningRequest]) -> None:
+        """Let those that have read nothing expect the speed of the last slice."""
+        for running in requests:
+            if not running.has_begun and self.measured_speed is not None:
+                running.prefill_speed = self.measured_speed
+
     def note_peak(self) -> None:
         """Keep MLX's peak of memory, which each prefill slice sets back."""
         self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
@@ -18146,7 +18192,7 @@ class Scheduler:
         for batch in self.batches:
             self._decode(batch)
         self.policy.charge_decode(self._now() - began)
-        self._prefill_next(began)
+        self._prefill_next()
 
     # -- end ---------------------------------------------------------------------------
 
@@ -18462,23 +18508,42 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------
 
-    def _prefill_next(self, step_began: float) -> None:
-        """Prefill one slice, or more as long as each ends a prompt (L-68)."""
+    def _prefill_next(self) -> None:
+        """Prefill one slice, or short prompts as long as others may pause (L-220)."""
+        pause_ends = self._now() + self.policy.pause_seconds
+        has_read = False
         while self.prefilling:
+            self.reader.estimate_speeds(self.prefilling)
             running = self.policy.next_prefill(self.prefilling)
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
-            companions: list[RunningRequest] = []
-            with self.guard():  # it changes no KV: if it fails, this one reads alone
-                companions = self._find_companions(running)
-            self._prefill([running, *companions])
-            if running.batch is None or self._now() - step_began > SLICE_SECONDS:
+            pause_left = pause_ends - self._now()
+            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
+            if has_read and not fits:
                 return
+            self._prefill_turn(running, pause_left)
+            if running.batch is None:
+                return
+            has_read = True
 
-    def _prefill(self, requests: Sequence[RunningRequest]) -> None:
+    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
+        """Prefill what is next, with others whose prompts are short, too."""
+        if self.batches and self.policy.is_short(running):
+            seconds = joint_seconds = pause_left
+        else:
+            has_company = len(self.running) + len(self.waiting) > 1
+            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+            joint_seconds = MAX_JOINT_SECONDS
+        companions: list[RunningRequest] = []
+        with self.guard():  # it changes no KV: if it fails, this one reads alone
+            companions = self._find_companions(running, max_seconds=joint_seconds)
+        self._prefill([running, *companions], seconds=seconds)
+
+    def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
         Those whose prompts need no further slice decode from now on, as one batch.
+        `seconds`: of the slice.
         """
         chosen = requests[0]
         began = self._now()
@@ -18490,8 +18555,6 @@ class Scheduler:
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
             elif chosen.needs_slice:
-                has_company = len(self.running) + len(self.waiting) > 1
-                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
@@ -18508,7 +18571,9 @@ class Scheduler:
         others = [running for running in self.prefilling if running not in requests]
         self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
-    def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
+    def _find_companions(
+        self, running: RunningRequest, *, max_seconds: float
+    ) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
 
         For example sub-agents, with one system prompt that is cached. Only where every
@@ -18518,17 +18583,20 @@ class Scheduler:
         can_pad = has_attention_alone and self.loaded.vision is None
         if not can_pad or not running.can_read_with_others:
             return []
+        if self.batches and self.reader.measured_speed is None:
+            return []  # nobody knows for how long they would pause
         others = [
             other
             for other in self.prefilling
             if other is not running and other.can_read_with_others
         ]
-        seconds = SOON_SECONDS if self.batches else MAX_JOINT_SECONDS
         companions = choose_companions(
             running,
             others,
-            max_tokens=self.reader.max_slice_tokens(running, seconds=seconds),
+            max_tokens=self.reader.max_slice_tokens(running, seconds=max_seconds),
             max_padding=self.config.batch_padding_max,
+            # Who is read alone has a batch of its own, whose first step is a call.
+            free_padding=self.policy.step_seconds * running.prefill_speed,
         )
         if not companions:
             return []
