@@ -165,7 +165,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import (
     AbstractContextManager,
@@ -484,6 +484,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError, ValidationError, fr
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerBase
 
@@ -11242,34 +11244,32 @@ class CacheLease:
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
 #         lock                           held by the server that uses it
 #         port                           that its last server listened on
-#         written                        bytes that were written today
 #         secret                         that is in the names of images
 #         <name>.safetensors             a segment; 0600
 #
 # A segment is written under another name, and renamed once the disk has it: there is no
 # half of one. A file that is damaged, or of another format, is deleted, and its tokens
-# are read again. Each array has a checksum: the format has none, and one flipped bit
+# are read again. Each array has a checksum: safetensors has none, and one flipped bit
 # would be another KV.
 #
 #     writing    between two steps of the model, DiskTier copies some arrays out of an
-#                entry that rests; a thread of its own brings them to the disk
+#                entry that rests; once it has all, another thread writes the file
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
 #          delete_other_folders, report_unused, find_undeletable, DiskError
-# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
-# Thread   model, mlx; SegmentWriter: a thread of its own
+# Uses     CONFIG, LOGGING, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
+# Thread   model, mlx; write_segment: a thread of its own
 
 LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
-MIN_SAVED_TOKENS: Final = 512  # fewer are written once they have rested for long
+MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
+MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_COMPARED: Final = 8  # segments whose tokens are read, of those that go on
-MIN_SEGMENT_TOKENS: Final = 16  # fewer are not worth a file
-MAX_SEGMENT_BYTES: Final = 128 << 20  # what is interrupted loses no more than that
+MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
-SAVE_SHORT_SECONDS: Final = 30.0  # of rest, for less than MIN_SAVED_TOKENS
 SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
 WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
 LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
@@ -11277,12 +11277,10 @@ FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
-MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-_DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
+_DISK_FORMAT: Final = 3  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
-_NEW_SUFFIX: Final = ".new"  # of a file that is being written
-_MAX_HEADER_BYTES: Final = 16 << 20
+_NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
 _LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
 _LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether it has
@@ -11292,7 +11290,6 @@ _DISK_PART: Final = 10  # ... tenth of the free disk
 _DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
 
 _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-_ArrayType = Literal["BF16", "F16", "F32", "U32", "U8", "I32", "I64", "BOOL"]
 
 
 class DiskError(Exception):
@@ -11302,22 +11299,10 @@ class DiskError(Exception):
 # -- 1 files ---------------------------------------------------------------------------
 
 
-class ArrayInfo(BaseModel, frozen=True, extra="forbid"):
-    """An array of a file, as safetensors describes it."""
-
-    dtype: _ArrayType
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return _ARRAY_TYPES[self.dtype].size * math.prod(self.shape)
-
-
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[2] = _DISK_FORMAT
+    format: Literal[3] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
     parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
     start: int = Field(ge=0)
@@ -11329,252 +11314,81 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     # By position, in (start, end]: the states there. In the place of each array is
     # {"array": its name}.
     states: dict[int, Any] = {}
-    arrays: dict[str, ArrayInfo]  # in the order of the file; "tokens" is the first
-
-    @cached_property  # of all segments it is read, when one has to go
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(info.nbytes for info in self.arrays.values())
+    # Of all arrays; write_segment() adds them.
+    checksums: dict[str, str] = {}
+    nbytes: int = 0
 
 
-class _SegmentHeader(NamedTuple):
-    """The beginning of a file, checked."""
+class SegmentContents(NamedTuple):
+    """What was read of a file."""
 
     segment: Segment
-    checksums: dict[str, str]  # by the name of the array
-    nbytes: int
-    used_at: float  # Unix seconds: when the file was written, or loaded last
+    arrays: dict[str, npt.NDArray[Any]]  # those that were asked for, by name
 
 
-def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
-    """The first bytes of a file; as many, whatever the checksums are.
+def write_segment(
+    folder: Path, segment: Segment, arrays: dict[str, npt.NDArray[Any]]
+) -> Segment:
+    """Write a file; it appears under its name once the disk has it.
 
-    The metadata of safetensors are texts: ours describe the segment and its checksums,
-    and "own" is the checksum of the two.
+    Returns what it contains. Raises OSError or SafetensorError.
     """
+    checksums = {name: _checksum(array) for name, array in arrays.items()}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    segment = segment.model_copy(update={"checksums": checksums, "nbytes": nbytes})
     description = segment.model_dump_json()
-    sums = json.dumps({name: checksums[name] for name in segment.arrays})
-    own_sum = _checksum((description + sums).encode())
-    table: JsonObject = {
-        "__metadata__": {"segment": description, "checksums": sums, "own": own_sum}
-    }
-    offset = 0
-    for name, info in segment.arrays.items():
-        table[name] = {
-            "dtype": info.dtype,
-            "shape": info.shape,
-            "data_offsets": [offset, offset + info.nbytes],
-        }
-        offset += info.nbytes
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _read_header(path: Path) -> _SegmentHeader:
-    """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
-    with _open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise DiskError("its header is too long")
-        text = file.read(length)
-        status = os.fstat(file.fileno())
+    metadata = {"segment": description, "checksum": _crc32(description.encode())}
+    new_path = folder / (segment.name + _NEW_SUFFIX)
     try:
-        metadata = from_json(text)["__metadata__"]
-        description, sums = metadata["segment"], metadata["checksums"]
-        if _checksum((description + sums).encode()) != metadata["own"]:
-            raise DiskError("its header is damaged")
-        segment = Segment.model_validate_json(description)
-        checksums: dict[str, str] = from_json(sums)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DiskError("its header cannot be read") from error
-    if status.st_size != 8 + length + segment.nbytes:
-        raise DiskError("it is too short or too long")
+        save_file(arrays, new_path, metadata)
+        _sync(new_path)
+        new_path.replace(folder / (segment.name + _SEGMENT_SUFFIX))
+        _sync(folder)
+    except Exception:
+        with suppress(OSError):
+            new_path.unlink(missing_ok=True)
+        raise
+    return segment
+
+
+def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
+    """What a file contains, and the arrays whose names begin with one of `prefixes`.
+
+    Raises DiskError: it is damaged, or not ours; OSError: it cannot be read now.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
+        raise DiskError("it is no file")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    try:
+        with safe_open(path, "np", backend="pread") as file:
+            metadata = file.metadata()
+            description = metadata["segment"]
+            if _crc32(description.encode()) != metadata["checksum"]:
+                raise DiskError("its header is damaged")
+            segment = Segment.model_validate_json(description)
+            if set(file.keys()) != set(segment.checksums):
+                raise DiskError("its arrays have other names")
+            for name in segment.checksums:
+                if name.startswith(prefixes):
+                    arrays[name] = file.get_tensor(name)
+    except (SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise DiskError("it is not whole, or of another format") from error
     if path.name != segment.name + _SEGMENT_SUFFIX:
         raise DiskError("it has the name of another one")
-    return _SegmentHeader(segment, checksums, 8 + length, status.st_mtime)
+    for name, array in arrays.items():
+        if _checksum(array) != segment.checksums[name]:
+            raise DiskError(f"its array {name} is damaged")
+    return SegmentContents(segment, arrays)
 
 
-def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any]]:
-    """The bytes of arrays, with right checksums. Raises DiskError, OSError."""
-    header = _read_header(path)
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    with _open_file(path) as file:
-        file.seek(header.nbytes)
-        for name, info in header.segment.arrays.items():
-            if name not in names:
-                file.seek(info.nbytes, os.SEEK_CUR)
-                continue
-            data = np.empty(info.nbytes, dtype=np.uint8)
-            if file.readinto(memoryview(data)) < info.nbytes:
-                raise DiskError("it is too short")
-            if _checksum(data) != header.checksums[name]:
-                raise DiskError(f"its array {name} is damaged")
-            arrays[name] = data
-    return arrays
+def _checksum(array: npt.NDArray[Any]) -> str:
+    """Of the numbers of an array, and of their type and shape."""
+    kind = f"{array.dtype.str} {array.shape}".encode()
+    return _crc32(array.reshape(-1).view(np.uint8), zlib.crc32(kind))
 
 
-def _checksum(data: bytes | npt.NDArray[Any]) -> str:
-    return f"{zlib.crc32(data):08x}"
-
-
-class SegmentWriter:
-    """Writes one file after another, on a thread of its own.
-
-        begin -> add, add ... -> finish     the file is there, and take_written() has it
-                              -> abandon    there is none
-
-    Nobody waits for the disk: whoever adds looks at `unwritten_bytes` before.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._written: queue.SimpleQueue[Segment] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two counts
-        self.unwritten_bytes = 0  # that the disk does not have yet
-        self.n_unwritten_files = 0  # that were begun, and are not there yet
-        self.failure = ""  # why nothing is written now, in words
-        self._retry_at = 0.0  # on the clock of time.monotonic()
-        self._file: _NewFile | None = None  # of the thread alone
-        threading.Thread(target=self._run, name="disk", daemon=True).start()
-
-    def begin(self, segment: Segment) -> None:
-        """Begin a file; the one before is finished or abandoned."""
-        with self._lock:
-            self.n_unwritten_files += 1
-
-        def begin() -> None:
-            self._file = _NewFile(self._folder, segment)
-
-        self._orders.put(begin)
-
-    def add(self, data: npt.NDArray[Any]) -> None:
-        """Add the next array. It belongs to the writer from now on."""
-        with self._lock:
-            self.unwritten_bytes += data.nbytes
-
-        def add() -> None:
-            with self._lock:
-                self.unwritten_bytes -= data.nbytes
-            if self._file is not None:
-                self._file.add(data)
-
-        self._orders.put(add)
-
-    def finish(self) -> None:
-        """Let the file appear under its name, once the disk has it."""
-
-        def finish() -> None:
-            try:
-                if self._file is not None:
-                    self._file.finish()
-                    self._written.put(self._file.segment)
-                    self._file = None
-                    self._note_success()
-            finally:
-                self._count_end()
-
-        self._orders.put(finish)
-
-    def abandon(self) -> None:
-        """Forget the file that was begun."""
-
-        def abandon() -> None:
-            self._drop_file()
-            self._count_end()
-
-        self._orders.put(abandon)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until everything is done that was asked; whether it was in time."""
-        is_done = threading.Event()
-        self._orders.put(is_done.set)
-        return is_done.wait(timeout)
-
-    def take_written(self) -> list[Segment]:
-        """The segments whose files have appeared since the last call."""
-        segments: list[Segment] = []
-        while not self._written.empty():  # no other thread takes any
-            segments.append(self._written.get())
-        return segments
-
-    def _count_end(self) -> None:
-        with self._lock:
-            self.n_unwritten_files -= 1
-
-    def _drop_file(self) -> None:
-        if self._file is not None:
-            self._file.drop()
-        self._file = None
-
-    def _run(self) -> None:
-        while True:
-            order = self._orders.get()
-            try:
-                order()
-            except Exception as error:  # noqa: BLE001 - the server goes on without it
-                self.note_failure(error)
-                self._drop_file()
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether a file may be begun: nothing has failed, or a while ago (L-194)."""
-        return not self.failure or time.monotonic() >= self._retry_at
-
-    def note_failure(self, error: Exception) -> None:
-        """Write nothing for a while. What is there can still be read. For any thread.
-
-        why(L-194): a disk that is full now has room later.
-        """
-        reason = getattr(error, "strerror", None) or repr(error)
-        if not self.failure:
-            logger.warning("disk cache: nothing is written for now: %s", reason)
-        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
-        self.failure = reason
-
-    def _note_success(self) -> None:
-        if self.failure:
-            logger.info("disk cache: KV is written again")
-            self.failure = ""
-
-
-class _NewFile:
-    """A file that is being written."""
-
-    def __init__(self, folder: Path, segment: Segment) -> None:
-        """Raises OSError."""
-        self.segment = segment
-        self._path = folder / (segment.name + _SEGMENT_SUFFIX)
-        self._new_path = folder / (segment.name + _NEW_SUFFIX)
-        self._checksums = dict.fromkeys(segment.arrays, "0" * 8)
-        self._names = iter(segment.arrays)  # of the arrays that are not written yet
-        self._file = _open_private(self._new_path)
-        self._file.write(_write_header(segment, self._checksums))
-
-    def add(self, data: npt.NDArray[Any]) -> None:
-        """Write the next array. Raises OSError."""
-        name = next(self._names)
-        assert data.nbytes == self.segment.arrays[name].nbytes
-        self._checksums[name] = _checksum(data)
-        self._file.write(data)
-
-    def finish(self) -> None:
-        """Give the file its checksums and its name. Raises OSError."""
-        self._file.seek(0)
-        self._file.write(_write_header(self.segment, self._checksums))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._new_path.replace(self._path)
-        _sync_folder(self._path.parent)
-
-    def drop(self) -> None:
-        """Leave nothing of it."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._new_path.unlink()
+def _crc32(data: bytes | npt.NDArray[Any], start: int = 0) -> str:
+    return f"{zlib.crc32(data, start):08x}"
 
 
 def _open_file(path: Path) -> io.BufferedReader:
@@ -11612,9 +11426,9 @@ def _open_private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Let the disk have the names in a folder. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Let the disk have a file, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -11717,7 +11531,12 @@ class DiskCache:
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
-        self._read_speed: float | None = None  # bytes a second, of the fastest load
+        self.failure = ""  # why nothing is written now, in words
+        self._retry_at = 0.0  # on the clock of time.monotonic()
+        self._written_day = 0  # the day of `_written_bytes`
+        self._written_bytes = 0
+        self._executor = ThreadPoolExecutor(1, "disk")
+        self._new_file: Future[Segment] | None = None  # that is being written
         self._clock = clock
         self._segments: dict[str, Segment] = {}  # by name, as all that follow
         self._used_at: dict[str, float] = {}  # Unix seconds
@@ -11727,31 +11546,32 @@ class DiskCache:
         os.utime(folder / "lock")  # see _drop_other_folders
         self._scan()
         self.image_secret = self._read_secret()
-        self._written_day, self._written_bytes = self._read_written()
-        self.writer = SegmentWriter(folder)
 
     def close(self) -> None:
         """Let another server have the folder."""
+        self._executor.shutdown(wait=False)
         self._lock_file.close()
 
     # -- the folder --------------------------------------------------------------------
 
     def _scan(self) -> None:
         """Read what there is; delete what is damaged, half written or alone."""
-        for path in self.folder.glob("*" + _NEW_SUFFIX):
-            with suppress(OSError):
-                path.unlink()
+        # safetensors writes to another new file before that has its name.
+        for pattern in ("*" + _NEW_SUFFIX, ".tmp*"):
+            for path in self.folder.glob(pattern):
+                with suppress(OSError):
+                    path.unlink()
         found: list[Segment] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                header = _read_header(path)
+                segment = read_segment(path).segment
+                self._used_at[segment.name] = path.stat().st_mtime
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
             except OSError:
                 continue  # it cannot be read now
-            self._used_at[header.segment.name] = header.used_at
-            found.append(header.segment)
+            found.append(segment)
         # A parent begins before its children do, so it is there first.
         for segment in sorted(found, key=lambda segment: segment.start):
             self._add(segment)
@@ -11769,36 +11589,77 @@ class DiskCache:
             file.write(secret)
         return secret
 
-    def _read_written(self) -> tuple[int, int]:
-        """The day that was written on last, and how many bytes."""
-        with (
-            suppress(OSError, ValueError, DiskError),
-            _open_file(self.folder / "written") as file,
-        ):
-            day, n_bytes = file.read().split()
-            return int(day), int(n_bytes)
-        return 0, 0
+    # -- writing -----------------------------------------------------------------------
+    # One file at a time: what comes after it may continue it, so it has to be in the
+    # index first.
+
+    def write(self, segment: Segment, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Begin to write a file, on another thread; `collect` has had the last one."""
+        assert self._new_file is None
+        self._new_file = self._executor.submit(
+            write_segment, self.folder, segment, arrays
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a file is not on the disk yet."""
+        return self._new_file is not None and not self._new_file.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the file that is being written; whether it was in time."""
+        if self._new_file is not None:
+            wait_for_futures([self._new_file], seconds)
+        return not self.is_writing
+
+    def collect(self) -> None:
+        """Take over the file that was written since the last call, and make room."""
+        file = self._new_file
+        if file is not None and file.done():
+            self._new_file = None
+            try:
+                self._note_written(file.result())
+            except Exception as error:  # noqa: BLE001 - the server goes on without it
+                self.note_failure(error)
+        self._make_room()
+
+    def _note_written(self, segment: Segment) -> None:
+        if self.failure:
+            logger.info("disk cache: KV is written again")
+            self.failure = ""
+        self._written_bytes = self.written_today_bytes + segment.nbytes
+        self._written_day = self._today()
+        if segment.name not in self._segments:
+            self._add(segment)
+        self._note_use(self._segments.get(segment.name))
+
+    def note_failure(self, error: Exception) -> None:
+        """Write nothing for a while. What is there can still be read.
+
+        why(L-194): a disk that is full now has room later.
+        """
+        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        if not self.failure:
+            logger.warning("disk cache: nothing is written for now: %s", reason)
+        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
+        self.failure = reason
 
     @property
     def written_today_bytes(self) -> int:
-        """Bytes of files since midnight UTC, also of earlier servers."""
-        is_today = self._written_day == self._today()
-        return self._written_bytes if is_today else 0
+        """Bytes of files that this server has written since midnight UTC."""
+        return self._written_bytes if self._written_day == self._today() else 0
 
     def _today(self) -> int:
         return int(self._clock() // _SECONDS_A_DAY)
 
-    def _count_written(self, segment: Segment) -> None:
-        self._written_bytes = self.written_today_bytes + segment.nbytes
-        self._written_day = self._today()
-        with suppress(OSError), _open_private(self.folder / "written") as file:
-            file.write(f"{self._written_day} {self._written_bytes}\n".encode())
-
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
-        if not self.writer.may_begin or n_bytes > self.max_bytes:
+        if self.failure and time.monotonic() < self._retry_at:
+            return False
+        if n_bytes > self.max_bytes:
             return False
         return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
+
+    # -- the index ---------------------------------------------------------------------
 
     def _path_of(self, segment: Segment) -> Path:
         return self.folder / (segment.name + _SEGMENT_SUFFIX)
@@ -11829,8 +11690,6 @@ class DiskCache:
         for path in list(self._undeleted):
             self._unlink(path)
 
-    # -- the index ---------------------------------------------------------------------
-
     def _add(self, segment: Segment) -> None:
         """Add a segment whose file is there; without its parent, it is deleted."""
         parent = self._segments.get(segment.parent)
@@ -11846,29 +11705,12 @@ class DiskCache:
         for landmark in segment.landmarks:
             self._by_landmark[landmark].append(segment)
 
-    def collect(self) -> None:
-        """Take over the files that were written since the last call, and make room."""
-        for segment in self.writer.take_written():
-            self._count_written(segment)
-            if segment.name not in self._segments:
-                self._add(segment)
-            self._note_use(self._segments.get(segment.name))
-        self._make_room()
-
     def _make_room(self) -> None:
+        """Delete what was used longest ago; what is before a segment is used with it."""
         while self.nbytes > self.max_bytes:
-            leaves = [
-                s for s in self._segments.values() if not self._children.get(s.name)
-            ]
-            self.remove(min(leaves, key=self._value_of))
-
-    def _value_of(self, segment: Segment) -> float:
-        """The prefill that a segment saves for each of its bytes, less by its age."""
-        age_seconds = self._clock() - self._used_at[segment.name]
-        age_days = max(0.0, age_seconds) / _SECONDS_A_DAY
-        n_tokens = segment.end - segment.start
-        work = n_tokens * (1.0 + segment.end / DOUBLE_COST_DEPTH)
-        return work / segment.nbytes / (1.0 + age_days)
+            leaves = [name for name in self._segments if not self._children.get(name)]
+            oldest = min(leaves, key=self._used_at.__getitem__)
+            self.remove(self._segments[oldest])
 
     def remove(self, segment: Segment) -> None:
         """Delete a segment, and those that continue it."""
@@ -11944,10 +11786,6 @@ class DiskCache:
         matches = [self._follow(segment, key, known) for segment in segments]
         return max(matches, key=lambda match: match.depth)
 
-    def has_segment(self, key: TokenKey, end: int) -> bool:
-        """Whether there is a file of the first `end` tokens, found by `find` or not."""
-        return _PromptNames(key).name_of(end) in self._segments
-
     def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
         """What a segment, its parents and those that continue it have of a prompt.
 
@@ -11986,29 +11824,20 @@ class DiskCache:
     def _common_depth(self, segment: Segment, key: TokenKey) -> int:
         """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
         try:
-            data = _read_arrays(self._path_of(segment), {"tokens"})["tokens"]
+            contents = read_segment(self._path_of(segment), ("tokens",))
         except (DiskError, OSError) as fault:
             self._note_fault(segment, fault)
             return 0
-        tokens = data.view("<i4")
         wanted = key.tokens[segment.start : segment.end]
-        return segment.start + common_prefix_length(tokens, wanted)
+        n_common = common_prefix_length(contents.arrays["tokens"], wanted)
+        return segment.start + n_common
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
-        if isinstance(fault, (DiskError, FileNotFoundError)):
+        # why(L-217): safetensors says of any file that it cannot open that it is gone.
+        if isinstance(fault, DiskError) or not self._path_of(segment).exists():
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
             self.remove(segment)
-
-    def expected_seconds(self, match: DiskMatch, start: int) -> float:
-        """How long it takes to load KV [start, depth), by the fastest load so far.
-
-        0.0 before any.
-        """
-        if self._read_speed is None:
-            return 0.0
-        n_bytes = sum(segment.nbytes for segment, end in match.parts() if end > start)
-        return n_bytes / self._read_speed
 
     def read(self, match: DiskMatch, start: int, end: int) -> LoadedKV | None:
         """KV [start, end) of a match, with the states where requests will go on.
@@ -12016,10 +11845,8 @@ class DiskCache:
         Those are the one at `end`, and the one where system prompt and tools end. None
         if a file cannot be read; a damaged one is deleted.
         """
-        began = time.monotonic()
         spans: list[KVSpan] = []
         states: dict[int, StateCheckpoint] = {}
-        n_bytes = 0
         for segment, part_end in match.parts():
             low, high = max(start, segment.start), min(end, part_end)
             if low >= high:
@@ -12030,18 +11857,17 @@ class DiskCache:
                 if low < position <= high and position in (end, segment.head_end)
             ]
             try:
-                arrays = _load_arrays(self._path_of(segment), segment, positions)
+                prefixes = ("kv.", *(f"state.{position}." for position in positions))
+                contents = read_segment(self._path_of(segment), prefixes)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
-            n_bytes += sum(array.nbytes for array in arrays.values())
+            arrays = {name: _to_mlx(a) for name, a in contents.arrays.items()}
             spans.append(_read_span(segment, arrays, low, high))
             for position in positions:
                 leaves = _state_from_json(segment.states[position], arrays)
                 states[position] = make_checkpoint(leaves)
             self._note_use(segment)
-        speed = n_bytes / max(time.monotonic() - began, 1e-6)
-        self._read_speed = max(speed, self._read_speed or 0.0)
         return LoadedKV(spans[0].join(*spans[1:]), states)
 
     def _note_use(self, segment: Segment | None) -> None:
@@ -12063,8 +11889,8 @@ class DiskCache:
             "written_today_bytes": self.written_today_bytes,
             "max_bytes_per_day": self.max_bytes_per_day,
         }
-        if self.writer.failure:
-            report["off"] = self.writer.failure
+        if self.failure:
+            report["off"] = self.failure
         if self.undeleted:
             report["undeleted"] = self.undeleted
         return report
@@ -12073,38 +11899,26 @@ class DiskCache:
 # -- 3 KV to bytes, and back -----------------------------------------------------------
 
 
-class _ArrayKind(NamedTuple):
-    """A type of arrays: in MLX, in numpy, which has no bfloat16, and its size."""
-
-    mlx_type: mx.Dtype
-    numpy_type: str
-    size: int  # bytes of one number
-
-
-_ARRAY_TYPES: Final[Mapping[str, _ArrayKind]] = {
-    "BF16": _ArrayKind(mx.bfloat16, "<u2", 2),
-    "F16": _ArrayKind(mx.float16, "<f2", 2),
-    "F32": _ArrayKind(mx.float32, "<f4", 4),
-    "U32": _ArrayKind(mx.uint32, "<u4", 4),
-    "U8": _ArrayKind(mx.uint8, "<u1", 1),
-    "I32": _ArrayKind(mx.int32, "<i4", 4),
-    "I64": _ArrayKind(mx.int64, "<i8", 8),
-    "BOOL": _ArrayKind(mx.bool_, "|b1", 1),
-}
-_NAMES_OF_TYPES: Final = {kind.mlx_type: name for name, kind in _ARRAY_TYPES.items()}
+# What a file can have. numpy has no bfloat16: its bits are written as uint16.
+_WRITTEN_TYPES: Final = frozenset(
+    {mx.bfloat16, mx.float16, mx.float32}
+    | {mx.uint32, mx.uint8, mx.int32, mx.int64, mx.bool_}
+)
 
 
-class _PlannedSegment(NamedTuple):
-    """A segment to be written, and what its arrays are, in their order."""
+class PlannedSegment(NamedTuple):
+    """A segment to be written, and what returns each of its arrays, by name.
+
+    A reader is called between two steps, when its array is copied: a request that
+    writes into KV that is held copies it first (L-03). States may be held: nobody
+    writes into them.
+    """
 
     segment: Segment
-    # Each returns one array of the entry. It is called between two steps, when that is
-    # copied: a request that writes into KV that is held copies it first (L-03). States
-    # may be held: nobody writes into them.
-    readers: list[Callable[[], mx.array]]
+    readers: dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegment:
+def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
@@ -12125,9 +11939,8 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
         tenant=entry.owner.tenant,
         session=entry.owner.session,
         states=states,
-        arrays={name: _describe_array(read()) for name, read in readers.items()},
     )
-    return _PlannedSegment(segment, list(readers.values()))
+    return PlannedSegment(segment, readers)
 
 
 def _find_readers(
@@ -12166,14 +11979,8 @@ def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
     return sorted(positions)
 
 
-def _describe_array(array: mx.array) -> ArrayInfo:
-    return ArrayInfo(
-        dtype=cast(_ArrayType, _NAMES_OF_TYPES[array.dtype]), shape=tuple(array.shape)
-    )
-
-
 def _copy_array(array: mx.array) -> npt.NDArray[Any]:
-    """The bytes of an array.
+    """A copy of an array, outside MLX.
 
     why(L-124): what the processor reads of an array in use moves out of a GPU's memory.
     So it is copied by the device first.
@@ -12181,7 +11988,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     device_copy = mx.where(mx.array(True), array, array)
     if device_copy.dtype == mx.bfloat16:
         device_copy = device_copy.view(mx.uint16)
-    return np.array(device_copy).reshape(-1).view(np.uint8)
+    return np.array(device_copy)
 
 
 def _state_to_json(
@@ -12219,7 +12026,7 @@ def can_write_state(part: Any) -> bool:
         case list() | tuple():
             return type(part) in (list, tuple) and all(map(can_write_state, part))
         case mx.array():
-            return part.dtype in _NAMES_OF_TYPES
+            return part.dtype in _WRITTEN_TYPES
     return type(part) in (int, float, str, bool, type(None))
 
 
@@ -12237,21 +12044,9 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def _load_arrays(
-    path: Path, segment: Segment, positions: Sequence[int]
-) -> dict[str, mx.array]:
-    """The KV of a file and its states at some positions. Raises DiskError, OSError."""
-    prefixes = ("kv.", *(f"state.{position}." for position in positions))
-    names = {name for name in segment.arrays if name.startswith(prefixes)}
-    arrays = _read_arrays(path, names)
-    return {name: _to_mlx(arrays[name], segment.arrays[name]) for name in arrays}
-
-
-def _to_mlx(data: npt.NDArray[Any], info: ArrayInfo) -> mx.array:
-    """The array of these bytes."""
-    kind = _ARRAY_TYPES[info.dtype]
-    numbers = data.view(kind.numpy_type)
-    return mx.array(numbers.reshape(info.shape)).view(kind.mlx_type)
+def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
+    is_bfloat16 = array.dtype == np.uint16
+    return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
 def _read_span(
@@ -12515,15 +12310,13 @@ class DiskTier:
         match: PrefixMatch,
         *,
         owner: RequestOwner,
-        prefill_speed: float | None,
     ) -> int:
         """Load what the disk has of a prompt beyond `match` into an entry at rest.
 
         There must be memory for the whole prompt. Returns how many tokens were loaded:
-        0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
-        tokens a second; None: not known.
+        0 if the disk has hardly more.
         """
-        plan = self.plan_load(key, match, prefill_speed=prefill_speed)
+        plan = self.plan_load(key, match)
         if plan is None:
             return 0
         found, start, depth = plan
@@ -12544,9 +12337,7 @@ class DiskTier:
         self._cache.add_loaded(entry)
         return depth - match.depth
 
-    def plan_load(
-        self, key: TokenKey, match: PrefixMatch, *, prefill_speed: float | None
-    ) -> LoadPlan | None:
+    def plan_load(self, key: TokenKey, match: PrefixMatch) -> LoadPlan | None:
         """What load() would load; None if it would load nothing."""
         n_known = len(key.tokens) - 1
         if n_known - match.depth < MIN_LOADED_TOKENS:
@@ -12555,14 +12346,10 @@ class DiskTier:
         depth = min(found.depth, n_known)
         if self._spec.has_state:
             depth = found.last_state(depth)
-        n_more = depth - match.depth
-        if n_more < MIN_LOADED_TOKENS:
+        if depth - match.depth < MIN_LOADED_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         start = match.cached_tokens if is_branch else 0
-        load_seconds = self.files.expected_seconds(found, start)
-        if prefill_speed and load_seconds > n_more / prefill_speed:
-            return None
         return LoadPlan(found, start, depth)
 
     def save_some(
@@ -12576,12 +12363,9 @@ class DiskTier:
         began = self._clock()
         if is_busy and began < self._not_before:
             return True
-        writer = self.files.writer
-        # What comes after a file may continue it, so it has to be in the index first.
-        is_file_ending = self._job is None and writer.n_unwritten_files > 0
-        if is_file_ending or writer.unwritten_bytes > MAX_UNWRITTEN_BYTES:
+        if self.files.is_writing:
             if not is_busy:
-                writer.wait(WRITER_WAIT_SECONDS)
+                self.files.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
             self._job = self._find_job(
@@ -12618,7 +12402,7 @@ class DiskTier:
         self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
-        if self.files.writer.failure:  # not all is there that was handed to it
+        if self.files.failure:  # not all is there that was handed to it
             self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
@@ -12650,19 +12434,17 @@ class DiskTier:
         return None
 
     def _is_due(self, entry: CacheEntry, *, min_seconds: float) -> bool:
-        """Whether to write an entry: much that is new, or little that has rested long.
+        """Whether to write an entry: much is new, or it would be lost soon.
 
         `min_seconds`: of rest; 0.0 if it would be lost soon.
         """
-        # Of fewer than LANDMARK_TOKENS, no lookup would find a file.
-        min_end = MIN_SAVED_TOKENS if min_seconds else LANDMARK_TOKENS
-        rest_seconds = self._clock() - entry.last_used
-        if entry.end < min_end or rest_seconds < min_seconds:
+        if self._clock() - entry.last_used < min_seconds:
+            return False
+        # A shorter one is found by no lookup.
+        if entry.end < LANDMARK_TOKENS:
             return False
         n_new = entry.end - self._find_saved_end(entry)
-        if min_seconds and n_new < MIN_SAVED_TOKENS:
-            min_seconds = SAVE_SHORT_SECONDS
-        return n_new >= MIN_SEGMENT_TOKENS and rest_seconds >= min_seconds
+        return n_new >= (MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS)
 
     def _find_saved_end(self, entry: CacheEntry) -> int:
         """How many tokens of an entry the disk has; looked up when it has run."""
@@ -12677,49 +12459,38 @@ class DiskTier:
         self._saved[entry] = (entry.key, match.depth)
         return match
 
-    def _begin(
-        self, entry: CacheEntry, *, min_tokens: int = MIN_SEGMENT_TOKENS
-    ) -> Generator[None] | None:
+    def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
         match = self._find_on_disk(entry)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            return None if parent.is_running else self._begin(parent, min_tokens=1)
+            if parent.is_running or parent.end < LANDMARK_TOKENS:
+                return None
+            return self._begin(parent)
         end = min(entry.end, match.depth + self._max_tokens)
         n_tokens = end - match.depth
         n_bytes = n_tokens * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
-        if n_tokens < min_tokens or not self.files.may_write(n_bytes):
+        if not n_tokens or not self.files.may_write(n_bytes):
             return None
-        if self.files.has_segment(entry.key, end):  # too short for a lookup to find
-            self._saved[entry] = (entry.key, end)
-            return None
-        return self._write(entry, match, end)
+        return self._copy(entry, match, end)
 
-    def _write(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
-        """Hand a segment to the writer, an array at a time."""
+    def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
+        """Copy a segment, an array at a time, and let it be written."""
         key, entry_end = entry.key, entry.end
         segment, readers = _plan_segment(entry, match, end)
-        writer = self.files.writer
-        writer.begin(segment)
-        is_whole = False
-        try:
-            for read in readers:
-                # A request may have taken the KV since the last step, or it is evicted.
-                has_changed = entry.key is not key or entry.end != entry_end
-                if entry.span is None or has_changed:
-                    return
-                writer.add(_copy_array(read()))
-                yield
-            is_whole = True
-        finally:
-            if is_whole:
-                writer.finish()
-                self._saved[entry] = (key, end)
-            else:
-                writer.abandon()
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, read in readers.items():
+            # A request may have taken the KV since the last step, or it is evicted.
+            has_changed = entry.key is not key or entry.end != entry_end
+            if entry.span is None or has_changed:
+                return
+            arrays[name] = _copy_array(read())
+            yield
+        self.files.write(segment, arrays)
+        self._saved[entry] = (key, end)
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete what is of a session, or of a tenant (None), or is on its way.
@@ -12730,7 +12501,7 @@ class DiskTier:
             self._job.close()
             self._job = None
         fault = ""
-        if not self.files.writer.wait(FORGET_SECONDS):
+        if not self.files.wait(FORGET_SECONDS):
             self._forgotten.append((tenant, session))
             fault = "the disk does not answer"
         self.files.collect()
@@ -18433,8 +18204,7 @@ class Scheduler:
         match = self.cache.find(key)
         if self.disk is None:
             return match
-        speed = self.reader.measured_speed
-        plan = self.disk.plan_load(key, match, prefill_speed=speed)
+        plan = self.disk.plan_load(key, match)
         if plan is None:
             return match
         return match._replace(
@@ -18452,7 +18222,6 @@ class Scheduler:
             request.key,
             match,
             owner=request.owner,
-            prefill_speed=self.reader.measured_speed,
         )
         if n_tokens:
             metrics = self.metrics.of_tenant(request.owner.tenant)
@@ -18686,16 +18455,16 @@ class Scheduler:
         """Bring some KV to the disk; whether there is more to do."""
         if self.disk is None:
             return False
-        writer = self.disk.files.writer
+        files = self.disk.files
         try:
             running_bytes = self.budget.running_bytes(self.running)
             return self.disk.save_some(
                 is_busy=self.is_busy, running_bytes=running_bytes
             )
         except Exception as error:
-            if not writer.failure:
+            if not files.failure:
                 logger.exception("disk cache: a fault while KV was copied")
-            writer.note_failure(error)
+            files.note_failure(error)
             return False
 
     def describe_cache(
