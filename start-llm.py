@@ -11151,7 +11151,7 @@ class PrefixCache:
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
         """For each entry its tenant, and what the status page shows of it."""
-        now = self._clock()
+        now = time.monotonic()  # of this rank: what others do not read is not sent
         reports: list[tuple[str, EntryReport]] = []
         for entry in self.entries:
             report: EntryReport = {
@@ -13548,7 +13548,6 @@ _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to 
 _MAX_HELLO_BYTES: Final = 65_536
 _MAX_GREETED: Final = 64  # that rank 0 asks who they are; then the oldest has to go
 _ACCEPT_SECONDS: Final = 0.1  # between two looks at who has proved to be a rank
-_LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
 _ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
 # Settings that a rank keeps; it takes all others from rank 0, except for secrets.
@@ -13631,18 +13630,23 @@ class RanksEnd(BaseException):
         self.is_failure = is_failure
 
 
-class Lockstep(Protocol):
-    """What keeps the steps of all ranks the same."""
+class Lockstep:
+    """What keeps the steps of all ranks the same.
 
-    rank: int
-    n_ranks: int
+    This is that of a single rank, a machine that has the whole model: there is nobody
+    to keep step with. ClusterRank does what the docstrings promise.
+    """
 
-    def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
+    rank: int = 0
+    n_ranks: int = 1
+
+    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
         """What `read` returns on rank 0.
 
         Every rank calls this at the same point of the same step; on other ranks `read`
         is not called. The value passes through JSON: no tuples, no NumPy.
         """
+        return read()
 
     def now(self) -> float:
         """time.monotonic() of rank 0."""
@@ -13659,39 +13663,13 @@ class Lockstep(Protocol):
 
     def agree(self, tokens: mx.array) -> mx.array:
         """The tokens that rank 0 has sampled; they are not computed yet."""
+        return tokens
 
     def end_ranks_on(self, error: Exception) -> None:
         """With several ranks, raise RanksEnd: the others may not have met this."""
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is read inside is this rank's own, and is not sent."""
-        yield
 
-
-class SingleRank(Lockstep):
-    """A machine that has the whole model: there is nobody to keep step with."""
-
-    rank = 0
-    n_ranks = 1
-
-    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
-        return read()
-
-    def compare(self, _name: str, _read: Callable[[], object]) -> None:
-        pass
-
-    def begin_steps(self) -> None:
-        pass
-
-    def agree(self, tokens: mx.array) -> mx.array:
-        return tokens
-
-    def end_ranks_on(self, _error: Exception) -> None:
-        pass
-
-
-ALONE: Final = SingleRank()
+ALONE: Final = Lockstep()
 
 
 class ClusterRank(Lockstep):
@@ -13705,13 +13683,11 @@ class ClusterRank(Lockstep):
         self.n_ranks = place.n_ranks
         # On rank 0: where it reaches each of them.
         self.hosts = [place.host, *(link.host for link in links)]
-        self.link_report = ""  # how fast ranks exchange sums, for people
         # Called with why all ranks end, on any thread, once or more.
         self.on_end: Callable[[RanksEnd], None] = lambda _end: None
         self._links = links
         self._max_silence = max_silence
         self._is_loading = True  # until begin_steps(); till then `_read_all` sends
-        self._is_apart = False
         self._end: RanksEnd | None = None
         self._group: Any = None
         for link in links:
@@ -13723,8 +13699,6 @@ class ClusterRank(Lockstep):
     # -- what is sent ------------------------------------------------------------------
 
     def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
-        if self._is_apart:
-            return read()
         if self.rank == 0:
             value = read()
             self._broadcast([name, value])
@@ -13753,15 +13727,6 @@ class ClusterRank(Lockstep):
 
     def end_ranks_on(self, error: Exception) -> None:
         raise RanksEnd(f"an exception, which ends all ranks: {error!r}") from error
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        was_apart = self._is_apart
-        self._is_apart = True
-        try:
-            yield
-        finally:
-            self._is_apart = was_apart
 
     def _diverge(self, sentence: str) -> NoReturn:
         raise RanksEnd(f"the ranks are not in step: {sentence}")
@@ -13834,20 +13799,7 @@ class ClusterRank(Lockstep):
 
     def connect(self) -> Any:
         """MLX's group of all ranks, for the parts of a model. Raises RanksEnd."""
-        self._wait_for_all()
-        try:
-            with _ending_after(_CONNECT_SECONDS):
-                self._group = mx.distributed.init(strict=True)
-        except RuntimeError as error:
-            raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
-        if self._group.size() != self.n_ranks:
-            raise RanksEnd("MLX has connected another number of ranks")
-        self.link_report = self._measure_link()
-        logger.info("%d ranks are connected: %s", self.n_ranks, self.link_report)
-        return self._group
-
-    def _wait_for_all(self) -> None:
-        """Return when all ranks have come so far."""
+        # All ranks begin at the same time.
         if self.rank:
             self._broadcast(["ready", None])
         else:
@@ -13855,38 +13807,26 @@ class ClusterRank(Lockstep):
                 self._next_message(link)
         self.from_rank_0("all are ready", lambda: True)
 
-    def _measure_link(self) -> str:
-        """How long a sum over all ranks takes: of one number, and of many bytes."""
-        seconds = min(self._time_sum(n_numbers=1) for _ in range(3))
-        many_seconds = self._time_sum(n_numbers=_LINK_BYTES // 4)
-        speed = _LINK_BYTES / max(many_seconds, 1e-6) / 1e6
-        return f"a sum takes {1e3 * seconds:.2f} ms, {speed:,.0f} MB a second"
-
-    def _time_sum(self, *, n_numbers: int) -> float:
-        numbers = mx.zeros(n_numbers)
-        mx.eval(numbers)
-        began = time.monotonic()
-        mx.eval(mx.distributed.all_sum(numbers, group=self._group))
-        return time.monotonic() - began
-
-
-@contextmanager
-def _ending_after(seconds: float) -> Iterator[None]:
-    """End the process if what is inside takes longer.
-
-    MLX waits for its connections without end and holds the GIL meanwhile, so no other
-    thread of this process runs, and what is to be read must be written before.
-    """
-    sentence = f"MLX connects the ranks; this one ends if that takes {seconds:g} s"
-    sys.stderr.write(f"start-llm: {sentence}\n")
-    if isinstance(sys.stderr, ConsoleStream):
-        sys.stderr.drain(seconds=_LINE_SECONDS)
-    with open(os.devnull, "w", encoding="ascii") as nowhere:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        # MLX waits for its connections without end and holds the GIL meanwhile, so no
+        # other thread of this process runs: what is to be read must be written before.
+        sys.stderr.write(
+            "start-llm: MLX connects the ranks; this one ends if that takes"
+            f" {_CONNECT_SECONDS:g} s\n"
+        )
+        if isinstance(sys.stderr, ConsoleStream):
+            sys.stderr.drain(seconds=_LINE_SECONDS)
+        with open(os.devnull, "w", encoding="ascii") as nowhere:
+            faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=nowhere)
+            try:
+                self._group = mx.distributed.init(strict=True)
+            except RuntimeError as error:
+                raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if self._group.size() != self.n_ranks:
+            raise RanksEnd("MLX has connected another number of ranks")
+        logger.info("%d ranks are connected", self.n_ranks)
+        return self._group
 
 
 # -- how ranks join --------------------------------------------------------------------
@@ -19304,8 +19244,7 @@ class Engine:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
-                with lockstep.apart():
-                    self._faults.guard(partial(self._publish, scheduler))
+                self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all tasks of the inbox; wait for the first one, if there is none."""
@@ -19319,11 +19258,7 @@ class Engine:
         if lockstep.n_ranks > 1:
             _share_tasks(self._tasks, scheduler)
         for task in self._tasks:
-            if isinstance(task, _SharedTask):
-                task(scheduler)
-                continue
-            with lockstep.apart():
-                task(scheduler)
+            task(scheduler)
         self._tasks = []
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
@@ -24362,8 +24297,7 @@ def status_body(state: ServerState) -> StatusBody:
             },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
-            ranks = model.lockstep
-            body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
+            body["ranks"] = {"hosts": model.lockstep.hosts}
     return body
 
 
