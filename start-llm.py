@@ -4612,12 +4612,17 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #     c7    5a      the next one of this conversation: its new tokens alone
 #     19    5a      another one, that continues the first as well
 #
-# Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
-# since SQLite synced its journal last. A row whose checksum is wrong is left out. A
-# file that SQLite cannot read, be it one page of it, is deleted, and begun anew; so is
-# one of an older version. What cannot be saved now, as on a full disk, is tried again;
-# where too much waits, the file is begun anew. Where everything is forgotten, it is
-# deleted: that needs no room.
+# What happens                      and then
+#   the process ends                what the last 50 ms brought is lost
+#   the machine loses power         and what SQLite has not synced yet
+#   a row has a wrong checksum      it is left out
+#   a page cannot be read, or the   the file is deleted, and begun anew
+#   file is of another version
+#   the disk is full, or locked     all is tried again, until too much waits: then the
+#                                   file is begun anew, as what was forgotten is in it
+#   everything is forgotten         the file is deleted: that needs no room
+#   somebody deletes the file       it is begun anew; its number tells LEDGER, which
+#                                   puts again what it uses
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -4626,9 +4631,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
-_RECORD_FORMAT: Final = (
-    2  # of the table and the values; another: the file is begun anew
-)
+# Of the table and the values. A file of another one is begun anew.
+_RECORD_FORMAT: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -4675,11 +4679,11 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
-        self._waiting: list[_Change] = []  # taken out of the queue, not saved yet
-        self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        # What is not saved yet, in order. To forget it is to take another queue.
+        self._changes: deque[_Change] = deque()
+        self._has_changes = threading.Event()
+        self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
-        self._retry = threading.Event()  # set: the next try is now
         self.failure = ""  # why nothing is saved now
         self.number = 0  # one more for each file that was begun; 0: there is none yet
 
@@ -4722,10 +4726,11 @@ class RecordFile:
         """The records of a tenant."""
         return TenantRecords(self, tenant)
 
-    def change(self, statement: str, values: tuple[object, ...]) -> None:
+    def change(self, change: _Change) -> None:
         """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._changes.put((statement, values))
+            self._changes.append(change)
+            self._has_changes.set()
 
     def flush(self, timeout: float) -> bool:
         """Wait until all changes are in the file; whether they are.
@@ -4737,26 +4742,22 @@ class RecordFile:
             return True
         is_saved = threading.Event()
         if not self.failure:
-            self._changes.put(is_saved)
+            self.change(is_saved)
         deadline = time.monotonic() + timeout
         while not is_saved.wait(_SAVE_DELAY_SECONDS):
             if self.failure or time.monotonic() > deadline:
                 return False
         return True
 
-    def erase(self, timeout: float) -> None:
+    def erase(self) -> None:
         """Delete the file, and all changes that wait for it.
 
         Raises OSError: it is still there. Then nothing is saved until it can be
         deleted, which is tried again and again.
         """
-        if self._path is None:
-            return
-        erasure: Future[None] = Future()
-        self._erasures.put(erasure)
-        self._changes.put(threading.Event())  # wakes the thread if it rests
-        self._retry.set()
-        erasure.result(timeout)
+        if self._path is not None:
+            self._forget_all()
+            self._erase(self._path)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
@@ -4782,58 +4783,48 @@ class RecordFile:
                 self._save(path)
             except (sqlite3.Error, OSError) as fault:
                 self._note_failure(path, fault)
-                self._retry.wait(_RETRY_SECONDS)
-            self._retry.clear()
-
-    def _erase(self, path: Path) -> None:
-        """Delete the file, if it has to go. Raises OSError."""
-        asked: list[Future[None]] = []
-        while not self._erasures.empty():  # no other thread takes any
-            asked.append(self._erasures.get())
-        if asked:
-            self._forget_all()
-        if not self._must_be_erased:
-            return
-        try:
-            _delete_database(path)
-        except OSError as fault:
-            for erasure in asked:
-                erasure.set_exception(fault)
-            raise
-        self._must_be_erased = False
-        for erasure in asked:
-            erasure.set_result(None)
+                time.sleep(_RETRY_SECONDS)
 
     def _forget_all(self) -> None:
         """Let the file be deleted, with all changes that wait for it."""
-        self._must_be_erased = True
+        self._changes = deque()
         self.number += 1
-        self._waiting = []
-        while not self._changes.empty():
-            self._changes.get()
+        self._must_be_erased = True
+        self._has_changes.set()
+
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        with self._erase_lock:
+            if self._must_be_erased:
+                _delete_database(path)
+                self._must_be_erased = False
 
     def _save(self, path: Path) -> None:
-        """Save all changes as they come, until the file has to go.
+        """Save all changes as they come, until the file is gone or has to go.
 
-        Raises sqlite3.Error, OSError: also if somebody has deleted the file.
+        Raises sqlite3.Error, OSError.
         """
+        if not path.exists():  # the new one has nothing in it
+            self.number += 1
         with closing(_connect(path)) as database:
-            while self._erasures.empty():
-                if not self._waiting:
+            while True:
+                if not self._changes:
                     if self.failure:
                         logger.info("records: everything is saved again")
                         self.failure = ""
-                    self._waiting.append(self._changes.get())
-                    time.sleep(_SAVE_DELAY_SECONDS)
-                path.stat()  # else SQLite would write into what nobody finds again
-                while not self._changes.empty():  # no other thread takes any
-                    self._waiting.append(self._changes.get())
-                self._save_waiting(database)
+                    self._has_changes.wait()
+                self._has_changes.clear()
+                time.sleep(_SAVE_DELAY_SECONDS)
+                if self._must_be_erased or not path.exists():
+                    return  # SQLite would write into what nobody finds again
+                self._save_changes(database)
 
-    def _save_waiting(self, database: sqlite3.Connection) -> None:
+    def _save_changes(self, database: sqlite3.Connection) -> None:
         """Save what waits, in one transaction. Raises sqlite3.Error."""
+        waiting = self._changes
+        changes = [*waiting]
         flushes: list[threading.Event] = []
-        for change in self._waiting:
+        for change in changes:
             if isinstance(change, threading.Event):
                 flushes.append(change)
                 continue
@@ -4842,7 +4833,8 @@ class RecordFile:
             except ValueError as fault:  # a text that UTF-8 has not
                 logger.warning("records: one is not saved: %s", fault)
         database.commit()
-        self._waiting = []
+        for _ in changes:
+            waiting.popleft()
 
         if flushes:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -4854,12 +4846,9 @@ class RecordFile:
 
         Then it is deleted: what should be forgotten would still be in it.
         """
-        if isinstance(fault, FileNotFoundError):  # the next one has nothing in it
-            self.number += 1
         reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
-        n_waiting = len(self._waiting) + self._changes.qsize()
-        if is_damaged or n_waiting > _MAX_WAITING_CHANGES:
+        if is_damaged or len(self._changes) > _MAX_WAITING_CHANGES:
             logger.warning("records: %s is begun anew: %s", path, reason)
             self._forget_all()
         elif not self.failure:
@@ -4919,13 +4908,18 @@ class TenantRecords:
         return self._file.number
 
     def put(self, record: SavedRecord) -> None:
-        """Add a record, if it is not there; its parent was put before."""
+        """Add a record; its parent was put before.
+
+        If it is there, it moves to the end: why(L-214), it may stand before its parent.
+        """
         used_at = time.time() - (time.monotonic() - record.last_used)
         place = (record.id, record.parent_id, self._tenant, record.key)
-        checksum = zlib.crc32(record.value)
+        values = (record.session_id, used_at, record.value, zlib.crc32(record.value))
         self._file.change(
-            "INSERT OR IGNORE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*place, record.session_id, used_at, record.value, checksum),
+            (
+                "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*place, *values),
+            )
         )
 
     def update(
@@ -4934,13 +4928,15 @@ class TenantRecords:
         """Change a record in all but its value and its parent."""
         used_at = time.time() - (time.monotonic() - last_used)
         self._file.change(
-            "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
-            (key, session_id, used_at, record_id),
+            (
+                "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
+                (key, session_id, used_at, record_id),
+            )
         )
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
-        self._file.change("DELETE FROM records WHERE id = ?", (record_id,))
+        self._file.change(("DELETE FROM records WHERE id = ?", (record_id,)))
 
     def load(self) -> list[SavedRecord]:
         """All whole records, in the order in which they were put."""
@@ -24292,7 +24288,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     is_all = session is None and not state.tenant
     if is_all:  # why(L-193): files are deleted without room, records are not
         try:
-            state.records.erase(_FORGET_SECONDS)
+            state.records.erase()
         except OSError as fault:
             faults.append(fault.strerror or "the disk does not answer")
     else:
