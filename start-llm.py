@@ -4614,12 +4614,17 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #     c7    5a      the next one of this conversation: its new tokens alone
 #     19    5a      another one, that continues the first as well
 #
-# Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
-# since SQLite synced its journal last. A row whose checksum is wrong is left out. A
-# file that SQLite cannot read, be it one page of it, is deleted, and begun anew; so is
-# one of an older version. What cannot be saved now, as on a full disk, is tried again;
-# where too much waits, the file is begun anew. Where everything is forgotten, it is
-# deleted: that needs no room.
+# What happens                      and then
+#   the process ends                what the last 50 ms brought is lost
+#   the machine loses power         and what SQLite has not synced yet
+#   a row has a wrong checksum      it is left out
+#   a page cannot be read, or the   the file is deleted, and begun anew
+#   file is of another version
+#   the disk is full, or locked     all is tried again, until too much waits: then the
+#                                   file is begun anew, as what was forgotten is in it
+#   everything is forgotten         the file is deleted: that needs no room
+#   somebody deletes the file       it is begun anew; its number tells LEDGER, which
+#                                   puts again what it uses
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -4628,9 +4633,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
-_RECORD_FORMAT: Final = (
-    2  # of the table and the values; another: the file is begun anew
-)
+# Of the table and the values. A file of another one is begun anew.
+_RECORD_FORMAT: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -4677,11 +4681,11 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
-        self._waiting: list[_Change] = []  # taken out of the queue, not saved yet
-        self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        # What is not saved yet, in order. To forget it is to take another queue.
+        self._changes: deque[_Change] = deque()
+        self._has_changes = threading.Event()
+        self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
-        self._retry = threading.Event()  # set: the next try is now
         self.failure = ""  # why nothing is saved now
         self.number = 0  # one more for each file that was begun; 0: there is none yet
 
@@ -4724,10 +4728,11 @@ class RecordFile:
         """The records of a tenant."""
         return TenantRecords(self, tenant)
 
-    def change(self, statement: str, values: tuple[object, ...]) -> None:
+    def change(self, change: _Change) -> None:
         """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._changes.put((statement, values))
+            self._changes.append(change)
+            self._has_changes.set()
 
     def flush(self, timeout: float) -> bool:
         """Wait until all changes are in the file; whether they are.
@@ -4739,26 +4744,22 @@ class RecordFile:
             return True
         is_saved = threading.Event()
         if not self.failure:
-            self._changes.put(is_saved)
+            self.change(is_saved)
         deadline = time.monotonic() + timeout
         while not is_saved.wait(_SAVE_DELAY_SECONDS):
             if self.failure or time.monotonic() > deadline:
                 return False
         return True
 
-    def erase(self, timeout: float) -> None:
+    def erase(self) -> None:
         """Delete the file, and all changes that wait for it.
 
         Raises OSError: it is still there. Then nothing is saved until it can be
         deleted, which is tried again and again.
         """
-        if self._path is None:
-            return
-        erasure: Future[None] = Future()
-        self._erasures.put(erasure)
-        self._changes.put(threading.Event())  # wakes the thread if it rests
-        self._retry.set()
-        erasure.result(timeout)
+        if self._path is not None:
+            self._forget_all()
+            self._erase(self._path)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
@@ -4784,58 +4785,48 @@ class RecordFile:
                 self._save(path)
             except (sqlite3.Error, OSError) as fault:
                 self._note_failure(path, fault)
-                self._retry.wait(_RETRY_SECONDS)
-            self._retry.clear()
-
-    def _erase(self, path: Path) -> None:
-        """Delete the file, if it has to go. Raises OSError."""
-        asked: list[Future[None]] = []
-        while not self._erasures.empty():  # no other thread takes any
-            asked.append(self._erasures.get())
-        if asked:
-            self._forget_all()
-        if not self._must_be_erased:
-            return
-        try:
-            _delete_database(path)
-        except OSError as fault:
-            for erasure in asked:
-                erasure.set_exception(fault)
-            raise
-        self._must_be_erased = False
-        for erasure in asked:
-            erasure.set_result(None)
+                time.sleep(_RETRY_SECONDS)
 
     def _forget_all(self) -> None:
         """Let the file be deleted, with all changes that wait for it."""
-        self._must_be_erased = True
+        self._changes = deque()
         self.number += 1
-        self._waiting = []
-        while not self._changes.empty():
-            self._changes.get()
+        self._must_be_erased = True
+        self._has_changes.set()
+
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        with self._erase_lock:
+            if self._must_be_erased:
+                _delete_database(path)
+                self._must_be_erased = False
 
     def _save(self, path: Path) -> None:
-        """Save all changes as they come, until the file has to go.
+        """Save all changes as they come, until the file is gone or has to go.
 
-        Raises sqlite3.Error, OSError: also if somebody has deleted the file.
+        Raises sqlite3.Error, OSError.
         """
+        if not path.exists():  # the new one has nothing in it
+            self.number += 1
         with closing(_connect(path)) as database:
-            while self._erasures.empty():
-                if not self._waiting:
+            while True:
+                if not self._changes:
                     if self.failure:
                         logger.info("records: everything is saved again")
                         self.failure = ""
-                    self._waiting.append(self._changes.get())
-                    time.sleep(_SAVE_DELAY_SECONDS)
-                path.stat()  # else SQLite would write into what nobody finds again
-                while not self._changes.empty():  # no other thread takes any
-                    self._waiting.append(self._changes.get())
-                self._save_waiting(database)
+                    self._has_changes.wait()
+                self._has_changes.clear()
+                time.sleep(_SAVE_DELAY_SECONDS)
+                if self._must_be_erased or not path.exists():
+                    return  # SQLite would write into what nobody finds again
+                self._save_changes(database)
 
-    def _save_waiting(self, database: sqlite3.Connection) -> None:
+    def _save_changes(self, database: sqlite3.Connection) -> None:
         """Save what waits, in one transaction. Raises sqlite3.Error."""
+        waiting = self._changes
+        changes = [*waiting]
         flushes: list[threading.Event] = []
-        for change in self._waiting:
+        for change in changes:
             if isinstance(change, threading.Event):
                 flushes.append(change)
                 continue
@@ -4844,7 +4835,8 @@ class RecordFile:
             except ValueError as fault:  # a text that UTF-8 has not
                 logger.warning("records: one is not saved: %s", fault)
         database.commit()
-        self._waiting = []
+        for _ in changes:
+            waiting.popleft()
 
         if flushes:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -4856,12 +4848,9 @@ class RecordFile:
 
         Then it is deleted: what should be forgotten would still be in it.
         """
-        if isinstance(fault, FileNotFoundError):  # the next one has nothing in it
-            self.number += 1
         reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
-        n_waiting = len(self._waiting) + self._changes.qsize()
-        if is_damaged or n_waiting > _MAX_WAITING_CHANGES:
+        if is_damaged or len(self._changes) > _MAX_WAITING_CHANGES:
             logger.warning("records: %s is begun anew: %s", path, reason)
             self._forget_all()
         elif not self.failure:
@@ -4921,13 +4910,18 @@ class TenantRecords:
         return self._file.number
 
     def put(self, record: SavedRecord) -> None:
-        """Add a record, if it is not there; its parent was put before."""
+        """Add a record; its parent was put before.
+
+        If it is there, it moves to the end: why(L-214), it may stand before its parent.
+        """
         used_at = time.time() - (time.monotonic() - record.last_used)
         place = (record.id, record.parent_id, self._tenant, record.key)
-        checksum = zlib.crc32(record.value)
+        values = (record.session_id, used_at, record.value, zlib.crc32(record.value))
         self._file.change(
-            "INSERT OR IGNORE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*place, record.session_id, used_at, record.value, checksum),
+            (
+                "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*place, *values),
+            )
         )
 
     def update(
@@ -4936,13 +4930,15 @@ class TenantRecords:
         """Change a record in all but its value and its parent."""
         used_at = time.time() - (time.monotonic() - last_used)
         self._file.change(
-            "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
-            (key, session_id, used_at, record_id),
+            (
+                "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
+                (key, session_id, used_at, record_id),
+            )
         )
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
-        self._file.change("DELETE FROM records WHERE id = ?", (record_id,))
+        self._file.change(("DELETE FROM records WHERE id = ?", (record_id,)))
 
     def load(self) -> list[SavedRecord]:
         """All whole records, in the order in which they were put."""
@@ -11157,7 +11153,7 @@ class PrefixCache:
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
         """For each entry its tenant, and what the status page shows of it."""
-        now = self._clock()
+        now = time.monotonic()  # of this rank: what others do not read is not sent
         reports: list[tuple[str, EntryReport]] = []
         for entry in self.entries:
             report: EntryReport = {
@@ -13323,7 +13319,6 @@ _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to 
 _MAX_HELLO_BYTES: Final = 65_536
 _MAX_GREETED: Final = 64  # that rank 0 asks who they are; then the oldest has to go
 _ACCEPT_SECONDS: Final = 0.1  # between two looks at who has proved to be a rank
-_LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
 _ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
 # Settings that a rank keeps; it takes all others from rank 0, except for secrets.
@@ -13406,18 +13401,23 @@ class RanksEnd(BaseException):
         self.is_failure = is_failure
 
 
-class Lockstep(Protocol):
-    """What keeps the steps of all ranks the same."""
+class Lockstep:
+    """What keeps the steps of all ranks the same.
 
-    rank: int
-    n_ranks: int
+    This is that of a single rank, a machine that has the whole model: there is nobody
+    to keep step with. ClusterRank does what the docstrings promise.
+    """
 
-    def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
+    rank: int = 0
+    n_ranks: int = 1
+
+    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
         """What `read` returns on rank 0.
 
         Every rank calls this at the same point of the same step; on other ranks `read`
         is not called. The value passes through JSON: no tuples, no NumPy.
         """
+        return read()
 
     def now(self) -> float:
         """time.monotonic() of rank 0."""
@@ -13434,39 +13434,13 @@ class Lockstep(Protocol):
 
     def agree(self, tokens: mx.array) -> mx.array:
         """The tokens that rank 0 has sampled; they are not computed yet."""
+        return tokens
 
     def end_ranks_on(self, error: Exception) -> None:
         """With several ranks, raise RanksEnd: the others may not have met this."""
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is read inside is this rank's own, and is not sent."""
-        yield
 
-
-class SingleRank(Lockstep):
-    """A machine that has the whole model: there is nobody to keep step with."""
-
-    rank = 0
-    n_ranks = 1
-
-    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
-        return read()
-
-    def compare(self, _name: str, _read: Callable[[], object]) -> None:
-        pass
-
-    def begin_steps(self) -> None:
-        pass
-
-    def agree(self, tokens: mx.array) -> mx.array:
-        return tokens
-
-    def end_ranks_on(self, _error: Exception) -> None:
-        pass
-
-
-ALONE: Final = SingleRank()
+ALONE: Final = Lockstep()
 
 
 class ClusterRank(Lockstep):
@@ -13480,13 +13454,11 @@ class ClusterRank(Lockstep):
         self.n_ranks = place.n_ranks
         # On rank 0: where it reaches each of them.
         self.hosts = [place.host, *(link.host for link in links)]
-        self.link_report = ""  # how fast ranks exchange sums, for people
         # Called with why all ranks end, on any thread, once or more.
         self.on_end: Callable[[RanksEnd], None] = lambda _end: None
         self._links = links
         self._max_silence = max_silence
         self._is_loading = True  # until begin_steps(); till then `_read_all` sends
-        self._is_apart = False
         self._end: RanksEnd | None = None
         self._group: Any = None
         for link in links:
@@ -13498,8 +13470,6 @@ class ClusterRank(Lockstep):
     # -- what is sent ------------------------------------------------------------------
 
     def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
-        if self._is_apart:
-            return read()
         if self.rank == 0:
             value = read()
             self._broadcast([name, value])
@@ -13528,15 +13498,6 @@ class ClusterRank(Lockstep):
 
     def end_ranks_on(self, error: Exception) -> None:
         raise RanksEnd(f"an exception, which ends all ranks: {error!r}") from error
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        was_apart = self._is_apart
-        self._is_apart = True
-        try:
-            yield
-        finally:
-            self._is_apart = was_apart
 
     def _diverge(self, sentence: str) -> NoReturn:
         raise RanksEnd(f"the ranks are not in step: {sentence}")
@@ -13609,20 +13570,7 @@ class ClusterRank(Lockstep):
 
     def connect(self) -> Any:
         """MLX's group of all ranks, for the parts of a model. Raises RanksEnd."""
-        self._wait_for_all()
-        try:
-            with _ending_after(_CONNECT_SECONDS):
-                self._group = mx.distributed.init(strict=True)
-        except RuntimeError as error:
-            raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
-        if self._group.size() != self.n_ranks:
-            raise RanksEnd("MLX has connected another number of ranks")
-        self.link_report = self._measure_link()
-        logger.info("%d ranks are connected: %s", self.n_ranks, self.link_report)
-        return self._group
-
-    def _wait_for_all(self) -> None:
-        """Return when all ranks have come so far."""
+        # All ranks begin at the same time.
         if self.rank:
             self._broadcast(["ready", None])
         else:
@@ -13630,38 +13578,26 @@ class ClusterRank(Lockstep):
                 self._next_message(link)
         self.from_rank_0("all are ready", lambda: True)
 
-    def _measure_link(self) -> str:
-        """How long a sum over all ranks takes: of one number, and of many bytes."""
-        seconds = min(self._time_sum(n_numbers=1) for _ in range(3))
-        many_seconds = self._time_sum(n_numbers=_LINK_BYTES // 4)
-        speed = _LINK_BYTES / max(many_seconds, 1e-6) / 1e6
-        return f"a sum takes {1e3 * seconds:.2f} ms, {speed:,.0f} MB a second"
-
-    def _time_sum(self, *, n_numbers: int) -> float:
-        numbers = mx.zeros(n_numbers)
-        mx.eval(numbers)
-        began = time.monotonic()
-        mx.eval(mx.distributed.all_sum(numbers, group=self._group))
-        return time.monotonic() - began
-
-
-@contextmanager
-def _ending_after(seconds: float) -> Iterator[None]:
-    """End the process if what is inside takes longer.
-
-    MLX waits for its connections without end and holds the GIL meanwhile, so no other
-    thread of this process runs, and what is to be read must be written before.
-    """
-    sentence = f"MLX connects the ranks; this one ends if that takes {seconds:g} s"
-    sys.stderr.write(f"start-llm: {sentence}\n")
-    if isinstance(sys.stderr, ConsoleStream):
-        sys.stderr.drain(seconds=_LINE_SECONDS)
-    with open(os.devnull, "w", encoding="ascii") as nowhere:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        # MLX waits for its connections without end and holds the GIL meanwhile, so no
+        # other thread of this process runs: what is to be read must be written before.
+        sys.stderr.write(
+            "start-llm: MLX connects the ranks; this one ends if that takes"
+            f" {_CONNECT_SECONDS:g} s\n"
+        )
+        if isinstance(sys.stderr, ConsoleStream):
+            sys.stderr.drain(seconds=_LINE_SECONDS)
+        with open(os.devnull, "w", encoding="ascii") as nowhere:
+            faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=nowhere)
+            try:
+                self._group = mx.distributed.init(strict=True)
+            except RuntimeError as error:
+                raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if self._group.size() != self.n_ranks:
+            raise RanksEnd("MLX has connected another number of ranks")
+        logger.info("%d ranks are connected", self.n_ranks)
+        return self._group
 
 
 # -- how ranks join --------------------------------------------------------------------
@@ -14960,25 +14896,18 @@ def forbid_tokens(ids: Sequence[int]) -> ConstraintSteps:
 
 
 def limit_thinking(
-    n_tokens: int,
-    *,
-    start: Sequence[int],
-    ends: Sequence[int],
-    white_space: Sequence[int] = (),
+    n_tokens: int, *, start: Sequence[int], ends: Sequence[int]
 ) -> ConstraintSteps:
     """After `n_tokens` of thinking the first of `ends`, unless any of them came before.
 
     `start`: the tokens with which a reply opens thinking; [] if the prompt has done so.
-    One token of `white_space` may come before them. Thinking that opens later in the
-    reply has no limit.
+    One token may come before them, which counts: GLM writes a line break. Thinking that
+    opens later in the reply has no limit.
     why(L-82): after a tool call the tag that ends thinking would be a part of the call.
     """
-    reply_ids = yield AllowedTokens(n_steps=len(start) + n_tokens)
-    if start and reply_ids[0] in white_space:
-        # The white space took a step: wait for one token more.
-        last_ids = yield AllowedTokens()
-        reply_ids = reply_ids[1:] + last_ids
-    is_thinking = reply_ids[: len(start)] == list(start)
+    n_start = len(start)
+    reply_ids = yield AllowedTokens(n_steps=n_start + n_tokens)
+    is_thinking = list(start) in (reply_ids[:n_start], reply_ids[1 : 1 + n_start])
     if is_thinking and set(ends).isdisjoint(reply_ids):
         yield AllowedTokens(_flag_ids(ends[:1]), others=False)
     yield AllowedTokens(n_steps=_FOREVER)
@@ -15115,10 +15044,10 @@ def make_processors(
 #  3 Text         The rules of a grammar, as a text.
 #  4 Compiler     Text -> LLMatcher, kept for the next request.
 #  5 Constraints  What a request demands, and what is left of it where it is too much.
-#  6 Faults       What a client is told of a schema that cannot be enforced.
 #
 # Public   Blanks, JsonValue, TextValue, Argument, ArgumentList, CallPart, CallParts,
-#          CallForm, find_excess, make_constraints
+#          CallForm, MAX_GRAMMAR_CHARACTERS, GrammarCompiler, grammar_compiler,
+#          make_constraints
 # Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
 # Thread   any
 
@@ -15138,13 +15067,11 @@ class JsonValue(NamedTuple):
 
 
 class TextValue(NamedTuple):
-    """A text without quotes, and the tag that ends it; what is None sets no bound."""
+    """A text without quotes, and the tag that ends it."""
 
     end: str  # a line break in it stands for any white space
+    pattern: str  # a regular expression without a slash, which fits the whole text
     drops_line_break: bool = False  # that before the end is no part of the text
-    min_length: int | None = None
-    max_length: int | None = None
-    pattern: str | None = None  # a regular expression that fits a part of the text
     is_no_container: bool = False  # it must not look like an array or object in JSON
 
 
@@ -15202,9 +15129,6 @@ _AFTER_THINKING: Final = {
 }
 _AFTER_OTHER_THINKING: Final = ("\n\n", "")
 
-# What may come before the tag that opens thinking, as one token: GLM writes "\n".
-_WHITE_SPACE: Final = ("\n", "\n\n", " ")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplyForm:
@@ -15212,7 +15136,6 @@ class _ReplyForm:
 
     in_reasoning: bool  # the prompt has opened thinking
     think_start: list[int]  # [] unless the reply may open thinking itself
-    white_space: list[int]  # one of these may come before it, unless a grammar rules
     think_end: list[int]
     call_start: list[int]
     before_call: list[int]  # after thinking
@@ -15235,11 +15158,9 @@ class _ReplyForm:
         before_call, before_text = _AFTER_THINKING.get(
             tags.think_end, _AFTER_OTHER_THINKING
         )
-        white_space = [encode(text) for text in _WHITE_SPACE]
         return cls(
             in_reasoning=in_reasoning,
             think_start=encode(tags.think_start or "") if opens_thinking else [],
-            white_space=[ids[0] for ids in white_space if len(ids) == 1],
             think_end=list(tags.think_end_tokens or ()),
             call_start=encode(call_start),
             before_call=encode(before_call),
@@ -15309,47 +15230,72 @@ _MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
 # Without "no_forcing" llguidance itself writes what is certain to come. It would spell
 # <tool_call> in a JSON string, where it is text, by the token of the tag.
 _GRAMMAR_HEAD: Final = '%llguidance {"no_forcing": true}'
-_BLANKS_RULE: Final = r"/[ \t\r\n]{1,8}/"
+
+# A schema of 200,000 characters takes a second to compile.
+MAX_GRAMMAR_CHARACTERS: Final = 200_000
 
 
-def _write_grammar(
-    start: str,
-    calls: Sequence[CallForm],
-    *,
-    schema: JsonObject | None,
-    encode: Callable[[str], list[int]],
-) -> str:
-    """The text of a grammar. In `start`, "calls" are these and "json" is the schema."""
-    grammar = _GrammarText(start, encode)
-    if calls:
-        grammar.add_calls(calls)
-    if schema is not None:
-        grammar.rules["json"] = f"%json {json.dumps(schema)}"
-    grammar.rules["BLANKS"] = _BLANKS_RULE
-    rules = [f"{name}: {rule}" for name, rule in grammar.rules.items()]
-    return "\n".join([_GRAMMAR_HEAD, *rules])
+class _GrammarFault(Exception):
+    """A grammar is not compiled; the text says why."""
+
+    def __init__(self, text: str, *, is_too_large: bool = False) -> None:
+        super().__init__(text)
+        self.is_too_large = is_too_large
 
 
 class _GrammarText:
     """The rules of one grammar, by name, each before those that it is made of."""
 
-    def __init__(self, start: str, encode: Callable[[str], list[int]]) -> None:
-        self.rules = {"start": start}
-        self._encode = encode
-        self._numbers = count()
+    def __init__(
+        self,
+        start: str,
+        calls: Sequence[CallForm],
+        *,
+        schema: JsonObject | None,
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """In `start`, "calls" is one of these calls or more, and "json" the schema.
 
-    def add_calls(self, calls: Sequence[CallForm]) -> None:
+        Raises _GrammarFault: it is too large.
+        """
+        self._rules: dict[str, str] = {}
+        self._n_characters = 0
+        self._numbers = count()
+        self._encode = encode
+
+        self._add("start", start)
+        if calls:
+            self._add_calls(calls)
+        if schema is not None:
+            self._add("json", f"%json {json.dumps(schema)}")
+        self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
+
+    def __str__(self) -> str:
+        """What llguidance compiles."""
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        return "\n".join([_GRAMMAR_HEAD, *rules])
+
+    def _add(self, name: str, rule: str) -> None:
+        """Set a rule. A first, empty one keeps the place of one that comes later."""
+        self._rules[name] = rule
+        self._n_characters += len(rule)
+        if self._n_characters > MAX_GRAMMAR_CHARACTERS:
+            limit = f"{MAX_GRAMMAR_CHARACTERS:,} characters"
+            raise _GrammarFault(f"it has more than {limit}", is_too_large=True)
+
+    def _add_calls(self, calls: Sequence[CallForm]) -> None:
         """Add the rule "calls": one call or more."""
-        self.rules["calls"] = "call (BLANKS? call)*"
+        self._add("calls", "call (BLANKS? call)*")
         openings = [_tokens(self._encode(call.opening)) for call in calls]
-        self.rules["call"] = " | ".join(
-            f"{opening} arguments{index}" for index, opening in enumerate(openings)
-        )
+        ways = [f"{opening} arguments{i}" for i, opening in enumerate(openings)]
+        self._add("call", " | ".join(ways))
         for index, call in enumerate(calls):
             name = f"arguments{index}"
-            self.rules[name] = "<[*]>*"  # also: its place, before its parts
-            if call.parts is not None:
-                self.rules[name] = self._sequence(call.parts)
+            if call.parts is None:
+                self._add(name, "<[*]>*")
+                continue
+            self._add(name, "")
+            self._add(name, self._sequence(call.parts))
 
     def _sequence(self, parts: Iterable[CallPart]) -> str:
         """These parts in their order, for a rule."""
@@ -15364,7 +15310,7 @@ class _GrammarText:
             case JsonValue():
                 name = f"schema{next(self._numbers)}"
                 schema = _guide(part.schema, is_lenient=part.is_lenient)
-                self.rules[name] = f"%json {json.dumps(schema)}"
+                self._add(name, f"%json {json.dumps(schema)}")
                 return name
             case TextValue():
                 return self._text_value(part)
@@ -15388,7 +15334,8 @@ class _GrammarText:
         may_end = True  # no argument that follows is required
         follows = ""  # the rule of those that follow
         names = [f"{name}_{index}" for index in range(len(part.arguments))]
-        self.rules.update(dict.fromkeys(names, ""))  # their place, before their parts
+        for rule_name in names:
+            self._add(rule_name, "")
         for index in reversed(range(len(part.arguments))):
             argument = part.arguments[index]
             next_rules = {}  # by the tag that comes after the value
@@ -15404,7 +15351,7 @@ class _GrammarText:
             if follows and not argument.is_required:
                 rule += f" | {follows}"
             follows = names[index]
-            self.rules[follows] = rule
+            self._add(follows, rule)
             may_end = may_end and not argument.is_required
         if not follows:
             return self._spell(part.end)
@@ -15448,26 +15395,26 @@ class _GrammarText:
         ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
         """
         name = f"VALUE{next(self._numbers)}"
-        self.rules[f"{name}_TEXT"] = _text_terminal(value)
+        text = f"/{value.pattern}/"
+        if value.is_no_container:
+            text += r" & ~/\s*[\[\{](?s:.*)/"
+        self._add(f"{name}_TEXT", text)
         tag = _MARKUP.match(value.end)
         if tag is not None and self._is_token(tag[0]):
             end = " BLANKS? ".join(map(self._spell, value.end.split("\n")))
             return f"{name}_TEXT {end}"
-        return self._lazy_value(name, value)
 
-    def _lazy_value(self, name: str, value: TextValue) -> str:
-        """The same where the end is no token."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
-        self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
-        choices = f"{name}_TEXT {name}_END"
+        self._add(f"{name}_END", f"/{end_pattern.replace('/', r'\/')}/")
+        ways = f"{name}_TEXT {name}_END"
         if value.drops_line_break:
             # A text that itself ends with a line break comes with a second one.
-            self.rules[f"{name}_LINE"] = rf"{name}_TEXT & /(?s:(.*[^\n])?)/"
-            choices = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
+            self._add(f"{name}_LINE", rf"{name}_TEXT & /(?s:(.*[^\n])?)/")
+            ways = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
 
         lazy_name = name.lower()
-        self.rules[f"{lazy_name}[lazy]"] = choices
+        self._add(f"{lazy_name}[lazy]", ways)
         return lazy_name
 
 
@@ -15476,61 +15423,15 @@ def _tokens(ids: Iterable[int]) -> str:
     return " ".join(f"<[{token_id}]>" for token_id in ids)
 
 
-def _text_terminal(value: TextValue) -> str:
-    """A terminal of Lark: the texts that a value may be."""
-    max_length = "" if value.max_length is None else str(value.max_length)
-    length = f"{{{value.min_length or 0},{max_length}}}"
-    patterns = [f"(?s:.{length})"]
-    if value.pattern is not None:
-        patterns.append(_whole_pattern(value.pattern))
-    terminal = " & ".join(_lark_pattern(pattern) for pattern in patterns)
-    if value.is_no_container:
-        terminal += r" & ~/\s*[\[\{](?s:.*)/"
-    return terminal
-
-
-_ANCHORED_END: Final = re.compile(r"(?s:(?:[^\\]|\\.)*)\$")
-
-
-def _whole_pattern(pattern: str) -> str:
-    """A pattern of JSON schema, which fits a part of a text, for the whole of it.
-
-    It is without `|`, for CALL FORMS refuses one: in "^a|b" only `a` is anchored.
-    """
-    # "^a" -> "(a)(?s:.*)". What ends with an escaped dollar sign is not anchored there.
-    before = after = "(?s:.*)"
-    if pattern.startswith("^"):
-        before = ""
-        pattern = pattern[1:]
-    if _ANCHORED_END.fullmatch(pattern):
-        after = ""
-        pattern = pattern[:-1]
-    return f"{before}({pattern}){after}"
-
-
-def _lark_pattern(source: str) -> str:
-    """A regular expression as Lark writes it, between slashes."""
-    slashed = re.sub(
-        r"(\\.)|/", lambda match: match[1] or r"\/", source, flags=re.DOTALL
-    )
-    return f"/{slashed}/"
-
-
 # -- 4 compiler ------------------------------------------------------------------------
 
-# What is compiled: of one schema, of all calls together, and of a regular expression.
-# A schema of the largest size takes a second.
-MAX_SCHEMA_CHARACTERS: Final = 100_000
-MAX_CALLS_CHARACTERS: Final = 200_000
-MAX_PATTERN_CHARACTERS: Final = 10_000
 
-
-class _GrammarCompiler:
-    """Makes LLMatchers for one tokenizer."""
+class GrammarCompiler:
+    """Makes LLMatchers for one tokenizer, and keeps them for the next request."""
 
     # For each character of a grammar, as measured: 300 of properties, 400 of patterns.
     MATCHER_BYTES: Final = 400
-    MEMO_BYTES: Final = 2 * MATCHER_BYTES * MAX_CALLS_CHARACTERS  # the largest fits
+    MEMO_BYTES: Final = 2 * MATCHER_BYTES * MAX_GRAMMAR_CHARACTERS  # the largest fits
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's wrapper of one."""
@@ -15552,30 +15453,44 @@ class _GrammarCompiler:
         backend.add_special_tokens(
             [tag for tag in tags if tag and backend.token_to_id(tag) is not None]
         )
-        vocabulary = llguidance.LLTokenizer(
+        self._vocabulary = llguidance.LLTokenizer(
             backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids)
         )
-        self._make_matcher = partial(llguidance.LLMatcher, vocabulary, log_level=0)
         self.memo: Memo[Any] = Memo(
             self.MEMO_BYTES, lambda text, _matcher: self.MATCHER_BYTES * len(text)
         )
 
     def compile(self, grammar: str, *, tenant: str) -> Any:
         """An LLMatcher of the replies that a grammar describes. It may be in error."""
-        return self.memo.get_or_make(
-            grammar, lambda: self._compile(grammar), tenant=tenant
-        )
+        import llguidance
 
-    def _compile(self, grammar: str) -> Any:
-        return self._make_matcher(grammar)
+        make = partial(llguidance.LLMatcher, self._vocabulary, grammar, log_level=0)
+        return self.memo.get_or_make(grammar, make, tenant=tenant)
 
 
-_grammar_compiler: Final = lru_cache(maxsize=1)(_GrammarCompiler)
+grammar_compiler: Final = lru_cache(maxsize=1)(GrammarCompiler)
 
 
 # -- 5 constraints ---------------------------------------------------------------------
 
 _SCHEMA_FIELD: Final = "response_format.json_schema.schema"
+
+# What an error of llguidance has beside its reason: where it is, a pattern that it
+# quotes, and lines of the grammar. Of this one, "regex parse error: unclosed group"
+# stays, and of others "Invalid type: objekt" or 'Unimplemented keys: ["not"]':
+#     at 7(10): failed to compile JSON schema: regex parse error:
+#         ab(
+#           ^
+#     error: unclosed group
+#        6 | schema0: %json {"type": "string", "pattern": "ab("}
+#                     ^
+_ERROR_DETAILS: Final = re.compile(
+    r"""(?xs:
+        \A at\ \d+\(\d+\):\ (?: failed\ to\ compile\ JSON\ schema:\  )?
+      | (?<= regex\ parse\ error: ) \n .* \nerror:
+      | \n \ + \d+ \ \| .*
+    )"""
+)
 
 
 def make_constraints(
@@ -15593,8 +15508,14 @@ def make_constraints(
     if the reply must be one, or if one may come and some tool is strict; else none.
     Raises BadRequest: a schema cannot be compiled, or the call cannot be forced.
     """
-    if request.kind == "completion":
-        return ()  # its body has no field that demands anything of the reply
+    demands = (
+        request.tool_choice.mode != "auto",
+        request.thinking_budget is not None,
+        request.json_schema is not None,
+        call_forms,
+    )
+    if request.kind == "completion" or not any(demands):
+        return ()
     form = _ReplyForm.of(
         loaded, request, in_reasoning=in_reasoning, call_start=call_start
     )
@@ -15638,7 +15559,6 @@ def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint |
         budget,
         start=form.think_start,
         ends=[*form.think_end, *form.call_id],
-        white_space=form.white_space,
     )
 
 
@@ -15669,18 +15589,17 @@ class _ReplyGrammars:
 
     def compile_schema(self, schema: JsonObject, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
-        if fault := find_excess(schema):
-            raise BadRequest(fault, field=_SCHEMA_FIELD)
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         guided = _guide(schema, is_lenient=is_lenient)
         # First without the schemas of the tools: a fault is that of this schema, then.
         any_call = self._form.any_call() if can_call else ""
         start = self._form.json_or_calls(any_call)
-        matcher = self._compile(start, (), guided)
-        if matcher.is_error():
-            fault = _describe_fault(matcher.get_error(), schema)
-            raise BadRequest(fault, field=_SCHEMA_FIELD, quote=fault)
+        try:
+            matcher = self._compile(start, (), guided)
+        except _GrammarFault as fault:
+            quote = str(fault)
+            raise BadRequest(quote, field=_SCHEMA_FIELD, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
         start = self._form.json_or_calls("calls")
@@ -15696,28 +15615,31 @@ class _ReplyGrammars:
             a call that does not compile by itself may have any arguments
             each call may have any arguments, but only these tools may be called
         """
-        for calls in self._weaker_calls():
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-        sentence = "the tools are too many for a call to be forced"
-        raise BadRequest(sentence, field="tool_choice")
+        calls = self._calls
+        try:
+            return self._compile(start, calls, schema)
+        except _GrammarFault as fault:
+            is_too_large = fault.is_too_large
+        if not is_too_large:  # or each of them by itself would take seconds
+            calls = [self._free_if_faulty(call) for call in calls]
+            with suppress(_GrammarFault):
+                return self._compile(start, calls, schema)
 
-    def _weaker_calls(self) -> Iterator[Sequence[CallForm]]:
-        """These calls, then weaker ones, but none that are too large to be compiled."""
-        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
-        if n_characters <= MAX_CALLS_CHARACTERS:
-            yield self._calls
-            yield [self._free_if_faulty(call) for call in self._calls]
-        fault = "with the other tools it is too large to be enforced"
-        free_calls = [self._free(call, fault) for call in self._calls]
-        if sum(len(call.opening) for call in free_calls) <= MAX_CALLS_CHARACTERS:
-            yield free_calls
+        reason = "with the other tools it is too large to be enforced"
+        free_calls = [self._free(call, reason) for call in calls]
+        try:
+            return self._compile(start, free_calls, schema)
+        except _GrammarFault:
+            sentence = "the tools are too many for a call to be forced"
+            raise BadRequest(sentence, field="tool_choice") from None
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
-        error = self._compile("calls", [call]).get_error()
-        return self._free(call, _describe_fault(error)) if error else call
+        try:
+            self._compile("calls", [call])
+        except _GrammarFault as fault:
+            return self._free(call, str(fault))
+        return call
 
     def _free(self, call: CallForm, fault: str) -> CallForm:
         """The call with any arguments. Raises BadRequest with `fault`: it is strict."""
@@ -15728,13 +15650,15 @@ class _ReplyGrammars:
     def _compile(
         self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
     ) -> Any:
+        """The LLMatcher of a grammar. Raises _GrammarFault."""
         template = self._loaded.template  # as one tenant has it: it has the tenant's id
-        grammar = _write_grammar(start, calls, schema=schema, encode=template.encode)
-        compiler = _grammar_compiler(self._loaded.tokenizer)
-        return compiler.compile(grammar, tenant=template.tenant)
-
-
-# -- 6 faults --------------------------------------------------------------------------
+        grammar = _GrammarText(start, calls, schema=schema, encode=template.encode)
+        compiler = grammar_compiler(self._loaded.tokenizer)
+        matcher = compiler.compile(str(grammar), tenant=template.tenant)
+        if error := matcher.get_error():
+            reason = " ".join(_ERROR_DETAILS.sub("", error).split())
+            raise _GrammarFault(f"{reason:.300}")
+        return matcher
 
 
 def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
@@ -15744,130 +15668,6 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
         "lenient": is_lenient,
     }
     return {**schema, "x-guidance": guidance}
-
-
-def find_excess(schema: Mapping[str, Any]) -> str:
-    """What of a schema is too large to be compiled; "" if nothing is."""
-    n_characters = len(json.dumps(schema))
-    if n_characters > MAX_SCHEMA_CHARACTERS:
-        return (
-            f"a schema of {n_characters:,} characters cannot be enforced, one of"
-            f" {MAX_SCHEMA_CHARACTERS:,} can"
-        )
-    for path, value in _walk_schema(schema):
-        for pattern in _patterns_of(value):
-            if len(pattern) > MAX_PATTERN_CHARACTERS:
-                return (
-                    f"a pattern of {len(pattern):,} characters ({path:.100}) cannot"
-                    f" be enforced, one of {MAX_PATTERN_CHARACTERS:,} can"
-                )
-    return ""
-
-
-def _patterns_of(schema: object) -> list[str]:
-    """The regular expressions of a schema, without those of its parts."""
-    if not isinstance(schema, dict):
-        return []
-    names = schema.get("patternProperties")
-    patterns = [schema.get("pattern"), *(names if isinstance(names, dict) else ())]
-    return [pattern for pattern in patterns if isinstance(pattern, str)]
-
-
-# In a schema: what has schemas by names that somebody chose, and what has none.
-_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES: Final = ("enum", "const", "default", "examples")
-
-
-def _walk_schema(schema: object) -> Iterator[tuple[str, object]]:
-    """A schema and all that is in it, each after its path: "properties.tags.anyOf[1]".
-
-    What is less deep comes first.
-    """
-    places: deque[tuple[str, object]] = deque([("", schema)])
-    while places:
-        path, value = places.popleft()
-        yield path.removeprefix("."), value
-        for step, part in _schema_parts(value):
-            places.append((path + step, part))
-
-
-def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
-    """The parts of a schema, or of a list of schemas, each after its step to it."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield f"[{index}]", item
-    if not isinstance(value, dict):
-        return
-    for name, part in value.items():
-        if name in _NAMED_SCHEMAS and isinstance(part, dict):
-            for key, schema in part.items():
-                yield f".{name}.{key}", schema
-        elif name not in _VALUES:
-            yield f".{name}", part
-
-
-# An error of llguidance says where it is, and quotes these lines of the grammar:
-#     at 7(10): failed to compile JSON schema: Invalid type: objekt
-#        6 | schema0: %json {"type": "objekt"}
-#                     ^
-_ERROR_PLACE: Final = re.compile(
-    r"""(?xs:
-        \A .*? failed\ to\ compile\ JSON\ schema:\ # for a pattern of ours there is none
-      | \n \ + \d+ \ \| .*
-    )"""
-)
-
-# What it says of keywords such as "uniqueItems".
-_UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
-
-# What else it says, and what a client is told.
-_SCHEMA_FAULTS: Final[Mapping[str, str]] = {
-    r"Resource '(?:json-schema:///)?(.*?)' is not present": (
-        "{} is another document, and none is fetched: put what it says into $defs"
-    ),
-    r"Pointer '(.*?)' does not exist": "the $ref #{} leads to nothing",
-    r"Invalid type: (.*)": "{} is no type of JSON",
-    r"Unknown format: (.*)": "the format {} is not known",
-    r"Unsatisfiable schema: ([^:]*)": "no value can fit it: {}",
-    r"for (?:float|integer) range": "this minimum or maximum cannot be enforced",
-    r"error: (.*)": "a pattern cannot be read: {}",  # after lines that quote it
-    r"multiple ?of": "multipleOf should be a number above 0 with few digits",
-    r"Expected .* for '(\w+)'": "{} has a value of a wrong type",
-    r"^schema must be": "what should be a schema in it is no object",
-    r"^(\$?\w+) must be": "{} has a value of a wrong type",
-    r"oneOf constraints": "oneOf cannot be enforced where two branches overlap",
-    r"(?i)recursion": "it is nested too deeply",
-}
-
-
-def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
-    """What cannot be enforced, and where in the schema, in one sentence of ours."""
-    error = _ERROR_PLACE.sub("", error)
-    match = _UNKNOWN_KEYWORDS.search(error)
-    if match is not None:
-        keywords = match[1]
-        place = _find_keyword(schema or {}, _read_keywords(keywords))
-        where = f" of {place:.100}" if place else ""
-        return f"{keywords:.100}{where} cannot be enforced: leave it out"
-    for pattern, sentence in _SCHEMA_FAULTS.items():
-        match = re.search(pattern, error)
-        if match is not None:
-            return sentence.format(*(f"{text:.100}" for text in match.groups()))
-    return "it cannot be enforced as it is: make it simpler"
-
-
-def _read_keywords(text: str) -> set[str]:
-    """The names in a list as Rust writes it: U+200B as \\u{200b}."""
-    plain = re.sub(r"\\u\{(\w+)\}", lambda code: chr(int(code[1], 16)), text)
-    return set(re.findall(r'"([^"]*)"', plain))
-
-
-def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
-    """Where the first of these keywords stands: "properties.tags"; "": at the top."""
-    for path, value in _walk_schema(schema):
-        if isinstance(value, dict) and keywords & value.keys():
-            return path
-    return ""
 
 
 # region DRAFTS ================================================================
@@ -19077,8 +18877,7 @@ class Engine:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
-                with lockstep.apart():
-                    self._faults.guard(partial(self._publish, scheduler))
+                self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all tasks of the inbox; wait for the first one, if there is none."""
@@ -19092,11 +18891,7 @@ class Engine:
         if lockstep.n_ranks > 1:
             _share_tasks(self._tasks, scheduler)
         for task in self._tasks:
-            if isinstance(task, _SharedTask):
-                task(scheduler)
-                continue
-            with lockstep.apart():
-                task(scheduler)
+            task(scheduler)
         self._tasks = []
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
@@ -22285,8 +22080,8 @@ def call_forms(
         (opening,) = tool_call_prefixes(tool_format, tools, name=tool_name)
         form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
         try:
-            if fault := find_excess(parameters):
-                raise _NoForm(fault)
+            if len(json.dumps(parameters)) > MAX_GRAMMAR_CHARACTERS:
+                raise _NoForm(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
             is_lenient = not form.schema_path  # it is no strict tool
             parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
         except _NoForm as error:
@@ -22316,7 +22111,7 @@ def _call_parts(
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
     if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
-        parts.append(TextValue(end="[ARGS]", pattern="^[a-zA-Z0-9]{9}$"))
+        parts.append(TextValue(end="[ARGS]", pattern="[a-zA-Z0-9]{9}"))
     parts += [Blanks(), JsonValue(schema, is_lenient)]
     for piece in re.split(r"(\n)", syntax.end_spelling):
         parts.append(Blanks() if piece == "\n" else piece)
@@ -22334,7 +22129,7 @@ class _TaggedForm:
         self._is_lenient = is_lenient
         # What ends JSON or a constant: the tag that ends a text, after no text.
         self._value_end = TextValue(
-            end=tags.close, drops_line_break=tags.is_on_lines, max_length=0
+            tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
         )
 
     def argument_list(self, *, end: str, gap: str) -> ArgumentList:
@@ -22419,15 +22214,13 @@ class _TaggedForm:
         raise _NoForm("a property has no type")
 
     def _text(self, schema: Schema) -> CallParts:
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and "|" in pattern:
-            raise _NoForm("a pattern with alternatives cannot be enforced here")
-        value = self._value_end._replace(
-            min_length=schema.get("minLength"),
-            max_length=schema.get("maxLength"),
-            pattern=pattern,
-        )
-        return (value,)
+        if "pattern" in schema and not self._is_lenient:
+            raise _NoForm("'pattern' cannot be enforced for these arguments")
+        shortest, longest = schema.get("minLength"), schema.get("maxLength")
+        if not isinstance(shortest, int | None) or not isinstance(longest, int | None):
+            raise _NoForm("a length of a text is no integer")
+        lengths = f"{shortest or 0},{'' if longest is None else longest}"
+        return (self._value_end._replace(pattern=f"(?s:.{{{lengths}}})"),)
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
@@ -24135,8 +23928,7 @@ def status_body(state: ServerState) -> StatusBody:
             },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
-            ranks = model.lockstep
-            body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
+            body["ranks"] = {"hosts": model.lockstep.hosts}
     return body
 
 
@@ -24265,7 +24057,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     is_all = session is None and not state.tenant
     if is_all:  # why(L-193): files are deleted without room, records are not
         try:
-            state.records.erase(_FORGET_SECONDS)
+            state.records.erase()
         except OSError as fault:
             faults.append(fault.strerror or "the disk does not answer")
     else:

@@ -217,7 +217,7 @@ def test_forgetting_all_on_a_full_disk_deletes_the_files(start, tmp_path, monkey
     assert count_records(tmp_path / "disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(s.RecordFile, "_save_waiting", refuse_changes)
+        patch.setattr(s.RecordFile, "_save_changes", refuse_changes)
         code, body = delete_cache(server, "?session=a")
         assert code == 500
         assert "disk is full" in body["error"]["message"]
