@@ -65,7 +65,7 @@ class TimedModel:
         return getattr(self.plain, name)
 
 
-class TimedRank(s.SingleRank):
+class TimedRank(s.Lockstep):
     def __init__(self, model):
         self.model = model
 
