@@ -12514,11 +12514,6 @@ class DiskTier:
 # KV. (LEDGER compares the session id that a client sends; PREFIX CACHE shows and drops
 # entries by the one that session_id_for() returns.)
 #
-#     SessionIndex       figures of the last requests of each session
-#     SessionTurnStore   the messages that each session has sent: which ones are new?
-#     RequestHistory     answered requests as a whole, to compare the next one with
-#     explain_miss       from two requests to the reason in a sentence
-#
 # Two requests are compared by their tokens, and by their canonical messages:
 #
 #     earlier    [0 ............ common) ........ end)
@@ -12531,10 +12526,10 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SessionTurnStore, RequestHistory,
-#          SentRequest, MissReason, count_reread_tokens, explain_miss, message_diff
+# Public   SessionIndex, SessionRow, session_id_for, SentRequest, MissReason,
+#          find_nearest, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
-# Owns     _sessions_lock, _turns_lock, _history_lock
+# Owns     _sessions_lock
 # Thread   any
 
 MIN_LOST_TOKENS: Final = 16  # so many, or fewer, are as a rule a generation prompt
@@ -12555,7 +12550,7 @@ def session_id_for(
     return f"sha1:{sha1(start, usedforsecurity=False).hexdigest()}"
 
 
-# -- figures and messages of each session ----------------------------------------------
+# -- what each session sent ------------------------------------------------------------
 
 
 class SessionRow(TypedDict):
@@ -12571,19 +12566,54 @@ class _SessionTurns(NamedTuple):
     turns: list[Mapping[str, object]]
 
 
+class SentRequest(NamedTuple):
+    """A request, as far as it takes to say how another one differs from it."""
+
+    session_id: str
+    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
+    messages: Sequence[CanonicalMessage]
+    context_key: bytes
+    answered_at: float = 0.0  # seconds, on the clock of SessionIndex
+    n_reply_tokens: int = 0  # the last ones of `tokens`
+    sent_hashes: Sequence[int] = ()  # of its messages as the client sent them
+    cost: int = 0  # see SessionIndex
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.tokens) - self.n_reply_tokens
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Those of its messages."""
+        return [message.digest for message in self.messages]
+
+
 class SessionIndex:
-    """Figures of the last requests of each session. Times: seconds on one clock."""
+    """Figures of the last requests of each session; chats, to compare the next with.
+
+    A session has several conversations: beside the main one, clients send requests for
+    a title, for a summary and for sub-agents under the same id. Of each conversation
+    the last chat is kept. All times are seconds on one clock.
+    """
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
+    MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
+    # What each chat costs, beside the larger of two figures. One is time: a new request
+    # is compared with all the others, token by token. One is memory, in words of 4
+    # bytes: what no template prints takes some, too (L-128).
+    REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
         # One setting for both: a session has as many rows here as cache entries.
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         max_idle_seconds = config.prompt_cache_session_max_idle_seconds
         self._max_idle_seconds = max_idle_seconds or math.inf
+        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
         self._sessions_lock = threading.Lock()
         # _SessionTurns by id. items() is a list, that used last first.
         self._sessions = LRUCache(self.MAX_SESSIONS)
+        self._requests: list[SentRequest] = []  # the oldest first
 
     def note(self, session_id: str, facts: Mapping[str, object], *, now: float) -> None:
         """Add the figures of a request that was answered."""
@@ -12592,17 +12622,53 @@ class SessionIndex:
             turns = [*session.turns, facts] if session else [facts]
             self._sessions[session_id] = _SessionTurns(now, turns[-self._max_turns :])
 
+    def add(self, request: SentRequest) -> None:
+        """Keep an answered chat, and drop those of its session that it continues.
+
+        One that is too large for all of the store is not kept, and leaves none of its
+        session: what comes next has no last request to be compared with.
+        """
+        digests = request.digests
+        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
+        n_bytes += 40 * len(request.sent_hashes)  # as Python keeps integers
+        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
+        is_too_large = cost > self.MAX_COST
+
+        def is_kept(earlier: SentRequest) -> bool:
+            if earlier.session_id != request.session_id:
+                return True
+            n_messages = len(earlier.messages)
+            return not is_too_large and digests[:n_messages] != earlier.digests
+
+        with self._sessions_lock:
+            requests = [r for r in self._requests if is_kept(r)]
+            if not is_too_large:
+                requests.append(request._replace(cost=cost))
+            total_cost = sum(r.cost for r in requests)
+            while total_cost > self.MAX_COST:
+                total_cost -= requests.pop(0).cost
+            self._requests = requests
+
     def __contains__(self, session_id: str | None) -> bool:
         """Whether a request of this session was answered."""
         with self._sessions_lock:
             return session_id in self._sessions
 
     def expire(self, now: float) -> None:
-        """Drop sessions that were idle for longer than the setting allows."""
+        """Drop idle sessions, and chats that are too old by the ledger's setting."""
+        oldest = now - self._max_age_seconds
         with self._sessions_lock:
             for session_id, session in self._sessions.items():
                 if now - session.last_used > self._max_idle_seconds:
                     del self._sessions[session_id]
+            self._requests = [r for r in self._requests if r.answered_at >= oldest]
+
+    def forget(self, session_id: str | None) -> None:
+        """Drop what a session has sent; None: what all have. Figures stay."""
+        with self._sessions_lock:
+            self._requests = [
+                r for r in self._requests if session_id not in (None, r.session_id)
+            ]
 
     def snapshot(self, now: float, *, newest: int) -> list[SessionRow]:
         """The sessions used last, the newest first."""
@@ -12617,55 +12683,29 @@ class SessionIndex:
             for session_id, session in sessions[:newest]
         ]
 
+    def requests(self, session_id: str | None) -> list[SentRequest]:
+        """The last chat of each conversation of a session; None: of all sessions.
 
-class SessionTurnStore:
-    """The messages that each session has sent, as digests.
+        The oldest first.
+        """
+        with self._sessions_lock:
+            return [r for r in self._requests if session_id in (None, r.session_id)]
 
-    A session has several conversations: beside the main one, clients send requests for
-    a title, for a summary and for sub-agents under the same id. In a record of its own,
-    the last request of a session is kept, whatever it was for: of the next request the
-    session log has only the messages that are new.
+
+def find_nearest(
+    request: SentRequest, earlier_requests: Sequence[SentRequest]
+) -> SentRequest | None:
+    """The one with most messages, and then most tokens, in common; of equal ones the last.
+
+    None if there is none to choose from; the nearest may have nothing in common.
     """
+    digests = set(request.digests)
 
-    MAX_SESSIONS: Final = 1_000  # beyond it, the least recently used is dropped
-    MAX_CONVERSATIONS: Final = 4  # of a session
+    def similarity(earlier: SentRequest) -> tuple[int, int]:
+        n_messages = len(digests.intersection(earlier.digests))
+        return n_messages, common_prefix_length(earlier.tokens, request.tokens)
 
-    def __init__(self) -> None:
-        self._turns_lock = threading.Lock()
-        # By session id: a list of conversations, the newest last; a request. Each of
-        # these is the digests of its messages.
-        self._conversations = LRUCache(self.MAX_SESSIONS)
-        self._last_requests = LRUCache(self.MAX_SESSIONS)
-
-    def advance(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many of its first messages the session had sent."""
-        n_stable = 0
-        others = []  # conversations that this request does not continue
-        with self._turns_lock:
-            for conversation in self._conversations.get(session_id, ()):
-                n_common = message_diff(conversation, digests)
-                n_stable = max(n_stable, n_common)
-                if n_common < len(conversation):
-                    others.append(conversation)
-            conversations = [*others, digests][-self.MAX_CONVERSATIONS :]
-            self._conversations[session_id] = conversations
-        return n_stable
-
-    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many messages it has in common with the one before."""
-        with self._turns_lock:
-            last_request = self._last_requests.get(session_id, ())
-            self._last_requests[session_id] = digests
-        return message_diff(last_request, digests)
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop what a session has sent; None: what all have."""
-        with self._turns_lock:
-            for sessions in (self._conversations, self._last_requests):
-                if session_id is None:
-                    sessions.clear()
-                elif session_id in sessions:
-                    del sessions[session_id]
+    return max(reversed(earlier_requests), key=similarity, default=None)
 
 
 def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
@@ -12676,105 +12716,6 @@ def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
             break
         n_same += 1
     return n_same
-
-
-# -- requests to compare with ----------------------------------------------------------
-
-
-class SentRequest(NamedTuple):
-    """A request, as far as it takes to say how another one differs from it."""
-
-    session_id: str
-    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
-    messages: Sequence[CanonicalMessage]
-    context_key: bytes
-    answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
-    n_reply_tokens: int = 0  # the last ones of `tokens`
-    cost: int = 0  # see RequestHistory
-
-    @property
-    def n_prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's."""
-        return len(self.tokens) - self.n_reply_tokens
-
-    @property
-    def digests(self) -> list[bytes]:
-        """Those of its messages."""
-        return [message.digest for message in self.messages]
-
-
-class RequestHistory:
-    """The last answered request of each conversation; no completions."""
-
-    MAX_COST: Final = 2_000_000  # of all; beyond it, the oldest go first
-    # What each request costs, beside the larger of two figures. One is time: a new
-    # request is compared with all the others, token by token. One is memory, in words
-    # of 4 bytes: what no template prints takes some, too (L-128).
-    REQUEST_COST: Final = 4_000
-
-    def __init__(self, config: Config) -> None:
-        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
-        self._history_lock = threading.Lock()
-        self._requests: list[SentRequest] = []  # the oldest first
-
-    def add(self, request: SentRequest) -> None:
-        """Keep an answered chat, and drop those of its session that it continues.
-
-        One that is too large for all of the history is not kept, nor drops any other.
-        """
-        digests = request.digests
-        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
-        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
-        if cost > self.MAX_COST:
-            return
-        request = request._replace(cost=cost)
-
-        def is_continued(earlier: SentRequest) -> bool:
-            if earlier.session_id != request.session_id:
-                return False
-            return digests[: len(earlier.messages)] == earlier.digests
-
-        with self._history_lock:
-            requests = [r for r in self._requests if not is_continued(r)]
-            requests.append(request)
-            total_cost = sum(r.cost for r in requests)
-            while total_cost > self.MAX_COST:
-                total_cost -= requests.pop(0).cost
-            self._requests = requests
-
-    def expire(self, now: float) -> None:
-        """Drop requests that were answered too long ago, by the ledger's setting."""
-        oldest = now - self._max_age_seconds
-        with self._history_lock:
-            self._requests = [r for r in self._requests if r.answered_at >= oldest]
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop the requests of a session; None: all."""
-        with self._history_lock:
-            self._requests = [
-                r for r in self._requests if session_id not in (None, r.session_id)
-            ]
-
-    def find_nearest(
-        self, request: SentRequest, *, session_only: bool
-    ) -> SentRequest | None:
-        """The request with most messages, and then most tokens, in common.
-
-        `session_only`: of the same session. None if there is no request to choose from;
-        the nearest may have nothing in common.
-        """
-        with self._history_lock:
-            candidates = self._requests[::-1]  # of equal ones max() takes the newest
-        if session_only:
-            candidates = [r for r in candidates if r.session_id == request.session_id]
-        digests = set(request.digests)
-
-        def similarity(earlier: SentRequest) -> tuple[int, int]:
-            n_messages = len(digests.intersection(earlier.digests))
-            n_tokens = common_prefix_length(earlier.tokens, request.tokens)
-            return n_messages, n_tokens
-
-        return max(candidates, key=similarity, default=None)
 
 
 # -- why not more ----------------------------------------------------------------------
@@ -22369,9 +22310,7 @@ class TenantStores:
 
     ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
     planner: PromptPlanner  # makes prompts from it
-    session_index: SessionIndex  # figures of the last requests
-    session_turn_store: SessionTurnStore  # digests of the last messages
-    history: RequestHistory  # requests to compare the next one with
+    session_index: SessionIndex  # the last requests, to compare the next one with
     # Of requests that have not ended, by request id: what makes their row.
     live: dict[str, Callable[[], RequestRow]]
     recent: deque[RequestRow]  # that have ended, the oldest first
@@ -22388,8 +22327,6 @@ class TenantStores:
             ledger=ledger,
             planner=PromptPlanner(config, metrics, ledger),
             session_index=SessionIndex(config),
-            session_turn_store=SessionTurnStore(),
-            history=RequestHistory(config),
             live={},
             recent=deque(maxlen=MAX_RECENT),
             divergences=deque(maxlen=MAX_DIVERGENCES),
@@ -22404,7 +22341,6 @@ class TenantStores:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
         self.session_index.expire(now)
-        self.history.expire(now)
 
 
 class Tenants:
@@ -22695,6 +22631,11 @@ def _replace_images(
     return replace(request, image_tokens=texts), images
 
 
+def _hash_messages(messages: Sequence[Message]) -> list[int]:
+    """A hash of each message, as the client sent it."""
+    return [hash(marshal.dumps(message, 2)) for message in messages]
+
+
 class PreparedRequest(NamedTuple):
     """A request that can be submitted."""
 
@@ -22712,19 +22653,20 @@ class PreparedRequest(NamedTuple):
     def as_sent(
         self, reply_ids: Sequence[int] = (), *, n_read: int | None = None
     ) -> SentRequest:
-        """What RequestHistory keeps of it once it is answered.
+        """What SessionIndex keeps of it once it is answered.
 
         `n_read`: so many tokens of its prompt were read; None: all.
         """
         prompt_ids = self.engine_request.key.tokens[:n_read]
         conversation = self.plan.conversation
         return SentRequest(
-            self.session_id,
-            np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
-            conversation.messages,
-            conversation.context_key,
-            time.monotonic(),
+            session_id=self.session_id,
+            tokens=np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
+            messages=conversation.messages,
+            context_key=conversation.context_key,
+            answered_at=time.monotonic(),
             n_reply_tokens=len(reply_ids),
+            sent_hashes=_hash_messages(self.request.messages),
         )
 
     def in_client_terms(self, reason: MissReason | None) -> MissReason | None:
@@ -23595,7 +23537,8 @@ class ReplyGeneration:
         session_id = self._prepared.session_id
         plan = self._prepared.plan
         digests = [message.digest for message in plan.conversation.messages]
-        n_stable = stores.session_turn_store.advance(session_id, digests)
+        earlier = stores.session_index.requests(session_id)
+        n_stable = max((message_diff(r.digests, digests) for r in earlier), default=0)
         names = RequestFacts.__annotations__
         facts = {name: value for name, value in row.items() if name in names}
         turn: SessionTurn = {
@@ -23619,11 +23562,12 @@ class ReplyGeneration:
             "n_messages": len(request.messages),
             "rules": count_rules(plan.conversation.messages),
         }
-        # The log has messages as they were sent: these are compared, by hashes.
-        sent_hashes = [hash(marshal.dumps(m, 2)) for m in request.messages]
-        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
         content: dict[str, object] = {}
-        if config.enable_request_logging:
+        if config.enable_request_logging:  # those that are not in the line before
+            n_logged = 0
+            if earlier:
+                sent_hashes = _hash_messages(request.messages)
+                n_logged = message_diff(earlier[-1].sent_hashes, sent_hashes)
             content["messages"] = request.messages[n_logged:]
         if config.log_prompt_tokens:
             content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
@@ -23636,8 +23580,9 @@ class ReplyGeneration:
         reuse = self._handle.reuse
         n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
+        index = stores.session_index
+        earlier = find_nearest(request, index.requests(request.session_id))
+        index.add(request)
         if earlier is None:
             return
         n_reread = count_reread_tokens(
@@ -24072,11 +24017,10 @@ def _explain_match(
     """Why no more of the nearest earlier request would be reused."""
     if not prepared.plan.can_be_recorded:
         return None
-    history = state.stores.history
     request = prepared.as_sent()
-    earlier = history.find_nearest(request, session_only=True)
-    if earlier is None:
-        earlier = history.find_nearest(request, session_only=False)
+    index = state.stores.session_index
+    requests = index.requests(request.session_id) or index.requests(None)
+    earlier = find_nearest(request, requests)
     if earlier is None:
         return MissReason("no request was answered before this one")
     reason = explain_miss(
@@ -24136,8 +24080,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
             continue
         stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
-        stores.history.forget(session)
-        stores.session_turn_store.forget(session)
+        stores.session_index.forget(session)
     dropped = state.engine.drop_kv(state.tenant, session)
     faults.append(dropped.fault)
     if is_all:
