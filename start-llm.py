@@ -222,7 +222,6 @@ from typing import (
     TextIO,
     TypedDict,
     cast,
-    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -8311,7 +8310,6 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # They differ in their last bits where calls of one token and of many differ anyway: on
 # a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
-# Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG, LOGGING
 # Thread   model; mlx
 
@@ -8694,32 +8692,15 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
 
 # region UPSTREAM ==============================================================
-# What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
-# attributes of their cache objects, the ways their models are called. Each has a
-# function or class here with a plain name, and no other section uses the name itself,
-# with three exceptions: PACKED KV has caches that are made of mlx-lm's, and replaces
-# mlx-lm's attention for caches that have `bits`; KV STATE uses attributes of caches (1
-# below); and VISION MODEL calls `language_model` (4) with inputs of its own.
+# What several sections lean on in mlx-lm and mlx-vlm although it is not documented:
+# private names, cache objects, the ways models are called. All private names of both
+# are here, each in a function with a plain name.
 #
 # A release may change any of it without a word. So the versions are pinned
-# (requirements.txt), and a comment in front of each function names the test that fails
-# then. Where one fails, upstream is read again before the pin moves.
+# (requirements.txt), and a comment names the test that fails then, here and wherever
+# else it stands ("Pinned by"). Where one fails, upstream is read again before the pin
+# moves.
 #
-#  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
-#  3 Tokenizer   the tags of a reply
-#  4 Vision      models of mlx-vlm
-#  5 Ranks       a model that is divided among several machines
-#  6 CUDA        what is slow there
-#
-# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
-#          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
-#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
-#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
-#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
 # Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
@@ -9236,25 +9217,6 @@ def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
-#
-# mlx-lm's TokenizerWrapper has the tags of a reply as read-only properties,
-# `think_start`, `think_start_tokens`, and so on: None where a model has no such tag.
-
-ReplyTag = Literal["think_start", "think_end", "tool_call_start", "tool_call_end"]
-REPLY_TAGS: Final[tuple[ReplyTag, ...]] = get_args(ReplyTag)
-
-
-# Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
-def set_reply_tag(
-    tokenizer: Any,
-    tag: ReplyTag,
-    text: str,
-) -> None:
-    """Teach mlx-lm's tokenizer a tag that it does not know of the model."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    private_name = f"_{tag}"
-    setattr(tokenizer, private_name, text)
-    setattr(tokenizer, f"{private_name}_tokens", tuple(token_ids))
 
 
 # Pinned by test_upstream.py::test_a_tokenizer_is_told_to_keep_no_words
@@ -9266,17 +9228,6 @@ def keep_no_words(tokenizer: Any) -> None:
     model = tokenizer.backend_tokenizer.model
     if hasattr(model, "_resize_cache"):  # WordPiece and WordLevel have none
         model._resize_cache(0)
-
-
-# Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
-def read_tool_parser_source(tokenizer: Any) -> str:
-    """The source text of mlx-lm's parser of this model's tool calls; "" if it has none.
-
-    Special tokens that occur in it are a part of the grammar of calls.
-    """
-    if tokenizer.tool_parser is None:
-        return ""
-    return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
 
 
 # Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
@@ -9291,14 +9242,6 @@ def read_byte_letters() -> Mapping[str, int]:
 # A model of mlx-vlm has a `language_model`, which is called as mlx-lm's models are, and
 # `get_input_embeddings`, which runs its vision tower. Nothing here is documented.
 # mlx_vlm is imported inside functions: a server of a text model starts without it.
-
-# What the layers take beside tokens, by the names of their arguments.
-type LayerInputs = dict[str, mx.array]
-_LAYER_INPUTS: Final = frozenset(
-    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
-)
-# What VISION MODEL makes for each call itself, or no layer reads.
-_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 # Pinned by test_model_kind.py
@@ -9392,50 +9335,6 @@ def _overlapping_pool_class() -> type:
     return OverlappingPool
 
 
-# Pinned by test_vision_families.py, whose tokenizers add a token in front
-def load_image_processor(path: Path, *, trust_remote_code: bool) -> Any:
-    """What makes tokens and pixels of text and images. It adds no tokens by itself."""
-    from mlx_vlm import utils
-
-    processor = utils.load_processor(
-        path, add_detokenizer=False, trust_remote_code=trust_remote_code
-    )
-    # Or each image would begin with the <bos> of a prompt.
-    processor.tokenizer.backend_tokenizer.post_processor = None
-    return processor
-
-
-# Pinned by test_vision_families.py
-def image_token_id(model: Any) -> int:
-    """The token that stands for each part of an image. Raises ValueError."""
-    for name in ("image_token_id", "image_token_index"):
-        token_id = getattr(model.config, name, None)
-        if token_id is not None:
-            return int(token_id)
-    raise ValueError("its config.json names no token for images")
-
-
-# (token ids `(1, n)`, image_grid_thw=rows and columns)
-# -> (positions `(3, 1, n)`, the shift of what follows `(1, 1)`)
-type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
-
-
-# Pinned by test_vision.py::test_a_planted_fault_is_noticed
-def find_rope_index(model: Any) -> RopeIndex | None:
-    """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    if not hasattr(model.language_model, "get_rope_index"):
-        return None
-    tokens = mx.array([[0, 0]])
-    positions = mx.zeros((3, *tokens.shape), mx.int32)
-    cache = make_prompt_cache(model.language_model)
-    try:
-        model.language_model(tokens, cache=cache, position_ids=positions)
-    except ValueError:  # MiniMax-M3 has the function, and takes no rows
-        return None
-    rope_index: RopeIndex = model.language_model.get_rope_index
-    return rope_index
-
-
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other
 def see_images_both_ways(model: Any) -> bool:
     """Let the tokens of an image see those after them, too, where a model wants that.
@@ -9466,63 +9365,7 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     return mask | is_pair[:, None]
 
 
-# Pinned by test_vision_families.py
-def embed_text(model: Any, token_ids: mx.array) -> LayerInputs:
-    """What the layers take of text `(1, n)`."""
-    return _present_inputs(model.get_input_embeddings(token_ids))
-
-
-# Pinned by test_vision_families.py
-def embed_image(
-    model: Any,
-    token_ids: mx.array,
-    pixels: dict[str, mx.array],
-) -> LayerInputs:
-    """What the layers take of an image: the vision tower runs. Not evaluated.
-
-    `token_ids`: `(1, n)`, the image's own; `pixels`: what the processor made beside
-    them. Raises NotImplementedError if layers want what is not fed here.
-    """
-    mask = mx.ones_like(token_ids)
-    features = model.get_input_embeddings(token_ids, mask=mask, **pixels)
-    inputs = _present_inputs(features)
-    unknown = inputs.keys() - _LAYER_INPUTS - _IGNORED_INPUTS
-    if unknown:
-        raise NotImplementedError(
-            f"its layers want {unknown}, which nothing here feeds"
-        )
-    return {name: inputs[name] for name in inputs if name in _LAYER_INPUTS}
-
-
-def _present_inputs(features: Any) -> LayerInputs:
-    inputs: LayerInputs = {}
-    for name, value in features.to_dict().items():
-        if value is not None:
-            inputs[name] = value
-    return inputs
-
-
-# -- 5 ranks ---------------------------------------------------------------------------
-
-
-# Pinned by test_cluster.py
-def divide_model(model: Any, group: Any) -> None:
-    """Keep one rank's part of each layer, of weights that are not computed yet.
-
-    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
-    """
-    if not hasattr(model, "shard"):
-        raise ValueError("a model of this kind cannot be divided among ranks")
-    try:
-        model.shard(group)
-        mx.eval(model.parameters())
-        mx.eval(model(mx.array([[0, 0]])))
-    except ValueError as error:
-        n_ranks = group.size()
-        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
-
-
-# -- 6 CUDA ----------------------------------------------------------------------------
+# -- 5 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -12526,8 +12369,6 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SentRequest, MissReason,
-#          find_nearest, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
 # Owns     _sessions_lock
 # Thread   any
@@ -12888,10 +12729,18 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # mlx-vlm remembers the shift of its last call, which may be another conversation's. So
 # positions are stated in each call.
 #
-# Public   ImageTokens, ImagePositions, VlmModel, VisionModel, has_vision_tower
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
 # Thread   model, mlx; image_tokens: any
+
+
+# What the layers take beside tokens, by the names of their arguments.
+type LayerInputs = dict[str, mx.array]
+_LAYER_INPUTS: Final = frozenset(
+    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+)
+# What is made here for each call, or no layer reads.
+_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 class ImageTokens(NamedTuple):
@@ -12904,6 +12753,19 @@ class ImageTokens(NamedTuple):
     model_ids: TokenIds  # tokens of all of `text`
     image_slice: slice  # its own in `model_ids`, from the first to the last
     grid: Any  # its rows and columns, where the processor counts them
+
+
+class _Features(NamedTuple):
+    """What the vision tower made of an image, kept for when the image comes again."""
+
+    inputs: LayerInputs
+    used_at: float  # time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays: Any = dict(tree_flatten(self.inputs)).values()
+        return sum(array.nbytes for array in arrays)
 
 
 class ImagePositions(NamedTuple):
@@ -12934,7 +12796,18 @@ class VlmModel(Module):  # type: ignore[misc]
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
         self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
-        self._rope_index = find_rope_index(self.whole)
+        # What gives images positions in rows and columns, if anything does:
+        # (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
+        # `(3, 1, n)`, the shift of what follows `(1, 1)`). Pinned by test_vision.py
+        layers = self.whole.language_model
+        self._rope_index: Callable[..., tuple[mx.array, mx.array]] | None = None
+        if hasattr(layers, "get_rope_index"):
+            two_tokens = mx.array([[0, 0]])
+            positions = mx.zeros((3, 1, 2), mx.int32)
+            caches = make_prompt_cache(layers)
+            with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
+                layers(two_tokens, cache=caches, position_ids=positions)
+                self._rope_index = layers.get_rope_index
         self._uncounted: frozenset[int] = frozenset()
         self._uncounted = self._find_uncounted()
 
@@ -13002,10 +12875,20 @@ class VisionModel(VlmModel):
 
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
-        self._processor: Any = load_image_processor(
-            path, trust_remote_code=trust_remote_code
+        from mlx_vlm import utils
+
+        # Makes tokens and pixels of text and images. Pinned by test_vision_families.py,
+        # whose tokenizers add a token in front: or each image would begin with a <bos>.
+        self._processor: Any = utils.load_processor(
+            path, add_detokenizer=False, trust_remote_code=trust_remote_code
         )
-        self.image_token = image_token_id(self.whole)
+        self._processor.tokenizer.backend_tokenizer.post_processor = None
+        # The token that stands for each part of an image.
+        names = ("image_token_id", "image_token_index")
+        token_ids = [getattr(self.whole.config, name, None) for name in names]
+        self.image_token = next((n for n in token_ids if n is not None), -1)
+        if self.image_token < 0:
+            raise ValueError("its config.json names no token for images")
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
         # It is in the digest of each image, so that nobody can write markers, or find
         # two images whose markers are alike. ENGINE puts that of a disk cache here.
@@ -13013,11 +12896,10 @@ class VisionModel(VlmModel):
 
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest, the oldest use first. `_image_tokens` is for any thread, the others
-        # for the model thread.
+        # By digest. `_image_tokens` is for any thread, the others for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = OrderedDict()
+        self._features: OrderedDict[str, _Features] = OrderedDict()  # as last used
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
         # why(L-112): one image is unpacked at a time. Connection threads first queue in
         # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
@@ -13027,8 +12909,7 @@ class VisionModel(VlmModel):
     @property
     def feature_bytes(self) -> int:
         """Bytes of what the tower made of images, as far as it is kept."""
-        arrays: Any = dict(tree_flatten(self._features)).values()
-        return sum(array.nbytes for array in arrays)
+        return sum(features.nbytes for features in self._features.values())
 
     # -- any thread: images as tokens --------------------------------------------------
 
@@ -13128,13 +13009,14 @@ class VisionModel(VlmModel):
 
         features = self._features.pop(image.digest, None)
         metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
-        if features is None:
-            features = self._run_tower(image)
-        self._features[image.digest] = features  # now used last
+        inputs = features.inputs if features else self._run_tower(image)
+        features = _Features(inputs, time.monotonic())
+        if features.nbytes <= self.max_bytes:  # a larger one would leave no other
+            self._features[image.digest] = features
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
-        inputs = self._layer_inputs(features, model_ids, n_text=n_text)
+        inputs = self._layer_inputs(inputs, model_ids, n_text=n_text)
         if self._rope_index is not None:
             text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
             image_positions = self.image_positions(image).positions + n_text
@@ -13146,20 +13028,37 @@ class VisionModel(VlmModel):
         return metric
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
-        """What the layers take of an image. It does not depend on what is before it."""
+        """What the layers take of an image. It does not depend on what is before it.
+
+        Raises NotImplementedError if layers want what is not fed here.
+        """
         # Pixels are made again here: nobody keeps those of all images that wait.
         pixels: dict[str, mx.array] = {}
         for name, value in self._process(image.source).items():
             if name != "input_ids":
                 pixels[name] = mx.array(value)
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
-        features = embed_image(self.whole, token_ids, pixels)
-        mx.eval(features)
-        return features
+        # Pinned by test_vision_families.py
+        mask = mx.ones_like(token_ids)
+        embedded = self.whole.get_input_embeddings(token_ids, mask=mask, **pixels)
+        inputs: LayerInputs = {}
+        for name, value in embedded.to_dict().items():
+            if value is None or name in _IGNORED_INPUTS:
+                continue
+            if name not in _LAYER_INPUTS:
+                raise NotImplementedError(
+                    f"its layers want {name}, which nothing here feeds"
+                )
+            inputs[name] = value
+        mx.eval(inputs)
+        return inputs
 
-    def forget_features(self) -> None:
-        """Let the tower run again for all images: what it made may be wrong (L-114)."""
-        self._features.clear()
+    def forget_features(self, *, unused_seconds: float = 0.0) -> None:
+        """Let the tower run again for images that were not used for so long."""
+        latest = time.monotonic() - unused_seconds
+        for digest, features in list(self._features.items()):
+            if features.used_at <= latest:
+                del self._features[digest]
 
     def _layer_inputs(
         self,
@@ -13172,9 +13071,9 @@ class VisionModel(VlmModel):
         inputs = dict(features)
         if n_text:
             text_ids = mx.array(model_ids[:n_text])[None]
-            text_inputs = embed_text(self.whole, text_ids)
+            text_inputs = self.whole.get_input_embeddings(text_ids).to_dict()
             for name in ("inputs_embeds", "per_layer_inputs"):
-                if name in text_inputs:
+                if text_inputs.get(name) is not None:
                     parts = [text_inputs[name], features[name]]
                     inputs[name] = mx.concatenate(parts, axis=1)
         # A copy: Gemma 3 changes it in place.
@@ -13246,7 +13145,6 @@ class VisionModel(VlmModel):
 # in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
 # ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
 #
-# Public   RankPlace, find_rank, RanksEnd, Lockstep, ALONE, ClusterRank, join_ranks
 # Uses     OPTIONS, CONFIG, LOGGING
 # Thread   main: find_rank, join_ranks; rank, one for each connection: _read_all, which
 #          calls on_end; any: leave; model: all else; mlx
@@ -13879,12 +13777,10 @@ def _connect_to_rank_0(
 # has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
 # know. The model's chat template is probed, and the facts are gathered.
 #
-# Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
-#          resolve_model, load_or_demo, load_model, load_part, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
 #          KV STATE, VISION MODEL, CLUSTER
-# Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
-#          model; the rest any; mlx
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the rest
+#          any; mlx
 
 
 class ModelError(Exception):
@@ -14126,8 +14022,11 @@ def _fetch(setting: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
-# thinking, then of a call. A model has them if the last one is in its vocabulary.
+# mlx-lm's tokenizer has the tags of a reply as read-only properties, `think_start`,
+# `think_start_tokens`, and so on: None where a model has no such tag.
+REPLY_TAGS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+# Those that mlx-lm does not know (L-88), in this order. A model has them if the last
+# one is in its vocabulary.
 _MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
 _GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
@@ -14151,20 +14050,25 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
-def load_part(path: Path, config: Config, cluster: ClusterRank) -> LoadedModel:
-    """load_model() of this rank's part of a text model. Raises RanksEnd, too."""
-    _prepare_device(config)
-    cluster.compare("the model", lambda: _weights_digest(path))
-    return _load_or_explain(path, config, kind="text", cluster=cluster)
-
-
-def load_model(path: Path, config: Config) -> LoadedModel:
+def load_model(
+    path: Path, config: Config, cluster: ClusterRank | None = None
+) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
     A model whose images cannot be read is served as a text model, with a warning,
-    unless MODEL_KIND insists.
+    unless MODEL_KIND insists. With `cluster`, this rank's part of a text model is
+    loaded; raises RanksEnd, too.
     """
-    _prepare_device(config)
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
+
+    if cluster is not None:
+        cluster.compare("the model", lambda: _weights_digest(path))
+        return _load_or_explain(path, config, kind="text", cluster=cluster)
     if not config.draft_model or config.speculation == "off":
         return _load_kind(path, config)
     name = _HUB_URL.sub(r"\1", config.draft_model)
@@ -14175,9 +14079,14 @@ def load_model(path: Path, config: Config) -> LoadedModel:
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
+    """Load a model as MODEL_KIND says, by default for images if it can read some."""
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
-    if not _has_vision_tower(path):
+    try:
+        can_see = has_vision_tower(path)
+    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
+        can_see = False
+    if not can_see:
         return _load_or_explain(path, config, kind="text")
     try:
         return _load_or_explain(path, config, kind="vision")
@@ -14194,23 +14103,6 @@ def _load_kind(path: Path, config: Config) -> LoadedModel:
         vision_error,
     )
     return loaded
-
-
-def _prepare_device(config: Config) -> None:
-    """Choose the device of MLX_BACKEND, and set what a GPU needs."""
-    if config.mlx_backend == "cpu":
-        mx.set_default_device(mx.cpu)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
-        read_gated_delta_in_chunks()
-    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
-        mx.set_memory_limit(memory_limit(config))
-
-
-def _has_vision_tower(path: Path) -> bool:
-    try:
-        return has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        return False
 
 
 def _load_or_explain(
@@ -14256,8 +14148,7 @@ def _load(
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     if cluster is not None:
-        _check_heads(facts, cluster.n_ranks)
-        divide_model(model, cluster.connect())
+        _divide_model(model, facts, cluster)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -14273,7 +14164,11 @@ def _load(
     pack_caches(model, choose_packing(config))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-    _test_layers(model)
+    # Raises what layers do that cannot be served, or ValueError.
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -14302,22 +14197,30 @@ def _load(
     )
 
 
-def _test_layers(model: Any) -> None:
-    """Raise what layers do that cannot be served, or ValueError."""
-    if isinstance(model, VlmModel):
-        model.self_test()
-    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
-        check_copies(model)
+# Pinned by test_cluster.py
+def _divide_model(model: Any, facts: JsonObject, cluster: ClusterRank) -> None:
+    """Keep this rank's part of each layer, of weights that are not computed yet.
 
-
-def _check_heads(facts: JsonObject, n_ranks: int) -> None:
-    """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
+    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
+    """
+    n_ranks = cluster.n_ranks
     for kind in ("num_attention", "linear_num_key", "linear_num_value"):
         n_heads = facts.get(f"{kind}_heads")
+        # If a head was cut, mlx-lm's sums might go wrong unseen.
         if isinstance(n_heads, int) and n_heads % n_ranks:
             raise ValueError(
                 f"{n_ranks} ranks cannot divide {n_heads} heads of a layer"
             )
+    if not hasattr(model, "shard"):
+        raise ValueError("a model of this kind cannot be divided among ranks")
+
+    group = cluster.connect()
+    try:
+        model.shard(group)
+        mx.eval(model.parameters())
+        mx.eval(model(mx.array([[0, 0]])))
+    except ValueError as error:
+        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
 
 
 def _load_parts(
@@ -14430,8 +14333,11 @@ def _teach_tags(tokenizer: Any) -> None:
     if call_end in vocabulary and not tokenizer.tool_call_start:
         texts = _GPT_OSS_TAGS
         tokenizer.add_eos_token(call_end)
+    # Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
     for tag, text in zip(REPLY_TAGS, texts, strict=False):
-        set_reply_tag(tokenizer, tag, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        setattr(tokenizer, f"_{tag}", text)
+        setattr(tokenizer, f"_{tag}_tokens", tuple(token_ids))
 
 
 # -- weights on the CPU ----------------------------------------------------------------
@@ -14446,18 +14352,16 @@ def _teach_tags(tokenizer: Any) -> None:
 # So weights are made float32 where memory allows. Those of 16 bits keep their values
 # exactly, and quantized ones become what they stand for.
 
-_NARROW_TYPES: Final = (mx.float16, mx.bfloat16)
-
 
 def widen_weights(model: Any, *, max_bytes: int) -> None:
     """Make all weights of a model float32, if they take no more than `max_bytes`.
 
     One layer at a time: at no time do all weights exist twice.
     """
-    n_bytes = _count_bytes(model)
-    n_wide_bytes = _count_wide_bytes(model)
-    if n_wide_bytes == n_bytes:
+    if all(array.dtype == mx.float32 for array in _weights_of(model)):
         return
+    n_bytes = _count_bytes(model)
+    n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)
     if n_wide_bytes > max_bytes:
         logger.info(
             "weights stay as they are, which is slow on a CPU: as float32 they would"
@@ -14471,7 +14375,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
     mlx_lm.utils.dequantize_model(model)  # not computed yet
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
     for _, module in [*modules, ("", model)]:
-        module.apply(_as_float32)
+        module.set_dtype(mx.float32)
         mx.eval(module.parameters())
     logger.info(
         "weights are computed as float32, which is fast on a CPU: %s, stored as %s;"
@@ -14480,26 +14384,6 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
         in_bytes(n_bytes),
         time.monotonic() - began,
     )
-
-
-def _as_float32(weights: mx.array) -> mx.array:
-    return weights.astype(mx.float32) if weights.dtype in _NARROW_TYPES else weights
-
-
-def _count_wide_bytes(model: Any) -> int:
-    """Bytes of all weights, were they float32."""
-    n_bytes = sum(_wide_bytes(array) for array in _weights_of(model))
-    modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
-    for _, module in modules:
-        if "scales" in module:  # quantized: one array will take the place of three
-            n_bytes += 4 * (module.weight.nbytes * 8 // module.bits)
-            for name in ("weight", "scales", "biases"):
-                n_bytes -= _wide_bytes(module[name]) if name in module else 0
-    return n_bytes
-
-
-def _wide_bytes(weights: mx.array) -> int:
-    return weights.nbytes * (2 if weights.dtype in _NARROW_TYPES else 1)
 
 
 # -- facts -----------------------------------------------------------------------------
@@ -14642,10 +14526,12 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     for tag in REPLY_TAGS:
         shown_ids |= set(getattr(tokenizer, f"{tag}_tokens") or ())
 
-    # A special token that the parser of calls names is part of a call, as gemma4's
+    # A special token that mlx-lm's parser of calls names is part of a call, as gemma4's
     # <|"|> is. [CALL_ID] is, too, though Mistral's parser does not name it (L-90).
-    grammar = read_tool_parser_source(tokenizer)
-    if grammar:
+    # Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
+    grammar = ""
+    if tokenizer.tool_parser is not None:
+        grammar = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
         grammar += "[CALL_ID]"
     special_ids: set[int] = set()
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -18290,15 +18176,19 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.loaded.vision is not None and ttl_seconds:
+            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
         if self.draft_model is not None and not self.cache.entries:
             self.draft_model.forget()
-        ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
         n_entries = self.cache.evict_session(tenant, session)
+        if self.loaded.vision is not None:  # nobody knows whose images they are of
+            self.loaded.vision.forget_features()
         if self.draft_model is not None:
             self.draft_model.forget()
         n_files, fault = 0, ""
@@ -25080,9 +24970,7 @@ def build_state(
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
-        if cluster is not None:
-            return load_part(resolve_model(config), config, cluster)
-        return load_model(resolve_model(config), config)
+        return load_model(resolve_model(config), config, cluster)
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
@@ -25548,7 +25436,7 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     engine = Engine(
         config,
         CacheMetrics(),
-        load=lambda: load_part(resolve_model(config), config, cluster),
+        load=lambda: load_model(resolve_model(config), config, cluster),
         cluster=cluster,
     )
     engine.start()
