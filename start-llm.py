@@ -190,7 +190,6 @@ from email.message import Message as HttpHeaders
 from enum import Enum, auto
 from functools import cached_property, lru_cache, partial
 from hashlib import sha1, sha256
-from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -10203,7 +10202,7 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 # Lookups see an entry while it rests, and while it runs: then a request holds its KV
 # and extends it, and others can wait for a prefix that is being computed.
 #
-#     find -> start -> the request runs, lease.add_checkpoint -> lease.put_back or drop
+#     find -> start -> the request runs: advance, add_checkpoint -> put_back or drop
 #
 # A request that continues an entry takes over its buffers and writes on in place. One
 # that diverges inside an entry splits it if little follows (the tail becomes a branch,
@@ -10217,11 +10216,10 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     EntryTree      which entry owns which KV
 #     SessionPauses  when sessions return
 #     PrefixCache    lookup; what a request gets; what is evicted
-#     CacheLease     what a request may do with the entry that it extends
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS,
+#          HitKind, PrefixCache, StartedEntry, EntryReport, MIN_CHECKPOINTS,
 #          SPARED_CHECKPOINTS, MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
@@ -10258,19 +10256,6 @@ class RequestOwner(NamedTuple):
 NO_OWNER: Final = RequestOwner()
 
 
-class RunningKV(Protocol):
-    """The KV that a running request holds."""
-
-    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over the KV and the state of the cached tokens.
-
-        `span` belongs to the request from now on; `state` stays the cache's.
-        """
-
-    def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end)."""
-
-
 @dataclass(eq=False, slots=True)
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
@@ -10281,7 +10266,7 @@ class CacheEntry:
     end: int = 0  # while it runs: how far the request has got
     # One of these two is set: it says in which state the entry is.
     span: KVSpan | None = None  # at rest: KV of [start, end)
-    running_kv: RunningKV | None = None  # running: KV of [0, end)
+    read_span: Callable[[int], KVSpan] | None = None  # running: copies KV [0, n)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
@@ -10292,7 +10277,7 @@ class CacheEntry:
     @property
     def is_running(self) -> bool:
         """Whether a request holds its KV."""
-        return self.running_kv is not None
+        return self.read_span is not None
 
     def rested_span(self) -> KVSpan:
         """The KV [start, end) of an entry at rest."""
@@ -10368,20 +10353,12 @@ class CacheEntry:
 
     def copy_kv(self, depth: int) -> KVSpan:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
-        if self.running_kv is not None:
-            return self.running_kv.read_span(depth)
+        if self.read_span is not None:
+            return self.read_span(depth)
         own_kv = self.rested_span().cut(0, depth - self.start)
         if self.parent is None:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
-
-
-class MatchRank(NamedTuple):
-    """How good a match is: the larger the better, the first field counts most."""
-
-    depth: int  # to wait for pending tokens is better than to read them
-    cached_tokens: int  # of two as deep, the one with less to wait for
-    is_whole_entry: bool  # of two that are the same, the one that need not be split
 
 
 class PrefixMatch(NamedTuple):
@@ -10411,9 +10388,13 @@ class PrefixMatch(NamedTuple):
         return max(self.cached_tokens, self.pending_tokens)
 
     @property
-    def rank(self) -> MatchRank:
-        """By this, lookups compare what they find."""
-        return MatchRank(self.depth, self.cached_tokens, self.is_whole_entry)
+    def rank(self) -> tuple[int, int, bool]:
+        """By this, lookups compare what they find: the largest is the best.
+
+        To wait for pending tokens is better than to read them; of two as deep, that
+        with less to wait for is better, and then that which need not be split.
+        """
+        return self.depth, self.cached_tokens, self.is_whole_entry
 
     @property
     def is_movable(self) -> bool:
@@ -10441,17 +10422,16 @@ NO_MATCH: Final = PrefixMatch()
 class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
-    No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
-    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
-    every entry between two calls of its methods, except for one whose KV was taken and
-    does not run yet (inside PrefixCache.start):
+    No other class writes `key`, `parent`, `start`, `span` or `read_span` of an entry,
+    nor `end` of one at rest; PrefixCache adds and thins checkpoints, and says whose it
+    is. These hold for every entry between two calls of its methods, except for one
+    whose KV was taken and does not run yet (inside PrefixCache.start):
 
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
         run      an entry whose KV was taken, or a new one: its request has the KV
-        advance  the request has read more
         rest     the request is over, and gives the KV of the whole path back
     """
 
@@ -10491,22 +10471,18 @@ class EntryTree:
         self.entries.append(entry)
 
     def run(
-        self, entry: CacheEntry, key: TokenKey, *, end: int, running_kv: RunningKV
+        self,
+        entry: CacheEntry,
+        key: TokenKey,
+        *,
+        end: int,
+        read_span: Callable[[int], KVSpan],
     ) -> None:
         """A request that has KV [0, end) extends an entry, towards all of `key`."""
         entry.key = key
         entry.end = end
-        entry.running_kv = running_kv
+        entry.read_span = read_span
         entry.last_used = self._clock()
-
-    def mark_reused(self, entry: CacheEntry) -> None:
-        """Count a request that goes on from the KV of this entry."""
-        entry.n_uses += 1
-        entry.last_used = self._clock()
-
-    def advance(self, entry: CacheEntry, end: int) -> None:
-        """The request that extends an entry has KV [0, end) now."""
-        entry.end = end
 
     def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest with `span`, KV of all tokens of `key`.
@@ -10530,7 +10506,7 @@ class EntryTree:
         entry.key = key
         entry.end = end
         entry.span = span
-        entry.running_kv = None
+        entry.read_span = None
         entry.last_used = self._clock()
 
     def take_kv(self, entry: CacheEntry, depth: int) -> KVSpan:
@@ -10674,19 +10650,20 @@ class SessionPauses:
     N_PAUSES: Final = 3  # of each session, the last ones
 
     def __init__(self) -> None:
-        self._rested_at = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds
-        self._pauses = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds each
+        # By owner: when its KV began to rest, and then its pauses, in seconds.
+        self._times = LRUCache(self.MAX_SESSIONS)
 
     def begin(self, owner: RequestOwner, now: float) -> None:
         """A request of a session begins to run."""
-        rested_at = self._rested_at.get(owner)
-        if rested_at is not None:
-            pauses = [*self._pauses.get(owner, ()), now - rested_at]
-            self._pauses[owner] = pauses[-self.N_PAUSES :]
+        if owner in self._times:
+            rested_at, *pauses = self._times[owner]
+            pauses.append(now - rested_at)
+            self._times[owner] = (rested_at, *pauses[-self.N_PAUSES :])
 
     def end(self, owner: RequestOwner, now: float) -> None:
         """The KV of a request rests."""
-        self._rested_at[owner] = now
+        _, *pauses = self._times.get(owner, (now,))
+        self._times[owner] = (now, *pauses)
 
     def expected_wait(self, entry: CacheEntry, now: float) -> float:
         """In how many seconds an entry will be used, as far as its session shows.
@@ -10699,8 +10676,8 @@ class SessionPauses:
             expected in     15 s     5 s    10 s    50 s
         """
         idle_seconds = now - entry.last_used
-        pauses: Sequence[float] = self._pauses.get(entry.owner, ())
-        pause = min(pauses, default=0.0)
+        _, *pauses = self._times.get(entry.owner, (now,))
+        pause: float = min(pauses, default=0.0)
         if idle_seconds < 2 * pause:
             return abs(pause - idle_seconds)
         return idle_seconds
@@ -10729,6 +10706,15 @@ def _image_start(tokens: TokenIds, depth: int) -> int:
     if not is_inside_image(tokens, depth):
         return depth
     return max(start for start in image_starts(tokens) if start < depth)
+
+
+class StartedEntry(NamedTuple):
+    """What a request starts with."""
+
+    entry: CacheEntry  # to be compared and looked at; only the cache changes it
+    span: (
+        KVSpan | None
+    )  # KV of the cached tokens, the request's own; None: there is none
 
 
 class EntryReport(TypedDict):
@@ -10794,10 +10780,14 @@ class PrefixCache:
             most_matched = max(most_matched, match.matched_tokens)
             if match.rank > best.rank:  # of equals the one used last
                 best = match
-        return best._replace(
-            matched_tokens=most_matched,
-            hit_kind=self._hit_kind(best, len(key.tokens)),
-        )
+        kind: HitKind = "checkpoint" if self._spec.has_state else "branch"
+        if not best.cached_tokens:
+            kind = "miss"
+        elif best.cached_tokens == len(key.tokens) - 1:
+            kind = "exact"
+        elif best.is_whole_entry:
+            kind = "line"
+        return best._replace(matched_tokens=most_matched, hit_kind=kind)
 
     def _can_share(
         self, entry: CacheEntry, key: TokenKey, depth: int, *, best: PrefixMatch
@@ -10859,15 +10849,6 @@ class PrefixCache:
     def _metrics_of(self, owner: RequestOwner) -> CacheMetrics:
         return self.metrics.of_tenant(owner.tenant)
 
-    def _hit_kind(self, match: PrefixMatch, n_prompt: int) -> HitKind:
-        if not match.cached_tokens:
-            return "miss"
-        if match.cached_tokens == n_prompt - 1:
-            return "exact"
-        if match.is_whole_entry:
-            return "line"
-        return "checkpoint" if self._spec.has_state else "branch"
-
     # -- what a request gets -----------------------------------------------------------
 
     def add_loaded(self, entry: CacheEntry) -> None:
@@ -10880,27 +10861,39 @@ class PrefixCache:
         match: PrefixMatch,
         key: TokenKey,
         *,
-        running: RunningKV,
+        read_span: Callable[[int], KVSpan],
         owner: RequestOwner,
         head_end: int = 0,
-    ) -> CacheLease:
-        """Give a request the KV of its cached tokens, and an entry to extend.
+    ) -> StartedEntry:
+        """Give a request an entry to extend, and the KV of its cached tokens.
 
-        The KV is moved or copied. From now on the entry runs. Raises what `load_kv`
-        raises, and MemoryError or RuntimeError if there is no memory for a copy: the
-        request has no entry then, and KV that was moved already is dropped.
+        The KV is moved or copied. From now on the entry runs: `read_span` returns a
+        copy of KV [0, n) of the request. Raises MemoryError or RuntimeError if there is
+        no memory for a copy: there is no entry then, and what was moved is dropped.
         """
         if self._lacks_checkpoint(match):
             self._metrics_of(owner).bump("hybrid_trim_miss")
         if match.parts_image:
             self._metrics_of(owner).bump("vlm_retreat")
-
         self._pauses.begin(owner, self._clock())
-        entry = self._give_kv(match, key, running)
-        self._tree.run(entry, key, end=match.cached_tokens, running_kv=running)
+
+        source, depth = match.kv_owner, match.cached_tokens
+        span: KVSpan | None = None
+        if source is not None and match.is_movable:
+            span = self._tree.take_kv(source, depth)
+            entry = source
+        else:
+            if source is not None:
+                span = source.copy_kv(depth)
+            entry = CacheEntry(key, parent=source, start=depth, end=depth)
+            self._tree.insert(entry)
+        if source is not None:
+            source.n_uses += 1
+            source.last_used = self._clock()
+        self._tree.run(entry, key, end=depth, read_span=read_span)
         entry.owner = owner
         entry.head_end = head_end
-        return CacheLease(self, self._tree, entry, match.kv_owner)
+        return StartedEntry(entry, span)
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -10912,34 +10905,11 @@ class PrefixCache:
             return n_lost >= MIN_PREFIX_TOKENS
         return n_lost >= self._config.prompt_cache_block_size
 
-    def _give_kv(
-        self, match: PrefixMatch, key: TokenKey, running: RunningKV
-    ) -> CacheEntry:
-        """Load the cached KV into a request; the entry that the request will extend."""
-        kv_owner = match.kv_owner
-        if kv_owner is None:
-            entry = CacheEntry(key)
-            self._tree.insert(entry)
-            return entry
+    def advance(self, entry: CacheEntry, end: int) -> None:
+        """Let lookups use KV [0, end) of the request that extends an entry."""
+        entry.end = end
 
-        depth = match.cached_tokens
-        if not match.is_movable:
-            running.load_kv(kv_owner.copy_kv(depth), match.state)
-            branch = CacheEntry(key, parent=kv_owner, start=depth, end=depth)
-            self._tree.insert(branch)
-            self._tree.mark_reused(kv_owner)
-            return branch
-
-        span = self._tree.take_kv(kv_owner, depth)
-        try:
-            running.load_kv(span, match.state)
-        except Exception:
-            self._tree.drop(kv_owner)
-            raise
-        self._tree.mark_reused(kv_owner)
-        return kv_owner
-
-    def keep_checkpoint(
+    def add_checkpoint(
         self, entry: CacheEntry, position: int, checkpoint: StateCheckpoint
     ) -> None:
         """Keep the state that a request has reached, if the model has any."""
@@ -10950,20 +10920,25 @@ class PrefixCache:
             if not entry.thin_checkpoints():
                 return
 
-    def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
+    def drop_checkpoint(self, entry: CacheEntry, position: int) -> None:
+        """Drop a state that is of no use any more, if it is still there."""
+        entry.checkpoints.pop(position, None)
+
+    def put_back(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest, and evict what has no place beside it.
 
-        Raises what EntryTree.rest raises.
+        The cache now owns `span`, KV of all tokens of `key`. Raises what EntryTree.rest
+        raises; the entry is dropped then.
         """
         self._tree.rest(entry, key, span)
         self._pauses.end(entry.owner, entry.last_used)
         self._enforce_entry_limit(newest=entry)
         self.evict_to_fit(0)
 
-    def drop_source(self, match: PrefixMatch) -> None:
-        """Forget the entry that a request could not be started on (L-114)."""
-        if match.kv_owner is not None:
-            self._tree.drop(match.kv_owner)
+    def drop(self, entry: CacheEntry | None) -> None:
+        """Forget an entry, and the branches that build on it, if it is still there."""
+        if entry is not None:
+            self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
     # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
@@ -11054,22 +11029,19 @@ class PrefixCache:
     def _thin_largest(
         self, lacking_bytes: int, *, min_left: int = 0, spared_position: int = 0
     ) -> bool:
-        """Drop checkpoints, each of the entry whose checkpoints take most bytes.
+        """Drop checkpoints of the entry that has most bytes of them, then of the next.
 
         Until that is enough, or no entry can spare one. Returns False if none could.
         """
-        # A heap gives out the smallest. No two entries have the same id.
-        heap = [(-e.state_bytes, e.entry_id, e) for e in self.entries]
-        heapify(heap)
         freed_bytes = 0
-        while heap and freed_bytes < lacking_bytes:
-            _, entry_id, entry = heappop(heap)
-            bytes_before = entry.state_bytes
-            if entry.thin_checkpoints(
-                min_left=min_left, spared_position=spared_position
-            ):
+        for entry in sorted(self.entries, key=lambda e: e.state_bytes, reverse=True):
+            while freed_bytes < lacking_bytes:
+                bytes_before = entry.state_bytes
+                if not entry.thin_checkpoints(
+                    min_left=min_left, spared_position=spared_position
+                ):
+                    break
                 freed_bytes += bytes_before - entry.state_bytes
-                heappush(heap, (-entry.state_bytes, entry_id, entry))
         return freed_bytes > 0
 
     def _evict_kv(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
@@ -11170,53 +11142,6 @@ class PrefixCache:
                 report["checkpoints"] = sorted(entry.checkpoints)
             reports.append((entry.owner.tenant, report))
         return reports
-
-
-@dataclass(eq=False, slots=True)
-class CacheLease:
-    """The right of one request to extend an entry, until `put_back` or `drop`."""
-
-    _cache: PrefixCache
-    _tree: EntryTree
-    entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    _source: CacheEntry | None  # where the last cached token came from
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the checkpoints of the entry."""
-        return self.entry.state_bytes
-
-    def advance(self, end: int) -> None:
-        """Let lookups use KV [0, end) of the request."""
-        self._tree.advance(self.entry, end)
-
-    def add_checkpoint(self, position: int, checkpoint: StateCheckpoint) -> None:
-        """Keep the state that the request has reached, if the model has any."""
-        self._cache.keep_checkpoint(self.entry, position, checkpoint)
-
-    def drop_checkpoint(self, position: int) -> None:
-        """Drop a state that is of no use any more, if it is still there."""
-        self.entry.checkpoints.pop(position, None)
-
-    def put_back(self, key: TokenKey, span: KVSpan) -> None:
-        """Let the entry rest. The cache now owns `span`, KV of all tokens of `key`.
-
-        Raises what EntryTree.rest raises; the entry is dropped then.
-        """
-        self._cache.rest(self.entry, key, span)
-
-    def drop(self) -> None:
-        """Forget the entry of a failed request, and the branches that build on it.
-
-        If it is forgotten already, this does nothing.
-        """
-        self._tree.drop(self.entry)
-
-    def drop_with_source(self) -> None:
-        """Forget also the entry that the cached KV was copied from (L-114)."""
-        self.drop()
-        if self._source is not None:
-            self._tree.drop(self._source)
 
 
 # region DISK CACHE ============================================================
@@ -16763,13 +16688,21 @@ class RunningRequest:
         self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
-        self.lease = cache.start(
+        self.cache = cache
+        self.source = match.kv_owner  # the entry that its cached KV came from
+        self.entry, span = cache.start(
             match,
             request.key,
-            running=self,
+            read_span=self.read_span,
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
+        if span is not None:
+            try:
+                self.load_kv(span, match.state)
+            except Exception:
+                cache.drop(self.entry)
+                raise
 
     @property
     def has_begun(self) -> bool:
@@ -16819,13 +16752,13 @@ class RunningRequest:
         return self.output_ids[-1:] == [NO_TOKEN]
 
     def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over KV and state from the cache (PREFIX CACHE: RunningKV)."""
+        """Take over KV and state from the cache."""
         load_span(self.layer_caches, span)
         if state is not None:
             restore_state(self.layer_caches, state)
 
     def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end), wherever it is now (PREFIX CACHE: RunningKV)."""
+        """A copy of KV [0, end), wherever it is now."""
         if self.batch is None:
             return copy_span(self.layer_caches, end, row=0)
         row = self.batch.requests.index(self)
@@ -17297,7 +17230,7 @@ class MemoryBudget:
             few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
             opaque_bytes = running.n_prompt * self._spec.opaque_token_bytes
             few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
-            checkpoint_bytes += min(running.lease.state_bytes, few_checkpoints)
+            checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
@@ -17408,7 +17341,7 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     # Without a tap there are none. With one there may be one more than was asked for,
     # at the end of the call.
     for position, state in zip(positions, states, strict=False):
-        running.lease.add_checkpoint(position, state)
+        running.cache.add_checkpoint(running.entry, position, state)
 
 
 def _reserve(running: RunningRequest) -> None:
@@ -17472,7 +17405,8 @@ class PromptReader:
 
         if running.slice_ends and running.slice_ends[0] == end:
             running.slice_ends.pop(0)
-            running.lease.add_checkpoint(end, copy_state(running.layer_caches))
+            state = copy_state(running.layer_caches)
+            running.cache.add_checkpoint(running.entry, end, state)
 
     def read_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
         """Read the rests of prompts in one call, each but its last token (L-123).
@@ -17503,7 +17437,7 @@ class PromptReader:
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
         for running in batch.requests:
-            running.lease.advance(running.num_computed_tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
 
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
         """How many tokens are read in so many seconds, if memory allows as many.
@@ -17594,7 +17528,7 @@ class PromptReader:
                 self._metrics.of_tenant(tenant).bump(counter)
             evaluate_caches(layer_caches)
         running.num_computed_tokens = start + len(tokens)
-        running.lease.advance(running.num_computed_tokens)
+        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17775,7 +17709,7 @@ class Scheduler:
             return
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
-            running.lease.drop_checkpoint(running.reply_checkpoint)
+            self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
         previous = self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
@@ -17803,7 +17737,7 @@ class Scheduler:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            running.lease.drop()
+            self.cache.drop(running.entry)
             self._free_memory(error)
         self.running.remove(running)
 
@@ -17814,18 +17748,18 @@ class Scheduler:
 
         This comes before the end is reported: the client's next request must find it.
         """
-        lease = running.lease
+        entry = running.entry
         n_tokens = running.num_computed_tokens
         if n_tokens == 0 or running.has_failed:
             # Nothing was read, or the KV is wrong. (A first token without numbers fails
             # the request after the next step only; its client may leave before that.)
-            lease.drop()
+            self.cache.drop(entry)
             return
         if previous is not None:
-            lease.add_checkpoint(previous.position, previous.state)
-        lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
+            self.cache.add_checkpoint(entry, previous.position, previous.state)
+        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
-        lease.put_back(key, take_span(running.layer_caches, n_tokens))
+        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17903,7 +17837,7 @@ class Scheduler:
         Returns the id of the request that reads the prefix.
         """
         for running in self.running:
-            if running.lease.entry is match.entry:
+            if running.entry is match.entry:
                 last_position = running.n_prompt - 1
                 running.add_slice_ends([min(match.pending_tokens, last_position)])
                 return running.request.request_id
@@ -17928,6 +17862,7 @@ class Scheduler:
         n_in_memory = match.cached_tokens
         if self._load_more(handle, match):
             match = self._find_prefix(handle)
+        running: RunningRequest | None = None
         try:
             running = RunningRequest(
                 handle,
@@ -17936,19 +17871,14 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-        except Exception as error:
-            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
-                self.cache.drop_source(match)
-            raise
-        running.lockstep = self._lockstep
-        try:  # why(L-34): it has a lease by now, and others would wait for it
+            running.lockstep = self._lockstep
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
-            if _is_out_of_memory(error):
-                running.lease.drop()
-            else:
-                running.lease.drop_with_source()
+            if running is not None:  # why(L-34): others would wait for its entry
+                self.cache.drop(running.entry)
+            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
+                self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
         handle.reuse = Reuse(
@@ -18174,7 +18104,7 @@ class Scheduler:
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
-                running.lease.add_checkpoint(position, state)
+                self.cache.add_checkpoint(running.entry, position, state)
             elif n_since_spaced < len(token_ids):  # one of them is at a multiple
                 if self.spec.is_opaque:
                     # why(L-173): a copy would be one of all KV. why(L-172): but what
@@ -18182,8 +18112,8 @@ class Scheduler:
                     evaluate_caches(batch.layer_caches)
                     continue
                 state = batch.read_state(running)
-                running.lease.drop_checkpoint(running.reply_checkpoint)
-                running.lease.add_checkpoint(position, state)
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                self.cache.add_checkpoint(running.entry, position, state)
                 running.reply_checkpoint = position
 
     # -- failures ----------------------------------------------------------------------
@@ -18220,10 +18150,11 @@ class Scheduler:
         running.layer_caches = []
         running.batch = None
         if not running.has_replied and self._may_try_again(running.handle, error):
-            running.lease.drop_with_source()
+            self.cache.drop(running.entry)
+            self.cache.drop(running.source)
             self._try_again(running.handle)
         else:
-            running.lease.drop()
+            self.cache.drop(running.entry)
             running.handle.put(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
