@@ -12439,11 +12439,6 @@ class DiskTier:
 # KV. (LEDGER compares the session id that a client sends; PREFIX CACHE shows and drops
 # entries by the one that session_id_for() returns.)
 #
-#     SessionIndex       figures of the last requests of each session
-#     SessionTurnStore   the messages that each session has sent: which ones are new?
-#     RequestHistory     answered requests as a whole, to compare the next one with
-#     explain_miss       from two requests to the reason in a sentence
-#
 # Two requests are compared by their tokens, and by their canonical messages:
 #
 #     earlier    [0 ............ common) ........ end)
@@ -12456,10 +12451,10 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SessionTurnStore, RequestHistory,
-#          SentRequest, MissReason, count_reread_tokens, explain_miss, message_diff
+# Public   SessionIndex, SessionRow, session_id_for, SentRequest, MissReason,
+#          find_nearest, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
-# Owns     _sessions_lock, _turns_lock, _history_lock
+# Owns     _sessions_lock
 # Thread   any
 
 MIN_LOST_TOKENS: Final = 16  # so many, or fewer, are as a rule a generation prompt
@@ -12480,7 +12475,7 @@ def session_id_for(
     return f"sha1:{sha1(start, usedforsecurity=False).hexdigest()}"
 
 
-# -- figures and messages of each session ----------------------------------------------
+# -- what each session sent ------------------------------------------------------------
 
 
 class SessionRow(TypedDict):
@@ -12496,19 +12491,54 @@ class _SessionTurns(NamedTuple):
     turns: list[Mapping[str, object]]
 
 
+class SentRequest(NamedTuple):
+    """A request, as far as it takes to say how another one differs from it."""
+
+    session_id: str
+    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
+    messages: Sequence[CanonicalMessage]
+    context_key: bytes
+    answered_at: float = 0.0  # seconds, on the clock of SessionIndex
+    n_reply_tokens: int = 0  # the last ones of `tokens`
+    sent_hashes: Sequence[int] = ()  # of its messages as the client sent them
+    cost: int = 0  # see SessionIndex
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.tokens) - self.n_reply_tokens
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Those of its messages."""
+        return [message.digest for message in self.messages]
+
+
 class SessionIndex:
-    """Figures of the last requests of each session. Times: seconds on one clock."""
+    """Figures of the last requests of each session; chats, to compare the next with.
+
+    A session has several conversations: beside the main one, clients send requests for
+    a title, for a summary and for sub-agents under the same id. Of each conversation
+    the last chat is kept. All times are seconds on one clock.
+    """
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
+    MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
+    # What each chat costs, beside the larger of two figures. One is time: a new request
+    # is compared with all the others, token by token. One is memory, in words of 4
+    # bytes: what no template prints takes some, too (L-128).
+    REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
         # One setting for both: a session has as many rows here as cache entries.
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         max_idle_seconds = config.prompt_cache_session_max_idle_seconds
         self._max_idle_seconds = max_idle_seconds or math.inf
+        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
         self._sessions_lock = threading.Lock()
         # _SessionTurns by id. items() is a list, that used last first.
         self._sessions = LRUCache(self.MAX_SESSIONS)
+        self._requests: list[SentRequest] = []  # the oldest first
 
     def note(self, session_id: str, facts: Mapping[str, object], *, now: float) -> None:
         """Add the figures of a request that was answered."""
@@ -12517,17 +12547,53 @@ class SessionIndex:
             turns = [*session.turns, facts] if session else [facts]
             self._sessions[session_id] = _SessionTurns(now, turns[-self._max_turns :])
 
+    def add(self, request: SentRequest) -> None:
+        """Keep an answered chat, and drop those of its session that it continues.
+
+        One that is too large for all of the store is not kept, and leaves none of its
+        session: what comes next has no last request to be compared with.
+        """
+        digests = request.digests
+        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
+        n_bytes += 40 * len(request.sent_hashes)  # as Python keeps integers
+        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
+        is_too_large = cost > self.MAX_COST
+
+        def is_kept(earlier: SentRequest) -> bool:
+            if earlier.session_id != request.session_id:
+                return True
+            n_messages = len(earlier.messages)
+            return not is_too_large and digests[:n_messages] != earlier.digests
+
+        with self._sessions_lock:
+            requests = [r for r in self._requests if is_kept(r)]
+            if not is_too_large:
+                requests.append(request._replace(cost=cost))
+            total_cost = sum(r.cost for r in requests)
+            while total_cost > self.MAX_COST:
+                total_cost -= requests.pop(0).cost
+            self._requests = requests
+
     def __contains__(self, session_id: str | None) -> bool:
         """Whether a request of this session was answered."""
         with self._sessions_lock:
             return session_id in self._sessions
 
     def expire(self, now: float) -> None:
-        """Drop sessions that were idle for longer than the setting allows."""
+        """Drop idle sessions, and chats that are too old by the ledger's setting."""
+        oldest = now - self._max_age_seconds
         with self._sessions_lock:
             for session_id, session in self._sessions.items():
                 if now - session.last_used > self._max_idle_seconds:
                     del self._sessions[session_id]
+            self._requests = [r for r in self._requests if r.answered_at >= oldest]
+
+    def forget(self, session_id: str | None) -> None:
+        """Drop what a session has sent; None: what all have. Figures stay."""
+        with self._sessions_lock:
+            self._requests = [
+                r for r in self._requests if session_id not in (None, r.session_id)
+            ]
 
     def snapshot(self, now: float, *, newest: int) -> list[SessionRow]:
         """The sessions used last, the newest first."""
@@ -12542,55 +12608,29 @@ class SessionIndex:
             for session_id, session in sessions[:newest]
         ]
 
+    def requests(self, session_id: str | None) -> list[SentRequest]:
+        """The last chat of each conversation of a session; None: of all sessions.
 
-class SessionTurnStore:
-    """The messages that each session has sent, as digests.
+        The oldest first.
+        """
+        with self._sessions_lock:
+            return [r for r in self._requests if session_id in (None, r.session_id)]
 
-    A session has several conversations: beside the main one, clients send requests for
-    a title, for a summary and for sub-agents under the same id. In a record of its own,
-    the last request of a session is kept, whatever it was for: of the next request the
-    session log has only the messages that are new.
+
+def find_nearest(
+    request: SentRequest, earlier_requests: Sequence[SentRequest]
+) -> SentRequest | None:
+    """The one with most messages, and then most tokens, in common; of equal ones the last.
+
+    None if there is none to choose from; the nearest may have nothing in common.
     """
+    digests = set(request.digests)
 
-    MAX_SESSIONS: Final = 1_000  # beyond it, the least recently used is dropped
-    MAX_CONVERSATIONS: Final = 4  # of a session
+    def similarity(earlier: SentRequest) -> tuple[int, int]:
+        n_messages = len(digests.intersection(earlier.digests))
+        return n_messages, common_prefix_length(earlier.tokens, request.tokens)
 
-    def __init__(self) -> None:
-        self._turns_lock = threading.Lock()
-        # By session id: a list of conversations, the newest last; a request. Each of
-        # these is the digests of its messages.
-        self._conversations = LRUCache(self.MAX_SESSIONS)
-        self._last_requests = LRUCache(self.MAX_SESSIONS)
-
-    def advance(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many of its first messages the session had sent."""
-        n_stable = 0
-        others = []  # conversations that this request does not continue
-        with self._turns_lock:
-            for conversation in self._conversations.get(session_id, ()):
-                n_common = message_diff(conversation, digests)
-                n_stable = max(n_stable, n_common)
-                if n_common < len(conversation):
-                    others.append(conversation)
-            conversations = [*others, digests][-self.MAX_CONVERSATIONS :]
-            self._conversations[session_id] = conversations
-        return n_stable
-
-    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many messages it has in common with the one before."""
-        with self._turns_lock:
-            last_request = self._last_requests.get(session_id, ())
-            self._last_requests[session_id] = digests
-        return message_diff(last_request, digests)
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop what a session has sent; None: what all have."""
-        with self._turns_lock:
-            for sessions in (self._conversations, self._last_requests):
-                if session_id is None:
-                    sessions.clear()
-                elif session_id in sessions:
-                    del sessions[session_id]
+    return max(reversed(earlier_requests), key=similarity, default=None)
 
 
 def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
@@ -12601,105 +12641,6 @@ def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
             break
         n_same += 1
     return n_same
-
-
-# -- requests to compare with ----------------------------------------------------------
-
-
-class SentRequest(NamedTuple):
-    """A request, as far as it takes to say how another one differs from it."""
-
-    session_id: str
-    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
-    messages: Sequence[CanonicalMessage]
-    context_key: bytes
-    answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
-    n_reply_tokens: int = 0  # the last ones of `tokens`
-    cost: int = 0  # see RequestHistory
-
-    @property
-    def n_prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's."""
-        return len(self.tokens) - self.n_reply_tokens
-
-    @property
-    def digests(self) -> list[bytes]:
-        """Those of its messages."""
-        return [message.digest for message in self.messages]
-
-
-class RequestHistory:
-    """The last answered request of each conversation; no completions."""
-
-    MAX_COST: Final = 2_000_000  # of all; beyond it, the oldest go first
-    # What each request costs, beside the larger of two figures. One is time: a new
-    # request is compared with all the others, token by token. One is memory, in words
-    # of 4 bytes: what no template prints takes some, too (L-128).
-    REQUEST_COST: Final = 4_000
-
-    def __init__(self, config: Config) -> None:
-        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
-        self._history_lock = threading.Lock()
-        self._requests: list[SentRequest] = []  # the oldest first
-
-    def add(self, request: SentRequest) -> None:
-        """Keep an answered chat, and drop those of its session that it continues.
-
-        One that is too large for all of the history is not kept, nor drops any other.
-        """
-        digests = request.digests
-        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
-        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
-        if cost > self.MAX_COST:
-            return
-        request = request._replace(cost=cost)
-
-        def is_continued(earlier: SentRequest) -> bool:
-            if earlier.session_id != request.session_id:
-                return False
-            return digests[: len(earlier.messages)] == earlier.digests
-
-        with self._history_lock:
-            requests = [r for r in self._requests if not is_continued(r)]
-            requests.append(request)
-            total_cost = sum(r.cost for r in requests)
-            while total_cost > self.MAX_COST:
-                total_cost -= requests.pop(0).cost
-            self._requests = requests
-
-    def expire(self, now: float) -> None:
-        """Drop requests that were answered too long ago, by the ledger's setting."""
-        oldest = now - self._max_age_seconds
-        with self._history_lock:
-            self._requests = [r for r in self._requests if r.answered_at >= oldest]
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop the requests of a session; None: all."""
-        with self._history_lock:
-            self._requests = [
-                r for r in self._requests if session_id not in (None, r.session_id)
-            ]
-
-    def find_nearest(
-        self, request: SentRequest, *, session_only: bool
-    ) -> SentRequest | None:
-        """The request with most messages, and then most tokens, in common.
-
-        `session_only`: of the same session. None if there is no request to choose from;
-        the nearest may have nothing in common.
-        """
-        with self._history_lock:
-            candidates = self._requests[::-1]  # of equal ones max() takes the newest
-        if session_only:
-            candidates = [r for r in candidates if r.session_id == request.session_id]
-        digests = set(request.digests)
-
-        def similarity(earlier: SentRequest) -> tuple[int, int]:
-            n_messages = len(digests.intersection(earlier.digests))
-            n_tokens = common_prefix_length(earlier.tokens, request.tokens)
-            return n_messages, n_tokens
-
-        return max(candidates, key=similarity, default=None)
 
 
 # -- why not more ----------------------------------------------------------------------
@@ -16392,13 +16333,16 @@ LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
 SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
-MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
+SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 
 # Who reads next, and whether that may be now.
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before that decoding
-MAX_SOON_DEBT: Final = 3.0  # unless more seconds of it are owed
+MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short, too
+BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
@@ -16408,19 +16352,25 @@ MIN_WAIT_GAIN_TOKENS: Final = 64
 class SchedulingPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    There are two accounts, in seconds of model time:
+    There are three accounts, in seconds of model time:
 
-        decode_debt    How long others must decode before the next slice is read. Each
-                       second of prefill adds DECODE_SHARE seconds, each second of
-                       decoding takes one off. A prompt that ends soon may be read
-                       before the debt is paid.
+        decode_debt    How long others must decode before a long prompt reads its next
+                       slice. Each second of prefill adds DECODE_SHARE seconds, each
+                       second of decoding takes one off.
+        burst_seconds  For how long prompts were read that decoding has not been paid
+                       for. Short ones may be read until these are BURST_SECONDS.
         oldest_credit  While it is positive, the oldest request is next: each second
                        that it reads takes several off. Else the one that ends first is
                        next: each second adds one.
 
-    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest,
-    which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
-    short prompts have 1.4 s before the oldest reads again.
+    For example eight prompts come at once that take 0.6 s each. The first one decodes
+    after 0.6 s, in steps of 0.2 s. The others are not made to wait until it has had
+    1.2 s for each of them: two are read, then comes a step, and so on. Short prompts
+    that come without end have a third of the time, as long ones have.
+
+    And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
+    takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short
+    prompts have 1.4 s before the oldest reads again.
 
     Near its end the oldest pays less: 2 for each second if one second of it is left,
     and all of MAX_OTHERS_SHARE only if four or more are.
@@ -16428,7 +16378,9 @@ class SchedulingPolicy:
 
     def __init__(self) -> None:
         self.decode_debt = 0.0
+        self.burst_seconds = 0.0
         self.oldest_credit = 0.0
+        self.step_seconds = 0.0  # of the last decode step of all batches
 
     def next_prefill(self, candidates: Sequence[RunningRequest]) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
@@ -16440,21 +16392,37 @@ class SchedulingPolicy:
             return min(candidates, key=lambda candidate: candidate.submitted_at)
         return min(candidates, key=lambda candidate: candidate.n_to_prefill)
 
-    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
-        """Whether this one may prefill a slice now. `is_decoding`: others decode.
+    def is_short(self, candidate: RunningRequest) -> bool:
+        """Whether so little of a prompt is left that others wait for it (L-68).
 
-        They wait for a prompt that ends soon: a step of a batch costs the same with one
-        request more (L-68).
+        A step of a batch costs nearly the same with one request more.
         """
+        n_tokens = candidate.n_to_prefill
+        seconds_left = n_tokens / candidate.prefill_speed
+        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+
+    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
+        """Whether this one may prefill now. `is_decoding`: others decode."""
         if not is_decoding:
             return True
-        seconds_left = candidate.n_to_prefill / candidate.prefill_speed
-        max_debt = MAX_SOON_DEBT if seconds_left < SOON_SECONDS else 0.0
-        return self.decode_debt <= max_debt
+        if self.is_short(candidate):
+            return self.burst_seconds < BURST_SECONDS
+        return self.decode_debt <= 0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long short prompts are read before others decode a step again (L-220).
+
+        Two steps fall into the pause besides: that one, and the first of who was read.
+        """
+        longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
+        return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
 
     def charge_decode(self, seconds: float) -> None:
-        """All batches have decoded, for so long."""
+        """All batches have decoded a step, for so long."""
+        self.step_seconds = seconds
         self.decode_debt = max(0.0, self.decode_debt - seconds)
+        self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
 
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
         """A request has read, for so long. `is_decoding`: others decode, and waited.
@@ -16463,8 +16431,10 @@ class SchedulingPolicy:
         counts all the same: the request itself may decode from now on.
         """
         if not is_decoding:
-            self.decode_debt = 0.0
-        self.decode_debt += seconds * DECODE_SHARE
+            self.decode_debt = self.burst_seconds = 0.0
+        debt = self.decode_debt + seconds * DECODE_SHARE
+        self.decode_debt = min(debt, MAX_DECODE_DEBT)
+        self.burst_seconds += seconds
 
     def charge_prefill(
         self, reader: RunningRequest, seconds: float, *, is_alone: bool
@@ -16490,11 +16460,13 @@ def choose_companions(
     *,
     max_tokens: float,
     max_padding: float,
+    free_padding: float = 0.0,
 ) -> list[RunningRequest]:
     """Who is read in one call with `chosen`: rests that are most like it in length.
 
     `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
     tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
+    `free_padding`: so many tokens of it cost less than the call that each one saves.
     """
 
     def difference(candidate: RunningRequest) -> int:
@@ -16504,10 +16476,14 @@ def choose_companions(
     for candidate in sorted(candidates, key=difference):
         wider_group = [*group, candidate]
         n_to_prefill = [member.n_to_prefill for member in wider_group]
-        n_prompt = [member.n_prompt for member in wider_group]
-        padding = max(_padding(n_to_prefill), _padding(n_prompt))
-        fits = max(n_to_prefill) * len(wider_group) <= max_tokens
-        if fits and padding <= max_padding:
+        n_fed = max(n_to_prefill) * len(wider_group)
+        n_padding = n_fed - sum(n_to_prefill)
+        may_pad = _padding(n_to_prefill) <= max_padding or n_padding <= free_padding * (
+            len(wider_group) - 1
+        )
+        # No buffer has fewer places than BUFFER_STEP_TOKENS.
+        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
+        if n_fed <= max_tokens and may_pad and _padding(n_places) <= max_padding:
             group = wider_group
     return group[1:]
 
@@ -16719,6 +16695,11 @@ class RunningRequest:
         """How many tokens `remaining_prefill` has."""
         return self.n_prompt - 1 - self.num_computed_tokens
 
+    @property
+    def seconds_left(self) -> float:
+        """How long reading the rest of its prompt takes, by the speed so far."""
+        return self.n_to_prefill / self.prefill_speed
+
     def remaining_prefill(self) -> TokenIds:
         """The tokens of the prompt that are left, but the last.
 
@@ -16738,7 +16719,7 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
+        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
         return is_short and not self.handle.is_second_try
 
     @property
@@ -17457,6 +17438,12 @@ class PromptReader:
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
         return min(max_tokens, self._config.prefill_step_size)
 
+    def estimate_speeds(self, requests: Sequence[RunningRequest]) -> None:
+        """Let those that have read nothing expect the speed of the last slice."""
+        for running in requests:
+            if not running.has_begun and self.measured_speed is not None:
+                running.prefill_speed = self.measured_speed
+
     def note_peak(self) -> None:
         """Keep MLX's peak of memory, which each prefill slice sets back."""
         self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
@@ -17651,7 +17638,7 @@ class Scheduler:
         for batch in self.batches:
             self._decode(batch)
         self.policy.charge_decode(self._now() - began)
-        self._prefill_next(began)
+        self._prefill_next()
 
     # -- end ---------------------------------------------------------------------------
 
@@ -17961,23 +17948,42 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------
 
-    def _prefill_next(self, step_began: float) -> None:
-        """Prefill one slice, or more as long as each ends a prompt (L-68)."""
+    def _prefill_next(self) -> None:
+        """Prefill one slice, or short prompts as long as others may pause (L-220)."""
+        pause_ends = self._now() + self.policy.pause_seconds
+        has_read = False
         while self.prefilling:
+            self.reader.estimate_speeds(self.prefilling)
             running = self.policy.next_prefill(self.prefilling)
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
-            companions: list[RunningRequest] = []
-            with self.guard():  # it changes no KV: if it fails, this one reads alone
-                companions = self._find_companions(running)
-            self._prefill([running, *companions])
-            if running.batch is None or self._now() - step_began > SLICE_SECONDS:
+            pause_left = pause_ends - self._now()
+            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
+            if has_read and not fits:
                 return
+            self._prefill_turn(running, pause_left)
+            if running.batch is None:
+                return
+            has_read = True
 
-    def _prefill(self, requests: Sequence[RunningRequest]) -> None:
+    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
+        """Prefill what is next, with others whose prompts are short, too."""
+        if self.batches and self.policy.is_short(running):
+            seconds = joint_seconds = pause_left
+        else:
+            has_company = len(self.running) + len(self.waiting) > 1
+            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+            joint_seconds = MAX_JOINT_SECONDS
+        companions: list[RunningRequest] = []
+        with self.guard():  # it changes no KV: if it fails, this one reads alone
+            companions = self._find_companions(running, max_seconds=joint_seconds)
+        self._prefill([running, *companions], seconds=seconds)
+
+    def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
         Those whose prompts need no further slice decode from now on, as one batch.
+        `seconds`: of the slice.
         """
         chosen = requests[0]
         began = self._now()
@@ -17989,8 +17995,6 @@ class Scheduler:
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
             elif chosen.needs_slice:
-                has_company = len(self.running) + len(self.waiting) > 1
-                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
@@ -18007,7 +18011,9 @@ class Scheduler:
         others = [running for running in self.prefilling if running not in requests]
         self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
-    def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
+    def _find_companions(
+        self, running: RunningRequest, *, max_seconds: float
+    ) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
 
         For example sub-agents, with one system prompt that is cached. Only where every
@@ -18017,17 +18023,20 @@ class Scheduler:
         can_pad = has_attention_alone and self.loaded.vision is None
         if not can_pad or not running.can_read_with_others:
             return []
+        if self.batches and self.reader.measured_speed is None:
+            return []  # nobody knows for how long they would pause
         others = [
             other
             for other in self.prefilling
             if other is not running and other.can_read_with_others
         ]
-        seconds = SOON_SECONDS if self.batches else MAX_JOINT_SECONDS
         companions = choose_companions(
             running,
             others,
-            max_tokens=self.reader.max_slice_tokens(running, seconds=seconds),
+            max_tokens=self.reader.max_slice_tokens(running, seconds=max_seconds),
             max_padding=self.config.batch_padding_max,
+            # Who is read alone has a batch of its own, whose first step is a call.
+            free_padding=self.policy.step_seconds * running.prefill_speed,
         )
         if not companions:
             return []
@@ -22232,9 +22241,7 @@ class TenantStores:
 
     ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
     planner: PromptPlanner  # makes prompts from it
-    session_index: SessionIndex  # figures of the last requests
-    session_turn_store: SessionTurnStore  # digests of the last messages
-    history: RequestHistory  # requests to compare the next one with
+    session_index: SessionIndex  # the last requests, to compare the next one with
     # Of requests that have not ended, by request id: what makes their row.
     live: dict[str, Callable[[], RequestRow]]
     recent: deque[RequestRow]  # that have ended, the oldest first
@@ -22251,8 +22258,6 @@ class TenantStores:
             ledger=ledger,
             planner=PromptPlanner(config, metrics, ledger),
             session_index=SessionIndex(config),
-            session_turn_store=SessionTurnStore(),
-            history=RequestHistory(config),
             live={},
             recent=deque(maxlen=MAX_RECENT),
             divergences=deque(maxlen=MAX_DIVERGENCES),
@@ -22267,7 +22272,6 @@ class TenantStores:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
         self.session_index.expire(now)
-        self.history.expire(now)
 
 
 class Tenants:
@@ -22558,6 +22562,11 @@ def _replace_images(
     return replace(request, image_tokens=texts), images
 
 
+def _hash_messages(messages: Sequence[Message]) -> list[int]:
+    """A hash of each message, as the client sent it."""
+    return [hash(marshal.dumps(message, 2)) for message in messages]
+
+
 class PreparedRequest(NamedTuple):
     """A request that can be submitted."""
 
@@ -22575,19 +22584,20 @@ class PreparedRequest(NamedTuple):
     def as_sent(
         self, reply_ids: Sequence[int] = (), *, n_read: int | None = None
     ) -> SentRequest:
-        """What RequestHistory keeps of it once it is answered.
+        """What SessionIndex keeps of it once it is answered.
 
         `n_read`: so many tokens of its prompt were read; None: all.
         """
         prompt_ids = self.engine_request.key.tokens[:n_read]
         conversation = self.plan.conversation
         return SentRequest(
-            self.session_id,
-            np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
-            conversation.messages,
-            conversation.context_key,
-            time.monotonic(),
+            session_id=self.session_id,
+            tokens=np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
+            messages=conversation.messages,
+            context_key=conversation.context_key,
+            answered_at=time.monotonic(),
             n_reply_tokens=len(reply_ids),
+            sent_hashes=_hash_messages(self.request.messages),
         )
 
     def in_client_terms(self, reason: MissReason | None) -> MissReason | None:
@@ -23458,7 +23468,8 @@ class ReplyGeneration:
         session_id = self._prepared.session_id
         plan = self._prepared.plan
         digests = [message.digest for message in plan.conversation.messages]
-        n_stable = stores.session_turn_store.advance(session_id, digests)
+        earlier = stores.session_index.requests(session_id)
+        n_stable = max((message_diff(r.digests, digests) for r in earlier), default=0)
         names = RequestFacts.__annotations__
         facts = {name: value for name, value in row.items() if name in names}
         turn: SessionTurn = {
@@ -23482,11 +23493,12 @@ class ReplyGeneration:
             "n_messages": len(request.messages),
             "rules": count_rules(plan.conversation.messages),
         }
-        # The log has messages as they were sent: these are compared, by hashes.
-        sent_hashes = [hash(marshal.dumps(m, 2)) for m in request.messages]
-        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
         content: dict[str, object] = {}
-        if config.enable_request_logging:
+        if config.enable_request_logging:  # those that are not in the line before
+            n_logged = 0
+            if earlier:
+                sent_hashes = _hash_messages(request.messages)
+                n_logged = message_diff(earlier[-1].sent_hashes, sent_hashes)
             content["messages"] = request.messages[n_logged:]
         if config.log_prompt_tokens:
             content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
@@ -23499,8 +23511,9 @@ class ReplyGeneration:
         reuse = self._handle.reuse
         n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
+        index = stores.session_index
+        earlier = find_nearest(request, index.requests(request.session_id))
+        index.add(request)
         if earlier is None:
             return
         n_reread = count_reread_tokens(
@@ -23935,11 +23948,10 @@ def _explain_match(
     """Why no more of the nearest earlier request would be reused."""
     if not prepared.plan.can_be_recorded:
         return None
-    history = state.stores.history
     request = prepared.as_sent()
-    earlier = history.find_nearest(request, session_only=True)
-    if earlier is None:
-        earlier = history.find_nearest(request, session_only=False)
+    index = state.stores.session_index
+    requests = index.requests(request.session_id) or index.requests(None)
+    earlier = find_nearest(request, requests)
     if earlier is None:
         return MissReason("no request was answered before this one")
     reason = explain_miss(
@@ -23999,8 +24011,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
             continue
         stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
-        stores.history.forget(session)
-        stores.session_turn_store.forget(session)
+        stores.session_index.forget(session)
     dropped = state.engine.drop_kv(state.tenant, session)
     faults.append(dropped.fault)
     if is_all:
