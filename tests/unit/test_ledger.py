@@ -2587,7 +2587,7 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
     messages = fill(server, 0)
     assert server.records and server.records.flush(60.0)
     if by_whom == "here":
-        server.records.erase(60.0)
+        server.records.erase()
     else:
         (tmp_path / "records").unlink()
         server.draft(messages)  # is not saved
@@ -2597,6 +2597,26 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
 
     server.restart(tmp_path / "records")
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+
+
+def test_replies_around_the_loss_of_the_file_are_there_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first reply after it is in the new file before those that it continues."""
+    monkeypatch.setattr(start_llm, "_RETRY_SECONDS", 0.01)
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = fill(server, 0)
+    assert server.records and server.records.flush(60.0)
+
+    (tmp_path / "records").unlink()
+    server.answer(messages, FINE)
+    wait_until(lambda: server.records.number > 1)
+    longer = [*messages, FINE, NEXT]
+    past = server.answer(longer, FINE)
+    server.restart(tmp_path / "records")
+
+    assert starts_with(server.draft([*longer, FINE, NEXT]), past)
 
 
 def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None:
