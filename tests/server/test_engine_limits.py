@@ -368,13 +368,13 @@ def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch)
     rng = np.random.default_rng(1)
     max_bytes = b.engine.call(lambda scheduler: scheduler.cache.max_bytes)
     shares = []  # why(L-74)
-    add = s.CacheLease.add_checkpoint
+    add = s.PrefixCache.add_checkpoint
 
-    def add_and_note(lease, *args):
-        add(lease, *args)
-        shares.append(lease.state_bytes / max_bytes)
+    def add_and_note(cache, entry, *args):
+        add(cache, entry, *args)
+        shares.append(entry.state_bytes / max_bytes)
 
-    monkeypatch.setattr(s.CacheLease, "add_checkpoint", add_and_note)
+    monkeypatch.setattr(s.PrefixCache, "add_checkpoint", add_and_note)
     prompt = words(rng, 1500)
     b.ask(prompt, n=2, boundaries=list(range(5, 1500, 5)))
     assert len(shares) > 100
@@ -888,8 +888,10 @@ def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(
 # -- an exception at every step --------------------------------------------------------------------
 
 STEPS = {
-    s.PrefixCache: ("find", "start", "_give_kv", "evict_to_fit"),
-    s.CacheLease: ("put_back", "add_checkpoint", "advance"),
+    s.PrefixCache: (
+        *("find", "start", "evict_to_fit"),
+        *("put_back", "add_checkpoint", "advance"),
+    ),
     s.EntryTree: ("take_kv", "_split", "_shorten", "insert", "_join_to_parent"),
     s.CacheEntry: ("copy_kv", "path_checkpoints"),
     s.Scheduler: (
@@ -1120,7 +1122,7 @@ def test_scheduler_ends_a_reply_as_usual_if_its_kv_cannot_be_kept(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(s.CacheLease, "put_back", fail)
+        patch.setattr(s.PrefixCache, "put_back", fail)
         ids, end, _ = b.ask(prompt, n=5)
 
     assert (len(ids), end.reason) == (5, "length")
