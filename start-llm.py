@@ -5925,57 +5925,6 @@ def compute_msg_token_boundaries(
 
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
-# How _find_losses() looks for texts in a prompt.
-_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MessageShaper:
-    """Puts messages into a form that the template can print."""
-
-    markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
-    hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message in which all markup is broken."""
-        role = message["role"]
-        content = message["content"]
-        shaped = {**message}
-        if role == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), content]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = self.break_markup(shaped)
-        return broken
-
-    def break_markup(self, value: Any) -> Any:
-        """A copy of a JSON value, with breaks in what is markup for this model."""
-        return break_markup(value, self.markup)
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if self.hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
 
 def _parse_arguments(text: str) -> JsonObject:
     """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
@@ -6015,15 +5964,18 @@ def _fold_messages(
         a text beside calls          a reply before it
         a second call                a reply after the first one's result
 
-    In this order: _fill_in() leaves out and puts in front, _split_replies() makes
-    several of one reply, _make_printable() changes one message.
+    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
+    _split_texts() and _split_calls() make several of one reply, _make_printable()
+    changes one message.
     """
+    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+        messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
     is_head = True  # only system messages so far
     has_call = False  # the last message that is no result has one
-    for message in _split_replies(_fill_in(messages, traits), traits):
+    for message in messages:
         is_head = is_head and message["role"] == "system"
         last_role = runs[-1][-1]["role"] if runs else ""
         printable, is_part = _make_printable(
@@ -6061,80 +6013,79 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         yield _EMPTY_QUESTION
 
 
-def _split_replies(
+def _name_calls(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages; a reply with calls as the replies that are printed whole.
+    """The messages, with ids of the template's form in calls and results."""
+    form = traits.call_id_form
+    if not form:
+        yield from messages
+        return
+    fits = CALL_ID_FORMS[form].fullmatch
+    new_ids: dict[str, str] = {}  # by those that were sent
+    n_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            call_id = call.get("id", "")
+            if not fits(call_id):
+                name = call["function"]["name"]
+                new_ids[call_id] = form.format(name=name, number=n_calls)
+            calls.append({**call, "id": new_ids.get(call_id, call_id)})
+            n_calls += 1
+        result_id = message.get("tool_call_id", "")
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not fits(result_id):
+            unknown_id = form.format(name="unknown", number=n_calls)
+            yield {**message, "tool_call_id": new_ids.get(result_id, unknown_id)}
+        else:
+            yield message
 
-        reply "I look", calls 1 and 2 | result 1 | result 2
-        ->  reply "I look" | call 1 | result 1 | call 2 | result 2
+
+def _split_texts(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply with text and calls as two, if both are not printed."""
+    must_split = traits.has_calls and not traits.has_text_beside_calls
+    for message in messages:
+        if must_split and message["content"] and "tool_calls" in message:
+            yield {name: message[name] for name in message if name != "tool_calls"}
+            calls = {**message, "content": ""}
+            calls.pop("reasoning_content", None)
+            yield calls
+        else:
+            yield message
+
+
+def _split_calls(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply for each call, if several in one are not printed.
+
+        calls 1 and 2 | result 1 | result 2  ->  call 1 | result 1 | call 2 | result 2
 
     Results stand in the order of their calls (OPENAI API).
     """
-    call_ids: dict[str, str] = {}  # as written, by those that were sent
-    n_calls = 0
-    held_calls: list[Message] = []  # each follows the result of the one before
+    must_split = traits.has_calls and not traits.has_parallel_calls
+    held_calls: list[JsonObject] = []  # each follows the result of the one before
     for message in messages:
-        if message["role"] != "tool":
-            yield from held_calls
+        is_result = message["role"] == "tool"
+        if not is_result:
+            yield from map(_reply_of_call, held_calls)
             held_calls = []
-        renamed = message
-        if traits.call_id_form:
-            form = traits.call_id_form
-            renamed = _name_calls(message, call_ids, form=form, n_calls=n_calls)
-        if "tool_calls" in renamed:
-            n_calls += len(renamed["tool_calls"])
-            *texts, renamed = _split_text(renamed, traits)
-            renamed, *held_calls = _split_calls(renamed, traits)
-            yield from texts
-        yield renamed
-        if renamed["role"] == "tool" and held_calls:
-            yield held_calls.pop(0)
-    yield from held_calls
+        if must_split and "tool_calls" in message:
+            first, *held_calls = message["tool_calls"]
+            yield {**message, "tool_calls": [first]}
+        else:
+            yield message
+        if is_result and held_calls:
+            yield _reply_of_call(held_calls.pop(0))
+    yield from map(_reply_of_call, held_calls)
 
 
-def _split_text(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, after one with its text if both are not printed."""
-    if not message["content"] or not traits.has_calls or traits.has_text_beside_calls:
-        return [message]
-    text = {name: message[name] for name in message if name != "tool_calls"}
-    calls = {**message, "content": ""}
-    calls.pop("reasoning_content", None)
-    return [text, calls]
-
-
-def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, as one for each call if several are not printed."""
-    first, *others = message["tool_calls"]
-    if traits.has_parallel_calls or not traits.has_calls:
-        return [message]
-    more = [{"role": "assistant", "content": "", "tool_calls": [c]} for c in others]
-    return [{**message, "tool_calls": [first]}, *more]
-
-
-def _name_calls(
-    message: Message, call_ids: dict[str, str], *, form: str, n_calls: int
-) -> Message:
-    """The message with ids of this form in its calls, or in the result that it is.
-
-    `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
-    `n_calls`: how many these are.
-    """
-    fits = CALL_ID_FORMS[form].fullmatch
-    calls = []
-    for number, call in enumerate(message.get("tool_calls", ()), n_calls):
-        call_id = call.get("id", "")
-        if not fits(call_id):
-            name = call["function"]["name"]
-            call_ids[call_id] = form.format(name=name, number=number)
-        calls.append({**call, "id": call_ids.get(call_id, call_id)})
-    if calls:
-        return {**message, "tool_calls": calls}
-    call_id = message.get("tool_call_id", "")
-    if message["role"] == "tool" and not fits(call_id):
-        new_id = form.format(name="unknown", number=n_calls)
-        return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
-    return message
+def _reply_of_call(call: JsonObject) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _make_printable(
@@ -6193,6 +6144,10 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
     if calls:
         merged["tool_calls"] = calls
     return merged
+
+
+_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
@@ -6326,11 +6281,8 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
-        self.shaper = _MessageShaper(
-            markup=self._encoder.find_markup(self.source, thinking_tags),
-            merges_thinking=self.traits.merges_thinking,
-            hides_writes=config.normalize_write_tool_content_for_prompt,
-        )
+        # What is broken in texts of clients.
+        self._markup = self._encoder.find_markup(self.source, thinking_tags)
         self._canonicalizer = Canonicalizer(
             config,
             part_separator=self.traits.part_separator,
@@ -6344,10 +6296,8 @@ class ChatTemplate:
         self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
-        self._warn()
 
-    def _warn(self) -> None:
-        if self._config.normalize_write_tool_content_for_prompt:
+        if config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
             logger.warning("%s: a past write that is rendered is a digest", name)
         if not self._encoder.can_split:
@@ -6436,7 +6386,7 @@ class ChatTemplate:
         if messages is None:
             canonical = map(self._canonicalizer.canonicalize, request.messages)
             messages = [message.original for message in canonical]
-        shaped = [self.shaper.shape(message) for message in messages]
+        shaped = [self.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
         # why(L-129): what is too long even so, with thinking for example.
@@ -6506,6 +6456,39 @@ class ChatTemplate:
 
     # The methods below are for Splice as well.
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
         """What the template reads beside messages and tools.
 
@@ -6518,7 +6501,7 @@ class ChatTemplate:
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
-        sent = self.shaper.break_markup(dict(request.template_kwargs))
+        sent = break_markup(dict(request.template_kwargs), self._markup)
         return {**preserve, **sent}
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
@@ -6536,7 +6519,7 @@ class ChatTemplate:
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
         request.check_client()
-        tools = self.shaper.break_markup(request.tools)
+        tools = break_markup(request.tools, self._markup)
         kwargs = self.template_kwargs(request)
         return self._renderer.render(messages, tools=tools, kwargs=kwargs)
 
@@ -6563,18 +6546,26 @@ class ChatTemplate:
             start = len(recorded.ids) + new_start
             if not turn_starts or start > turn_starts[0]:
                 turn_starts.append(start)
-        generation_prompt = self._find_generation_prompt(last_role, request)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
         if len(ids) - n_generation not in turn_starts[-1:]:
             turn_starts.append(len(ids) - n_generation)
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
 
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
             positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=self._opens_thinking(generation_prompt),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
         )
 
     def starts_with_added_token(self, text: str) -> bool:
@@ -6638,22 +6629,6 @@ class ChatTemplate:
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
         return len(self._encoder.encode_prompt(text, request))
-
-    def _opens_thinking(self, generation_prompt: str) -> bool:
-        """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self._thinking_tags
-        if not start_tag:
-            return False
-        last_start = generation_prompt.rfind(start_tag)
-        return last_start > generation_prompt.rfind(end_tag)
-
-    def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
-        kwargs = self.template_kwargs(request)
-        return self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6719,33 +6694,63 @@ class Splice(NamedTuple):
         return None
 
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
-        new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
-        suffix = self._render_suffix(past_messages, new_messages)
-        if len(suffix.text) > self.request.max_prompt_characters:
+        template = self.template
+        past = [template.shape(message) for message in past_messages[:-1]]
+        reply = _with_nonce(past_messages[-1])
+        new_messages = [template.shape(message) for message in self.request.messages]
+        folded = _fold_messages([*past, reply, *new_messages], template.traits)
+        try:
+            text = template.render_text(folded, self.request)
+        except BadRequest as refusal:
+            raise SpliceRefused("refused") from refusal
+        if text.count(_NONCE) != 1:
+            raise SpliceRefused("nonce" if text else "refused")
+
+        suffix = text.partition(_NONCE)[2]
+        closing_end = self._find_closing(suffix, new_messages[0])
+        if closing_end is None and "tool_calls" in reply:
+            raise SpliceRefused("closer")
+        closing = suffix[:closing_end] if closing_end is not None else ""
+        suffix = suffix.removeprefix(closing)
+        if len(suffix) > self.request.max_prompt_characters:
             raise SpliceRefused("too long")
-        if _find_losses(new_messages, suffix.text):
+        if _find_losses(new_messages, suffix):
             raise SpliceRefused("lost text")
-        closing = self._missing_closing(suffix.closing) if self.is_cut else ""
         # The end token that the model has generated is not recorded, so the suffix must
         # print one: an added token, whichever the template prints there. A reply that
         # was cut has generated none.
-        if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
+        if self.is_cut:
+            suffix = self._missing_closing(closing) + suffix
+        elif not template.starts_with_added_token(suffix):
             raise SpliceRefused("end token")
-        # The last message may be merged into the one before it.
-        last_messages = [_with_nonce(past_messages[-1]), *new_messages]
-        folded = _fold_messages(last_messages, self.template.traits)
-        return self.template.tokenize_prompt(
-            closing + suffix.text,
+        return template.tokenize_prompt(
+            suffix,
             self.request,
             last_role=folded[-1]["role"],
             recorded=self.recorded,
         )
 
+    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+        """Where the end token of the reply stands; None: the template prints none.
+
+        The first end token is the template's own: those of a client are broken. If a
+        new message ends with it, the reply has none. (Words of a letter or two may
+        stand in the closing, too.)
+        """
+        end = self.template.find_end_token(suffix)
+        if end is None:
+            return None
+        words = new_message["content"].strip()
+        is_in_closing = words in suffix[: end.start()]
+        if is_in_closing and words not in suffix[end.end() :]:
+            return None
+        return end.start()
+
     def _missing_closing(self, closing: str) -> str:
-        """What the recorded reply lacks of the closing.
+        """What the recorded reply, which was cut, lacks of the closing.
 
         After a text that is the whole closing. A call has ended with a part of it
-        (L-120), which is found by comparing the ends of both, letter by letter:
+        (L-120): the part that has most last letters in common with what was written.
 
             the reply ends with    {"q": "x"}
             the closing is         "}\n</tool_call>
@@ -6754,68 +6759,16 @@ class Splice(NamedTuple):
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
-        end = _find_written_end(closing, written)
-        if end == 0:
+        written_end = 0
+        most_equal = 0
+        for end in range(1, len(closing) + 1):
+            n_equal = count_common(closing[:end][::-1], written[::-1])
+            if n_equal > most_equal:
+                written_end = end
+                most_equal = n_equal
+        if written_end == 0:
             raise SpliceRefused("closer")
-        return closing[end:]
-
-    def _render_suffix(
-        self, past_messages: list[Message], new_messages: list[Message]
-    ) -> _Suffix:
-        """What the template prints after the words of the last past message."""
-        reply = _with_nonce(past_messages[-1])
-        shape = self.template.shaper.shape
-        past = [shape(message) for message in past_messages[:-1]]
-        text = self._render_after_nonce([*past, reply, *new_messages])
-
-        # The first end token is the template's own: those of a client are broken. If a
-        # new message ends with it, the reply has none. (Words of a letter or two may
-        # stand in the closing, too.)
-        end = self.template.find_end_token(text)
-        words = new_messages[0]["content"].strip()
-        if end is not None:
-            is_in_closing = words in text[: end.start()]
-            if is_in_closing and words not in text[end.end() :]:
-                end = None
-        if end is None:
-            if "tool_calls" in reply:
-                raise SpliceRefused("closer")
-            return _Suffix("", text)
-        return _Suffix(text[: end.start()], text[end.start() :])
-
-    def _render_after_nonce(self, messages: list[Message]) -> str:
-        """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
-        folded = _fold_messages(messages, self.template.traits)
-        try:
-            text = self.template.render_text(folded, self.request)
-        except BadRequest as refusal:
-            raise SpliceRefused("refused") from refusal
-        if text.count(_NONCE) != 1:
-            raise SpliceRefused("nonce" if text else "refused")
-        return text.partition(_NONCE)[2]
-
-
-def _find_written_end(closing: str, written: str) -> int:
-    """Up to where a text has the closing at its end; 0 if it has nothing of it.
-
-    That is the end of the part of the closing which has most last letters in common
-    with the text; of several such parts, of the first one.
-    """
-    written_end = 0
-    most_equal = 0
-    for end in range(1, len(closing) + 1):
-        n_equal = count_common(closing[:end][::-1], written[::-1])
-        if n_equal > most_equal:
-            written_end = end
-            most_equal = n_equal
-    return written_end
-
-
-class _Suffix(NamedTuple):
-    """What a template prints after the words of a reply."""
-
-    closing: str  # up to the end token
-    text: str  # from there on: new messages and generation prompt
+        return closing[written_end:]
 
 
 def _with_nonce(reply: Message) -> Message:
