@@ -384,7 +384,7 @@ def ask(port, messages):
 def write_impatient_program(folder):
     """A copy of the program that writes what rests at once."""
     source = Path(start_llm.__file__).read_text()
-    for name, seconds in (("AFTER", "2.0"), ("BUSY", "10.0"), ("SHORT", "30.0")):
+    for name, seconds in (("AFTER", "2.0"), ("BUSY", "10.0")):
         setting = f"SAVE_{name}_SECONDS: Final = {seconds}"
         assert setting in source
         source = source.replace(setting, setting.replace(seconds, "0.05"))
