@@ -76,7 +76,8 @@ def digest_of(scheduler):
         for r in scheduler.running
     ]
     waiting = [(h.request.request_id, h.times) for h in scheduler.waiting]
-    accounts = (scheduler.policy.decode_debt, scheduler.policy.oldest_credit)
+    policy = scheduler.policy
+    accounts = (policy.decode_debt, policy.burst_seconds, policy.oldest_credit)
     costs = list(scheduler.reader._slice_costs)
     kept = repr((entries, running, waiting, accounts, costs))
     return hashlib.sha256(kept.encode()).hexdigest()[:16]

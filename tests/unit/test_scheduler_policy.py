@@ -38,10 +38,14 @@ def run_slice(policy, candidates, *, seconds, is_decoding=False):
 # -- who is read together --------------------------------------------------------------
 
 
-def companions(chosen, *others, max_tokens=400, max_padding=0.25):
+def companions(chosen, *others, max_tokens=400, max_padding=0.25, free_padding=0):
     prompts = [Prefill(0.0, length) for length in (chosen, *others)]
     found = s.choose_companions(
-        prompts[0], prompts[1:], max_tokens=max_tokens, max_padding=max_padding
+        prompts[0],
+        prompts[1:],
+        max_tokens=max_tokens,
+        max_padding=max_padding,
+        free_padding=free_padding,
     )
     return [prompt.n_to_prefill for prompt in found]
 
@@ -53,6 +57,12 @@ def test_prompts_of_like_lengths_are_read_together():
 
 def test_policy_passes_over_a_prompt_that_is_too_long_for_the_call():
     assert companions(100, 120, 75, max_tokens=230) == [75]
+
+
+def test_policy_reads_unlike_lengths_together_where_padding_costs_less_than_a_call():
+    assert companions(40, 75, 110, free_padding=0) == []
+    assert companions(40, 75, 110, free_padding=35) == [75]
+    assert companions(40, 75, 110, free_padding=60) == [75, 110]
 
 
 def test_policy_reads_rests_together_only_of_prompts_of_like_lengths():
@@ -132,7 +142,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
             run_slice(policy, candidates, seconds=0.1, is_decoding=True)
             now += 0.1
 
-    longest_start = 3 * s.SLICE_SECONDS * s.MAX_OTHERS_SHARE + s.MAX_SOON_DEBT
+    longest_start = 3 * s.SLICE_SECONDS * s.MAX_OTHERS_SHARE + s.MAX_DECODE_DEBT
     assert now < longest_start + 3 * seconds * (1 + seconds / s.SOON_SECONDS)
 
 
@@ -193,19 +203,53 @@ def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
     assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
 
 
-def test_policy_lets_decoding_wait_for_who_can_join_soon_but_not_forever():
+@pytest.mark.parametrize("n_tokens", [int(SPEED * s.SOON_SECONDS) - 1, s.SHORT_TOKENS])
+def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     """why(L-68)"""
     policy = s.SchedulingPolicy()
-    soon = Prefill(0.0, int(SPEED * s.SOON_SECONDS) - 1)
+    short = Prefill(0.0, n_tokens)
     n_slices = 0
 
-    while policy.may_prefill(soon, is_decoding=True):
+    while policy.may_prefill(short, is_decoding=True):
         policy.charge_slice(0.2, is_decoding=True)
         n_slices += 1
 
-    max_seconds = s.MAX_SOON_DEBT / s.DECODE_SHARE
-    assert n_slices == math.floor(max_seconds / 0.2) + 1
+    assert n_slices == pytest.approx(s.BURST_SECONDS / 0.2, abs=1)
     assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+
+
+def test_policy_gives_short_prompts_without_end_a_third_of_the_time():
+    policy = s.SchedulingPolicy()
+    short = Prefill(0.0, 100)
+    seconds = {"prefill": 0.0, "decode": 0.0}
+
+    for _ in range(3000):
+        policy.charge_decode(0.03)
+        seconds["decode"] += 0.03
+        if policy.may_prefill(short, is_decoding=True):
+            policy.charge_slice(0.1, is_decoding=True)
+            seconds["prefill"] += 0.1
+
+    unpaid = s.BURST_SECONDS
+    share = seconds["decode"] / (seconds["prefill"] - unpaid)
+    assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
+
+
+def test_policy_makes_a_long_prompt_wait_no_longer_for_many_short_ones():
+    policy = s.SchedulingPolicy()
+    policy.charge_slice(s.BURST_SECONDS, is_decoding=True)
+    policy.charge_decode(s.MAX_DECODE_DEBT)
+
+    assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+
+
+@pytest.mark.parametrize("step_seconds", [0.001, 0.03, 0.1, 0.2, 0.3])
+def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_seconds):
+    policy = s.SchedulingPolicy()
+    policy.charge_decode(step_seconds)
+
+    assert policy.pause_seconds >= s.SOON_SECONDS
+    assert policy.pause_seconds + 2 * step_seconds <= 1.5
 
 
 def test_policy_forgets_a_debt_to_requests_that_are_over():
