@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import TOLERANCE, Bench, words
+from nights import at_night
 from server_fixture import wait_until, wait_until_idle
 from tiny_models import tiny_model
 
@@ -387,7 +388,8 @@ def test_less_is_written_beside_running_requests(restart, tmp_path):
     assert pause > 0.1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])  # of gemma, states go before KV
+# Of gemma, states go before KV.
+@pytest.mark.parametrize("kind", ["qwen3", at_night("qwen3_5")])
 def test_what_memory_has_no_room_for_is_written_before_it_goes(
     kind, restart, tmp_path, monkeypatch
 ):

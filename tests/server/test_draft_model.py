@@ -94,7 +94,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(drafting):
     assert n_drafted == n_right > 200
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"sampling": SEEDED}, {"sampling": PENALTY}, {"top_logprobs": 3}],

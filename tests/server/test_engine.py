@@ -139,7 +139,7 @@ def at_once(b, rng):
 
 def staggered(b, rng):
     """Rows of unlike length join and leave each other's batches, cold and then warm."""
-    prompts = [words(rng, n) for n in (2000, 300, 310, 2100, 340, 2050)]
+    prompts = [words(rng, n) for n in (1200, 300, 310, 1300, 340, 1250)]
     replies = []
     for _ in range(2):
         tickets = []
@@ -154,9 +154,9 @@ def staggered(b, rng):
 
 
 def long_beside_short(b, rng):
-    """A 16k row decodes while rows of 300 to 5,000 tokens come and go."""
-    lengths = (16_000, 300, 5_000, 700)
-    tickets = [b.submit(words(rng, n), n=40 if n > 4000 else 15) for n in lengths]
+    """A row of 6,000 tokens decodes while rows of 300 to 2,000 come and go."""
+    lengths = (6_000, 300, 2_000, 700)
+    tickets = [b.submit(words(rng, n), n=40 if n > 1000 else 15) for n in lengths]
     replies = finish_all(b, tickets)
 
     (past, *_) = continue_all(b, rng, replies[:1], 12)
@@ -166,7 +166,7 @@ def long_beside_short(b, rng):
     return [*replies, (ticket, ids, end)]
 
 
-ONE_HEAD = {"heads": 1, "kv_heads": 1}  # half the cost of 16k tokens
+ONE_HEAD = {"heads": 1, "kv_heads": 1}  # half the cost of a long row
 SCENARIOS = [
     append_only,
     branch_and_return,

@@ -84,7 +84,7 @@ def name_of(settings):
     return "-".join(settings.values())
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", PACKINGS, ids=name_of)
 @pytest.mark.parametrize(
     "scenario", [edits_everywhere, at_once], ids=lambda x: x.__name__
@@ -94,6 +94,7 @@ def test_warm_logits_are_cold_logits_of_rounded_kv(bench, kind, scenario, settin
     check_scenario(bench(kind, WIDE, **settings), kind, scenario)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "scenario",
     [branch_and_return, one_more_token, cancelled, staggered],
@@ -270,7 +271,7 @@ DRAFT_PACKINGS = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("settings", DRAFT_PACKINGS, ids=name_of)
 @pytest.mark.parametrize(
