@@ -203,7 +203,6 @@ from itertools import (
     count,
     groupby,
     islice,
-    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -442,7 +441,7 @@ from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
@@ -453,6 +452,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
+    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import (
@@ -1333,6 +1333,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
@@ -8658,7 +8659,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # then. Where one fails, upstream is read again before the pin moves.
 #
 #  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
+#  2 Calls       rows of unlike lengths, read in one call
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
 #  5 Ranks       a model that is divided among several machines
@@ -8666,9 +8667,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
+#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
 #          has_text_class, has_vision_class, load_vlm_model, mend_layers,
 #          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
 #          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
@@ -8692,8 +8692,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
-# `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
+# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
+# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
+# name; SAMPLING uses `extend`, `filter` and `trim`.
 #
 # What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
 # classes of their own: a leaf of a class that is not there is *opaque*. All that is
@@ -8928,28 +8929,18 @@ def _to_mlx_lm_leaf(leaf: Any) -> Any:
     return leaf
 
 
-# -- 2 generation ----------------------------------------------------------------------
+# Pinned by test_drafts.py
+def leaf_fields(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 type ModelCall = Callable[..., mx.array]  # (tokens `(rows, n)`, cache=LayerCaches)
-# log-probabilities `(1, vocab)` -> token `(1,)`
-type Sampler = Callable[[mx.array], mx.array]
-# (the tokens so far, logits `(1, vocab)`) -> logits
-type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-class TokenChoice(NamedTuple):
-    """How the next token of a row is chosen from its logits."""
-
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    context: list[int]  # tokens of the prompt but the last, as processors read them
-
-
-class SampledToken(NamedTuple):
-    """A token, and what it was sampled from."""
-
-    token_id: int
-    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
 # Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
@@ -8973,218 +8964,6 @@ def feed_padded(
     model(mx.array(padded_rows), cache=layer_caches)
     for layer in layer_caches:
         layer.finalize()
-
-
-# Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
-class TokenGenerator:
-    """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
-
-    A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
-
-    A single row may go on with a draft, in one call of the model:
-
-        sampled before   y
-        draft            a b c d
-        fed              y a b c d
-        sampled          a b x . .      after y, a, b: the draft was right up to b
-        returned         y a b          x is fed next; c and d are taken back
-
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
-    """
-
-    def __init__(
-        self,
-        model: ModelCall,
-        tokens: mx.array,
-        layer_caches: LayerCaches,
-        choices: Sequence[TokenChoice],
-        agree: Callable[[mx.array], mx.array] | None = None,
-    ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
-
-        `agree`: what makes the tokens of another rank of those sampled here.
-        """
-
-        def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
-            parts = [tokens[:, :-1], last_token]
-            prompt_end = mx.concatenate(parts, axis=1)
-            return model(prompt_end, cache=cache)
-
-        n_rows = len(choices)
-        # Upstream feeds the last tokens while it makes a batch, and then calls this:
-        # the model reads all of `tokens`. Later steps call the model itself.
-        self._batch: Any = GenerationBatch(
-            feed_prompt_end,
-            uids=list(range(n_rows)),
-            inputs=tokens[:, -1],
-            prompt_cache=layer_caches,
-            tokens=[choice.context for choice in choices],
-            samplers=[choice.sampler for choice in choices],
-            fallback_sampler=choices[0].sampler,
-            logits_processors=[choice.processors for choice in choices],
-            stop_sequences=[StopSequences() for _ in choices],
-            max_tokens=[sys.maxsize] * n_rows,
-        )
-        # Not a bound method: a reference cycle would keep the KV until it is collected.
-        self._batch.model = model
-        self._model = model
-        self._agree = agree
-        self._agree_on_next()
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def settle(self) -> None:
-        """Feed now what is to be fed again: before caches are read, or rows change."""
-        if self.pending_ids:
-            caches = self._batch.prompt_cache
-            self._model(mx.array([self.pending_ids]), cache=caches)
-            mx.eval([layer.state for layer in caches])
-            self.pending_ids = []
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all rows; of more than one in upstream's batch form."""
-        caches: LayerCaches = self._batch.prompt_cache
-        return caches
-
-    @layer_caches.setter
-    def layer_caches(self, layer_caches: LayerCaches) -> None:
-        self._batch.prompt_cache = layer_caches
-
-    def next_tokens(self) -> list[SampledToken]:
-        """The token sampled last, of each row; it is not fed yet."""
-        token_ids: list[int] = self._batch._next_tokens.tolist()
-        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
-        rows = zip(token_ids, logprobs_of_rows, strict=True)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
-
-    def step(self) -> list[SampledToken]:
-        """Feed the token sampled last of each row, return it, and sample the next."""
-        if self.pending_ids:
-            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
-            self.pending_ids = []
-        responses = self._batch.next()
-        self._batch.model = self._model
-        self._agree_on_next()
-        return [
-            SampledToken(response.token, response.logprobs) for response in responses
-        ]
-
-    def _agree_on_next(self) -> None:
-        if self._agree is not None:
-            self._batch._next_tokens = self._agree(self._batch._next_tokens)
-            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
-
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        return int(self._batch._next_tokens.item())
-
-    def step_with(self, draft: list[int]) -> list[SampledToken]:
-        """`step` of a single row, which goes on with a draft as long as that is right.
-
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-        """
-        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
-        batch = self._batch
-        first = self.next_tokens()[0]
-        fed_ids = [first.token_id, *draft]
-        leaves = cache_leaves(batch.prompt_cache)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        old_fields = list(map(_fields_of, to_put_back))
-        pending_ids = self.pending_ids
-        n_pending = len(pending_ids)
-        model = _prepend_tokens(self._model, pending_ids)
-        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
-        self.pending_ids = []
-        sampled = self._sample_along(fed_ids, logits)
-
-        n_right = len(sampled) - 1
-        right_ids = fed_ids[: 1 + n_right]
-        n_to_trim = len(fed_ids) - len(right_ids)
-        if n_to_trim and to_put_back:
-            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
-            self.pending_ids = pending_ids + right_ids
-            for leaf, fields in zip(to_put_back, old_fields, strict=True):
-                vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
-
-        *right, last = sampled
-        batch.tokens[0].extend(right_ids)
-        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
-        batch._next_logprobs = [last.logprobs]
-        return [first, *right]
-
-    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
-        """What is sampled after each token, up to the first that was not fed next."""
-        batch = self._batch
-        processors = batch.logits_processors[0] or []
-        is_greedy = batch.samplers[0] is greedy_sampler
-        if is_greedy and not processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            best = mx.argmax(logprobs, axis=-1)
-            mx.eval(logprobs, best)
-            next_ids: Any = best.tolist()
-            rest = np.array(fed_ids[1:])
-            n_right = common_prefix_length(np.array(next_ids), rest)
-            return [
-                SampledToken(next_ids[place], logprobs[place])
-                for place in range(n_right + 1)
-            ]
-
-        sampled: list[SampledToken] = []
-        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
-            place_logits = logits[place : place + 1]
-            if processors:
-                fed = mx.array([fed_id], batch._next_tokens.dtype)
-                context = batch._token_context[0].update_and_fetch(fed)
-                for processor in processors:
-                    place_logits = processor(context, place_logits)
-            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
-            token = batch.samplers[0](logprobs)
-            mx.eval(token, logprobs)
-            token_id = int(token.item())
-            sampled.append(SampledToken(token_id, logprobs[0]))
-            if token_id != next_fed:
-                break
-        return sampled
-
-    def extend(self, newcomers: TokenGenerator) -> None:
-        """Add the rows of another generator, which must not be used afterwards.
-
-        The caches of both must be in batch form (KV STATE: `to_batch`).
-        """
-        self._batch.extend(newcomers._batch)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows, and their KV."""
-        self._batch.filter(rows)
-
-
-# Pinned by test_drafts.py
-def _fields_of(leaf: Any) -> dict[str, Any]:
-    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(leaf).items()
-    }
-
-
-# Pinned by test_drafts.py
-def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
-    """The model, which is fed these tokens of a single row first."""
-
-    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        first = mx.array(token_ids, tokens.dtype)[None]
-        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
-
-    return call if token_ids else model
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
@@ -14560,10 +14339,9 @@ def memory_limit(config: Config) -> int:
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
-# mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
-# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
-# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
+# As in mlx-lm, the first line is done by "logits processors", the last two by a
+# "sampler", and top-p comes before the temperature; in vLLM it comes after. But top-k
+# is first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -14573,9 +14351,14 @@ def memory_limit(config: Config) -> int:
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
 #                 REPLY GRAMMAR chooses the constraints of a request.
+#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
+#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
+#                 stop sequences and lengths, too, and no drafts.
 #
-# Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
+#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
+#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
+#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -14586,6 +14369,11 @@ _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
+
+# log-probabilities `(1, vocab)` -> token `(1,)`
+type Sampler = Callable[[mx.array], mx.array]
+# (the tokens so far, logits `(1, vocab)`) -> logits
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
@@ -14817,6 +14605,212 @@ def make_processors(
         frequency_context_size=n_openai_look_back,
     )
     return [*processors, *map(_ConstraintProcessor, constraints)]
+
+
+# -- 3 generation ----------------------------------------------------------------------
+
+
+class TokenChoice(NamedTuple):
+    """How the tokens of one row are chosen."""
+
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    context: TokenBuffer  # what the processors read: all tokens that were fed
+
+
+def choose_tokens(
+    choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+
+    `fed`: the token of each row that its logits come after. All greedy rows without
+    processors may have one choice. Nothing is computed yet.
+    """
+    if any(choice.processors for choice in choices):
+        processed = []
+        for row, choice in enumerate(choices):
+            row_logits = logits[row : row + 1]
+            if choice.processors:
+                context = choice.context.update_and_fetch(fed[row : row + 1])
+                for processor in choice.processors:
+                    row_logits = processor(context, row_logits)
+            processed.append(row_logits)
+        logits = mx.concatenate(processed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    if all(choice.sampler is greedy_sampler for choice in choices):
+        return greedy_sampler(logprobs), logprobs
+    tokens = []
+    for row, choice in enumerate(choices):
+        tokens.append(choice.sampler(logprobs[row : row + 1]))
+    return mx.concatenate(tokens), logprobs
+
+
+class SampledToken(NamedTuple):
+    """A token, and what it was sampled from."""
+
+    token_id: int
+    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
+
+
+class TokenGenerator:
+    """Rows that decode together, one token a step.
+
+    A token that a step returns is being fed already (L-10): the KV of all rows then
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        tokens: mx.array,
+        layer_caches: LayerCaches,
+        choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
+        makes the tokens of another rank of those sampled here.
+        """
+        self._model = model
+        self._choices = list(choices)
+        self._agree = agree
+        self.layer_caches = layer_caches
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        self._launch(tokens)
+
+    def _launch(self, tokens: mx.array) -> None:
+        """Feed tokens `(rows, n)`, and begin to compute those that come next."""
+        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
+        if self._agree is not None:
+            next_tokens = self._agree(next_tokens)
+        self._next_tokens = next_tokens
+        self._next_logprobs = list(logprobs)
+        # With the buffers: each is made of the one before.
+        buffers = [choice.context.state for choice in self._choices]
+        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            self._model(mx.array([self.pending_ids]), cache=self.layer_caches)
+            mx.eval([layer.state for layer in self.layer_caches])
+            self.pending_ids = []
+
+    def next_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: Any = self._next_tokens.tolist()
+        return list(map(SampledToken, token_ids, self._next_logprobs))
+
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
+        (token,) = self.next_tokens()
+        return token.token_id
+
+    def step(self) -> list[SampledToken]:
+        """Feed the token sampled last of each row, return it, and sample the next."""
+        fed, fed_logprobs = self._next_tokens, self._next_logprobs
+        tokens = fed[:, None]
+        if self.pending_ids:
+            pending = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([pending, tokens], axis=1)
+            self.pending_ids = []
+        self._launch(tokens)
+
+        mx.eval(fed, fed_logprobs)  # the device computes the next ones meanwhile
+        token_ids: Any = fed.tolist()
+        return list(map(SampledToken, token_ids, fed_logprobs))
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the first token of the draft is wrong, that is what `step` returns.
+        """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
+        (first,) = self.next_tokens()
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(self.layer_caches)
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(leaf_fields, to_put_back))
+        pending_ids = self.pending_ids
+        self.pending_ids = []
+        tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
+        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_fed_right = len(sampled)
+        n_to_trim = len(fed_ids) - n_fed_right
+        if n_to_trim and to_put_back:
+            n_to_trim = tokens.size  # as far as what is put back
+            self.pending_ids = pending_ids + fed_ids[:n_fed_right]
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_to_trim)
+
+        *right, last = sampled
+        self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)
+        self._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        (choice,) = self._choices
+        fed = mx.array(fed_ids, self._next_tokens.dtype)
+        # One by one, unless no choice changes the next.
+        is_free = choice.sampler is greedy_sampler and not choice.processors
+        n_at_once = len(fed_ids) if is_free else 1
+        sampled: list[SampledToken] = []
+        for start in range(0, len(fed_ids), n_at_once):
+            place = slice(start, start + n_at_once)
+            chosen = choose_tokens([choice] * n_at_once, fed[place], logits[place])
+            mx.eval(chosen)
+            token_ids: Any = chosen[0].tolist()
+            for token_id, logprobs in zip(token_ids, chosen[1], strict=True):
+                sampled.append(SampledToken(token_id, logprobs))
+                n_sampled = len(sampled)
+                if n_sampled < len(fed_ids) and fed_ids[n_sampled] != token_id:
+                    return sampled
+        return sampled
+
+    def extend(self, newcomers: TokenGenerator) -> None:
+        """Add the rows of another generator, which must not be used afterwards.
+
+        The caches of both must be in batch form (KV STATE: `to_batch`).
+        """
+        layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
+        for layer, newcomer_layer in layers:
+            layer.extend(newcomer_layer)
+        self._choices += newcomers._choices
+        tokens = [self._next_tokens, newcomers._next_tokens]
+        self._next_tokens = mx.concatenate(tokens)
+        self._next_logprobs += newcomers._next_logprobs
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows, and their KV."""
+        for layer in self.layer_caches:
+            layer.filter(rows)
+        self._choices = [self._choices[row] for row in rows]
+        self._next_tokens = self._next_tokens[mx.array(rows)]
+        self._next_logprobs = [self._next_logprobs[row] for row in rows]
 
 
 # region REPLY GRAMMAR =========================================================
@@ -16049,7 +16043,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # A request joins a batch when it begins to decode, not later. Requests that have only a
 # short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
+# tokens needs its KV twice).
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
 #          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
@@ -17054,7 +17048,8 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
     if processors:
         prompt_ids = request.key.tokens[:-1]
         context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    return TokenChoice(make_sampler(request.sampling), processors, context)
+    sampler = make_sampler(request.sampling)
+    return TokenChoice(sampler, processors, TokenBuffer(context))
 
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
