@@ -190,7 +190,6 @@ from email.message import Message as HttpHeaders
 from enum import Enum, auto
 from functools import cached_property, lru_cache, partial
 from hashlib import sha1, sha256
-from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -204,7 +203,6 @@ from itertools import (
     count,
     groupby,
     islice,
-    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -443,7 +441,7 @@ from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
@@ -454,6 +452,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
+    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import (
@@ -5926,57 +5925,6 @@ def compute_msg_token_boundaries(
 
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
-# How _find_losses() looks for texts in a prompt.
-_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MessageShaper:
-    """Puts messages into a form that the template can print."""
-
-    markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
-    hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message in which all markup is broken."""
-        role = message["role"]
-        content = message["content"]
-        shaped = {**message}
-        if role == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), content]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = self.break_markup(shaped)
-        return broken
-
-    def break_markup(self, value: Any) -> Any:
-        """A copy of a JSON value, with breaks in what is markup for this model."""
-        return break_markup(value, self.markup)
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if self.hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
 
 def _parse_arguments(text: str) -> JsonObject:
     """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
@@ -6016,15 +5964,18 @@ def _fold_messages(
         a text beside calls          a reply before it
         a second call                a reply after the first one's result
 
-    In this order: _fill_in() leaves out and puts in front, _split_replies() makes
-    several of one reply, _make_printable() changes one message.
+    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
+    _split_texts() and _split_calls() make several of one reply, _make_printable()
+    changes one message.
     """
+    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+        messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
     is_head = True  # only system messages so far
     has_call = False  # the last message that is no result has one
-    for message in _split_replies(_fill_in(messages, traits), traits):
+    for message in messages:
         is_head = is_head and message["role"] == "system"
         last_role = runs[-1][-1]["role"] if runs else ""
         printable, is_part = _make_printable(
@@ -6062,80 +6013,79 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         yield _EMPTY_QUESTION
 
 
-def _split_replies(
+def _name_calls(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages; a reply with calls as the replies that are printed whole.
+    """The messages, with ids of the template's form in calls and results."""
+    form = traits.call_id_form
+    if not form:
+        yield from messages
+        return
+    fits = CALL_ID_FORMS[form].fullmatch
+    new_ids: dict[str, str] = {}  # by those that were sent
+    n_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            call_id = call.get("id", "")
+            if not fits(call_id):
+                name = call["function"]["name"]
+                new_ids[call_id] = form.format(name=name, number=n_calls)
+            calls.append({**call, "id": new_ids.get(call_id, call_id)})
+            n_calls += 1
+        result_id = message.get("tool_call_id", "")
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not fits(result_id):
+            unknown_id = form.format(name="unknown", number=n_calls)
+            yield {**message, "tool_call_id": new_ids.get(result_id, unknown_id)}
+        else:
+            yield message
 
-        reply "I look", calls 1 and 2 | result 1 | result 2
-        ->  reply "I look" | call 1 | result 1 | call 2 | result 2
+
+def _split_texts(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply with text and calls as two, if both are not printed."""
+    must_split = traits.has_calls and not traits.has_text_beside_calls
+    for message in messages:
+        if must_split and message["content"] and "tool_calls" in message:
+            yield {name: message[name] for name in message if name != "tool_calls"}
+            calls = {**message, "content": ""}
+            calls.pop("reasoning_content", None)
+            yield calls
+        else:
+            yield message
+
+
+def _split_calls(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply for each call, if several in one are not printed.
+
+        calls 1 and 2 | result 1 | result 2  ->  call 1 | result 1 | call 2 | result 2
 
     Results stand in the order of their calls (OPENAI API).
     """
-    call_ids: dict[str, str] = {}  # as written, by those that were sent
-    n_calls = 0
-    held_calls: list[Message] = []  # each follows the result of the one before
+    must_split = traits.has_calls and not traits.has_parallel_calls
+    held_calls: list[JsonObject] = []  # each follows the result of the one before
     for message in messages:
-        if message["role"] != "tool":
-            yield from held_calls
+        is_result = message["role"] == "tool"
+        if not is_result:
+            yield from map(_reply_of_call, held_calls)
             held_calls = []
-        renamed = message
-        if traits.call_id_form:
-            form = traits.call_id_form
-            renamed = _name_calls(message, call_ids, form=form, n_calls=n_calls)
-        if "tool_calls" in renamed:
-            n_calls += len(renamed["tool_calls"])
-            *texts, renamed = _split_text(renamed, traits)
-            renamed, *held_calls = _split_calls(renamed, traits)
-            yield from texts
-        yield renamed
-        if renamed["role"] == "tool" and held_calls:
-            yield held_calls.pop(0)
-    yield from held_calls
+        if must_split and "tool_calls" in message:
+            first, *held_calls = message["tool_calls"]
+            yield {**message, "tool_calls": [first]}
+        else:
+            yield message
+        if is_result and held_calls:
+            yield _reply_of_call(held_calls.pop(0))
+    yield from map(_reply_of_call, held_calls)
 
 
-def _split_text(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, after one with its text if both are not printed."""
-    if not message["content"] or not traits.has_calls or traits.has_text_beside_calls:
-        return [message]
-    text = {name: message[name] for name in message if name != "tool_calls"}
-    calls = {**message, "content": ""}
-    calls.pop("reasoning_content", None)
-    return [text, calls]
-
-
-def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, as one for each call if several are not printed."""
-    first, *others = message["tool_calls"]
-    if traits.has_parallel_calls or not traits.has_calls:
-        return [message]
-    more = [{"role": "assistant", "content": "", "tool_calls": [c]} for c in others]
-    return [{**message, "tool_calls": [first]}, *more]
-
-
-def _name_calls(
-    message: Message, call_ids: dict[str, str], *, form: str, n_calls: int
-) -> Message:
-    """The message with ids of this form in its calls, or in the result that it is.
-
-    `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
-    `n_calls`: how many these are.
-    """
-    fits = CALL_ID_FORMS[form].fullmatch
-    calls = []
-    for number, call in enumerate(message.get("tool_calls", ()), n_calls):
-        call_id = call.get("id", "")
-        if not fits(call_id):
-            name = call["function"]["name"]
-            call_ids[call_id] = form.format(name=name, number=number)
-        calls.append({**call, "id": call_ids.get(call_id, call_id)})
-    if calls:
-        return {**message, "tool_calls": calls}
-    call_id = message.get("tool_call_id", "")
-    if message["role"] == "tool" and not fits(call_id):
-        new_id = form.format(name="unknown", number=n_calls)
-        return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
-    return message
+def _reply_of_call(call: JsonObject) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _make_printable(
@@ -6194,6 +6144,10 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
     if calls:
         merged["tool_calls"] = calls
     return merged
+
+
+_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
@@ -6327,11 +6281,8 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
-        self.shaper = _MessageShaper(
-            markup=self._encoder.find_markup(self.source, thinking_tags),
-            merges_thinking=self.traits.merges_thinking,
-            hides_writes=config.normalize_write_tool_content_for_prompt,
-        )
+        # What is broken in texts of clients.
+        self._markup = self._encoder.find_markup(self.source, thinking_tags)
         self._canonicalizer = Canonicalizer(
             config,
             part_separator=self.traits.part_separator,
@@ -6345,10 +6296,8 @@ class ChatTemplate:
         self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
-        self._warn()
 
-    def _warn(self) -> None:
-        if self._config.normalize_write_tool_content_for_prompt:
+        if config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
             logger.warning("%s: a past write that is rendered is a digest", name)
         if not self._encoder.can_split:
@@ -6437,7 +6386,7 @@ class ChatTemplate:
         if messages is None:
             canonical = map(self._canonicalizer.canonicalize, request.messages)
             messages = [message.original for message in canonical]
-        shaped = [self.shaper.shape(message) for message in messages]
+        shaped = [self.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
         # why(L-129): what is too long even so, with thinking for example.
@@ -6507,6 +6456,39 @@ class ChatTemplate:
 
     # The methods below are for Splice as well.
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
         """What the template reads beside messages and tools.
 
@@ -6519,7 +6501,7 @@ class ChatTemplate:
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
-        sent = self.shaper.break_markup(dict(request.template_kwargs))
+        sent = break_markup(dict(request.template_kwargs), self._markup)
         return {**preserve, **sent}
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
@@ -6537,7 +6519,7 @@ class ChatTemplate:
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
         request.check_client()
-        tools = self.shaper.break_markup(request.tools)
+        tools = break_markup(request.tools, self._markup)
         kwargs = self.template_kwargs(request)
         return self._renderer.render(messages, tools=tools, kwargs=kwargs)
 
@@ -6564,18 +6546,26 @@ class ChatTemplate:
             start = len(recorded.ids) + new_start
             if not turn_starts or start > turn_starts[0]:
                 turn_starts.append(start)
-        generation_prompt = self._find_generation_prompt(last_role, request)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
         if len(ids) - n_generation not in turn_starts[-1:]:
             turn_starts.append(len(ids) - n_generation)
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
 
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
             positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=self._opens_thinking(generation_prompt),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
         )
 
     def starts_with_added_token(self, text: str) -> bool:
@@ -6639,22 +6629,6 @@ class ChatTemplate:
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
         return len(self._encoder.encode_prompt(text, request))
-
-    def _opens_thinking(self, generation_prompt: str) -> bool:
-        """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self._thinking_tags
-        if not start_tag:
-            return False
-        last_start = generation_prompt.rfind(start_tag)
-        return last_start > generation_prompt.rfind(end_tag)
-
-    def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
-        kwargs = self.template_kwargs(request)
-        return self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6720,33 +6694,63 @@ class Splice(NamedTuple):
         return None
 
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
-        new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
-        suffix = self._render_suffix(past_messages, new_messages)
-        if len(suffix.text) > self.request.max_prompt_characters:
+        template = self.template
+        past = [template.shape(message) for message in past_messages[:-1]]
+        reply = _with_nonce(past_messages[-1])
+        new_messages = [template.shape(message) for message in self.request.messages]
+        folded = _fold_messages([*past, reply, *new_messages], template.traits)
+        try:
+            text = template.render_text(folded, self.request)
+        except BadRequest as refusal:
+            raise SpliceRefused("refused") from refusal
+        if text.count(_NONCE) != 1:
+            raise SpliceRefused("nonce" if text else "refused")
+
+        suffix = text.partition(_NONCE)[2]
+        closing_end = self._find_closing(suffix, new_messages[0])
+        if closing_end is None and "tool_calls" in reply:
+            raise SpliceRefused("closer")
+        closing = suffix[:closing_end] if closing_end is not None else ""
+        suffix = suffix.removeprefix(closing)
+        if len(suffix) > self.request.max_prompt_characters:
             raise SpliceRefused("too long")
-        if _find_losses(new_messages, suffix.text):
+        if _find_losses(new_messages, suffix):
             raise SpliceRefused("lost text")
-        closing = self._missing_closing(suffix.closing) if self.is_cut else ""
         # The end token that the model has generated is not recorded, so the suffix must
         # print one: an added token, whichever the template prints there. A reply that
         # was cut has generated none.
-        if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
+        if self.is_cut:
+            suffix = self._missing_closing(closing) + suffix
+        elif not template.starts_with_added_token(suffix):
             raise SpliceRefused("end token")
-        # The last message may be merged into the one before it.
-        last_messages = [_with_nonce(past_messages[-1]), *new_messages]
-        folded = _fold_messages(last_messages, self.template.traits)
-        return self.template.tokenize_prompt(
-            closing + suffix.text,
+        return template.tokenize_prompt(
+            suffix,
             self.request,
             last_role=folded[-1]["role"],
             recorded=self.recorded,
         )
 
+    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+        """Where the end token of the reply stands; None: the template prints none.
+
+        The first end token is the template's own: those of a client are broken. If a
+        new message ends with it, the reply has none. (Words of a letter or two may
+        stand in the closing, too.)
+        """
+        end = self.template.find_end_token(suffix)
+        if end is None:
+            return None
+        words = new_message["content"].strip()
+        is_in_closing = words in suffix[: end.start()]
+        if is_in_closing and words not in suffix[end.end() :]:
+            return None
+        return end.start()
+
     def _missing_closing(self, closing: str) -> str:
-        """What the recorded reply lacks of the closing.
+        """What the recorded reply, which was cut, lacks of the closing.
 
         After a text that is the whole closing. A call has ended with a part of it
-        (L-120), which is found by comparing the ends of both, letter by letter:
+        (L-120): the part that has most last letters in common with what was written.
 
             the reply ends with    {"q": "x"}
             the closing is         "}\n</tool_call>
@@ -6755,68 +6759,16 @@ class Splice(NamedTuple):
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
-        end = _find_written_end(closing, written)
-        if end == 0:
+        written_end = 0
+        most_equal = 0
+        for end in range(1, len(closing) + 1):
+            n_equal = count_common(closing[:end][::-1], written[::-1])
+            if n_equal > most_equal:
+                written_end = end
+                most_equal = n_equal
+        if written_end == 0:
             raise SpliceRefused("closer")
-        return closing[end:]
-
-    def _render_suffix(
-        self, past_messages: list[Message], new_messages: list[Message]
-    ) -> _Suffix:
-        """What the template prints after the words of the last past message."""
-        reply = _with_nonce(past_messages[-1])
-        shape = self.template.shaper.shape
-        past = [shape(message) for message in past_messages[:-1]]
-        text = self._render_after_nonce([*past, reply, *new_messages])
-
-        # The first end token is the template's own: those of a client are broken. If a
-        # new message ends with it, the reply has none. (Words of a letter or two may
-        # stand in the closing, too.)
-        end = self.template.find_end_token(text)
-        words = new_messages[0]["content"].strip()
-        if end is not None:
-            is_in_closing = words in text[: end.start()]
-            if is_in_closing and words not in text[end.end() :]:
-                end = None
-        if end is None:
-            if "tool_calls" in reply:
-                raise SpliceRefused("closer")
-            return _Suffix("", text)
-        return _Suffix(text[: end.start()], text[end.start() :])
-
-    def _render_after_nonce(self, messages: list[Message]) -> str:
-        """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
-        folded = _fold_messages(messages, self.template.traits)
-        try:
-            text = self.template.render_text(folded, self.request)
-        except BadRequest as refusal:
-            raise SpliceRefused("refused") from refusal
-        if text.count(_NONCE) != 1:
-            raise SpliceRefused("nonce" if text else "refused")
-        return text.partition(_NONCE)[2]
-
-
-def _find_written_end(closing: str, written: str) -> int:
-    """Up to where a text has the closing at its end; 0 if it has nothing of it.
-
-    That is the end of the part of the closing which has most last letters in common
-    with the text; of several such parts, of the first one.
-    """
-    written_end = 0
-    most_equal = 0
-    for end in range(1, len(closing) + 1):
-        n_equal = count_common(closing[:end][::-1], written[::-1])
-        if n_equal > most_equal:
-            written_end = end
-            most_equal = n_equal
-    return written_end
-
-
-class _Suffix(NamedTuple):
-    """What a template prints after the words of a reply."""
-
-    closing: str  # up to the end token
-    text: str  # from there on: new messages and generation prompt
+        return closing[written_end:]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -8706,7 +8658,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # then. Where one fails, upstream is read again before the pin moves.
 #
 #  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
+#  2 Calls       rows of unlike lengths, read in one call
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
 #  5 Ranks       a model that is divided among several machines
@@ -8714,9 +8666,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
+#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
 #          has_text_class, has_vision_class, load_vlm_model, mend_layers,
 #          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
 #          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
@@ -8740,8 +8691,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
-# `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
+# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
+# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
+# name; SAMPLING uses `extend`, `filter` and `trim`.
 #
 # What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
 # classes of their own: a leaf of a class that is not there is *opaque*. All that is
@@ -8976,28 +8928,18 @@ def _to_mlx_lm_leaf(leaf: Any) -> Any:
     return leaf
 
 
-# -- 2 generation ----------------------------------------------------------------------
+# Pinned by test_drafts.py
+def leaf_fields(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 type ModelCall = Callable[..., mx.array]  # (tokens `(rows, n)`, cache=LayerCaches)
-# log-probabilities `(1, vocab)` -> token `(1,)`
-type Sampler = Callable[[mx.array], mx.array]
-# (the tokens so far, logits `(1, vocab)`) -> logits
-type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-class TokenChoice(NamedTuple):
-    """How the next token of a row is chosen from its logits."""
-
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    context: list[int]  # tokens of the prompt but the last, as processors read them
-
-
-class SampledToken(NamedTuple):
-    """A token, and what it was sampled from."""
-
-    token_id: int
-    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
 # Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
@@ -9021,218 +8963,6 @@ def feed_padded(
     model(mx.array(padded_rows), cache=layer_caches)
     for layer in layer_caches:
         layer.finalize()
-
-
-# Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
-class TokenGenerator:
-    """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
-
-    A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
-
-    A single row may go on with a draft, in one call of the model:
-
-        sampled before   y
-        draft            a b c d
-        fed              y a b c d
-        sampled          a b x . .      after y, a, b: the draft was right up to b
-        returned         y a b          x is fed next; c and d are taken back
-
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
-    """
-
-    def __init__(
-        self,
-        model: ModelCall,
-        tokens: mx.array,
-        layer_caches: LayerCaches,
-        choices: Sequence[TokenChoice],
-        agree: Callable[[mx.array], mx.array] | None = None,
-    ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
-
-        `agree`: what makes the tokens of another rank of those sampled here.
-        """
-
-        def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
-            parts = [tokens[:, :-1], last_token]
-            prompt_end = mx.concatenate(parts, axis=1)
-            return model(prompt_end, cache=cache)
-
-        n_rows = len(choices)
-        # Upstream feeds the last tokens while it makes a batch, and then calls this:
-        # the model reads all of `tokens`. Later steps call the model itself.
-        self._batch: Any = GenerationBatch(
-            feed_prompt_end,
-            uids=list(range(n_rows)),
-            inputs=tokens[:, -1],
-            prompt_cache=layer_caches,
-            tokens=[choice.context for choice in choices],
-            samplers=[choice.sampler for choice in choices],
-            fallback_sampler=choices[0].sampler,
-            logits_processors=[choice.processors for choice in choices],
-            stop_sequences=[StopSequences() for _ in choices],
-            max_tokens=[sys.maxsize] * n_rows,
-        )
-        # Not a bound method: a reference cycle would keep the KV until it is collected.
-        self._batch.model = model
-        self._model = model
-        self._agree = agree
-        self._agree_on_next()
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def settle(self) -> None:
-        """Feed now what is to be fed again: before caches are read, or rows change."""
-        if self.pending_ids:
-            caches = self._batch.prompt_cache
-            self._model(mx.array([self.pending_ids]), cache=caches)
-            mx.eval([layer.state for layer in caches])
-            self.pending_ids = []
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all rows; of more than one in upstream's batch form."""
-        caches: LayerCaches = self._batch.prompt_cache
-        return caches
-
-    @layer_caches.setter
-    def layer_caches(self, layer_caches: LayerCaches) -> None:
-        self._batch.prompt_cache = layer_caches
-
-    def next_tokens(self) -> list[SampledToken]:
-        """The token sampled last, of each row; it is not fed yet."""
-        token_ids: list[int] = self._batch._next_tokens.tolist()
-        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
-        rows = zip(token_ids, logprobs_of_rows, strict=True)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
-
-    def step(self) -> list[SampledToken]:
-        """Feed the token sampled last of each row, return it, and sample the next."""
-        if self.pending_ids:
-            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
-            self.pending_ids = []
-        responses = self._batch.next()
-        self._batch.model = self._model
-        self._agree_on_next()
-        return [
-            SampledToken(response.token, response.logprobs) for response in responses
-        ]
-
-    def _agree_on_next(self) -> None:
-        if self._agree is not None:
-            self._batch._next_tokens = self._agree(self._batch._next_tokens)
-            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
-
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        return int(self._batch._next_tokens.item())
-
-    def step_with(self, draft: list[int]) -> list[SampledToken]:
-        """`step` of a single row, which goes on with a draft as long as that is right.
-
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-        """
-        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
-        batch = self._batch
-        first = self.next_tokens()[0]
-        fed_ids = [first.token_id, *draft]
-        leaves = cache_leaves(batch.prompt_cache)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        old_fields = list(map(_fields_of, to_put_back))
-        pending_ids = self.pending_ids
-        n_pending = len(pending_ids)
-        model = _prepend_tokens(self._model, pending_ids)
-        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
-        self.pending_ids = []
-        sampled = self._sample_along(fed_ids, logits)
-
-        n_right = len(sampled) - 1
-        right_ids = fed_ids[: 1 + n_right]
-        n_to_trim = len(fed_ids) - len(right_ids)
-        if n_to_trim and to_put_back:
-            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
-            self.pending_ids = pending_ids + right_ids
-            for leaf, fields in zip(to_put_back, old_fields, strict=True):
-                vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
-
-        *right, last = sampled
-        batch.tokens[0].extend(right_ids)
-        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
-        batch._next_logprobs = [last.logprobs]
-        return [first, *right]
-
-    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
-        """What is sampled after each token, up to the first that was not fed next."""
-        batch = self._batch
-        processors = batch.logits_processors[0] or []
-        is_greedy = batch.samplers[0] is greedy_sampler
-        if is_greedy and not processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            best = mx.argmax(logprobs, axis=-1)
-            mx.eval(logprobs, best)
-            next_ids: Any = best.tolist()
-            rest = np.array(fed_ids[1:])
-            n_right = common_prefix_length(np.array(next_ids), rest)
-            return [
-                SampledToken(next_ids[place], logprobs[place])
-                for place in range(n_right + 1)
-            ]
-
-        sampled: list[SampledToken] = []
-        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
-            place_logits = logits[place : place + 1]
-            if processors:
-                fed = mx.array([fed_id], batch._next_tokens.dtype)
-                context = batch._token_context[0].update_and_fetch(fed)
-                for processor in processors:
-                    place_logits = processor(context, place_logits)
-            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
-            token = batch.samplers[0](logprobs)
-            mx.eval(token, logprobs)
-            token_id = int(token.item())
-            sampled.append(SampledToken(token_id, logprobs[0]))
-            if token_id != next_fed:
-                break
-        return sampled
-
-    def extend(self, newcomers: TokenGenerator) -> None:
-        """Add the rows of another generator, which must not be used afterwards.
-
-        The caches of both must be in batch form (KV STATE: `to_batch`).
-        """
-        self._batch.extend(newcomers._batch)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows, and their KV."""
-        self._batch.filter(rows)
-
-
-# Pinned by test_drafts.py
-def _fields_of(leaf: Any) -> dict[str, Any]:
-    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(leaf).items()
-    }
-
-
-# Pinned by test_drafts.py
-def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
-    """The model, which is fed these tokens of a single row first."""
-
-    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        first = mx.array(token_ids, tokens.dtype)[None]
-        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
-
-    return call if token_ids else model
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
@@ -10203,7 +9933,7 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 # Lookups see an entry while it rests, and while it runs: then a request holds its KV
 # and extends it, and others can wait for a prefix that is being computed.
 #
-#     find -> start -> the request runs, lease.add_checkpoint -> lease.put_back or drop
+#     find -> start -> the request runs: advance, add_checkpoint -> put_back or drop
 #
 # A request that continues an entry takes over its buffers and writes on in place. One
 # that diverges inside an entry splits it if little follows (the tail becomes a branch,
@@ -10217,11 +9947,10 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     EntryTree      which entry owns which KV
 #     SessionPauses  when sessions return
 #     PrefixCache    lookup; what a request gets; what is evicted
-#     CacheLease     what a request may do with the entry that it extends
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS,
+#          HitKind, PrefixCache, StartedEntry, EntryReport, MIN_CHECKPOINTS,
 #          SPARED_CHECKPOINTS, MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
@@ -10258,19 +9987,6 @@ class RequestOwner(NamedTuple):
 NO_OWNER: Final = RequestOwner()
 
 
-class RunningKV(Protocol):
-    """The KV that a running request holds."""
-
-    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over the KV and the state of the cached tokens.
-
-        `span` belongs to the request from now on; `state` stays the cache's.
-        """
-
-    def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end)."""
-
-
 @dataclass(eq=False, slots=True)
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
@@ -10281,7 +9997,7 @@ class CacheEntry:
     end: int = 0  # while it runs: how far the request has got
     # One of these two is set: it says in which state the entry is.
     span: KVSpan | None = None  # at rest: KV of [start, end)
-    running_kv: RunningKV | None = None  # running: KV of [0, end)
+    read_span: Callable[[int], KVSpan] | None = None  # running: copies KV [0, n)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
@@ -10292,7 +10008,7 @@ class CacheEntry:
     @property
     def is_running(self) -> bool:
         """Whether a request holds its KV."""
-        return self.running_kv is not None
+        return self.read_span is not None
 
     def rested_span(self) -> KVSpan:
         """The KV [start, end) of an entry at rest."""
@@ -10368,20 +10084,12 @@ class CacheEntry:
 
     def copy_kv(self, depth: int) -> KVSpan:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
-        if self.running_kv is not None:
-            return self.running_kv.read_span(depth)
+        if self.read_span is not None:
+            return self.read_span(depth)
         own_kv = self.rested_span().cut(0, depth - self.start)
         if self.parent is None:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
-
-
-class MatchRank(NamedTuple):
-    """How good a match is: the larger the better, the first field counts most."""
-
-    depth: int  # to wait for pending tokens is better than to read them
-    cached_tokens: int  # of two as deep, the one with less to wait for
-    is_whole_entry: bool  # of two that are the same, the one that need not be split
 
 
 class PrefixMatch(NamedTuple):
@@ -10411,9 +10119,13 @@ class PrefixMatch(NamedTuple):
         return max(self.cached_tokens, self.pending_tokens)
 
     @property
-    def rank(self) -> MatchRank:
-        """By this, lookups compare what they find."""
-        return MatchRank(self.depth, self.cached_tokens, self.is_whole_entry)
+    def rank(self) -> tuple[int, int, bool]:
+        """By this, lookups compare what they find: the largest is the best.
+
+        To wait for pending tokens is better than to read them; of two as deep, that
+        with less to wait for is better, and then that which need not be split.
+        """
+        return self.depth, self.cached_tokens, self.is_whole_entry
 
     @property
     def is_movable(self) -> bool:
@@ -10441,17 +10153,16 @@ NO_MATCH: Final = PrefixMatch()
 class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
-    No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
-    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
-    every entry between two calls of its methods, except for one whose KV was taken and
-    does not run yet (inside PrefixCache.start):
+    No other class writes `key`, `parent`, `start`, `span` or `read_span` of an entry,
+    nor `end` of one at rest; PrefixCache adds and thins checkpoints, and says whose it
+    is. These hold for every entry between two calls of its methods, except for one
+    whose KV was taken and does not run yet (inside PrefixCache.start):
 
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
         run      an entry whose KV was taken, or a new one: its request has the KV
-        advance  the request has read more
         rest     the request is over, and gives the KV of the whole path back
     """
 
@@ -10491,22 +10202,18 @@ class EntryTree:
         self.entries.append(entry)
 
     def run(
-        self, entry: CacheEntry, key: TokenKey, *, end: int, running_kv: RunningKV
+        self,
+        entry: CacheEntry,
+        key: TokenKey,
+        *,
+        end: int,
+        read_span: Callable[[int], KVSpan],
     ) -> None:
         """A request that has KV [0, end) extends an entry, towards all of `key`."""
         entry.key = key
         entry.end = end
-        entry.running_kv = running_kv
+        entry.read_span = read_span
         entry.last_used = self._clock()
-
-    def mark_reused(self, entry: CacheEntry) -> None:
-        """Count a request that goes on from the KV of this entry."""
-        entry.n_uses += 1
-        entry.last_used = self._clock()
-
-    def advance(self, entry: CacheEntry, end: int) -> None:
-        """The request that extends an entry has KV [0, end) now."""
-        entry.end = end
 
     def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest with `span`, KV of all tokens of `key`.
@@ -10530,7 +10237,7 @@ class EntryTree:
         entry.key = key
         entry.end = end
         entry.span = span
-        entry.running_kv = None
+        entry.read_span = None
         entry.last_used = self._clock()
 
     def take_kv(self, entry: CacheEntry, depth: int) -> KVSpan:
@@ -10674,19 +10381,20 @@ class SessionPauses:
     N_PAUSES: Final = 3  # of each session, the last ones
 
     def __init__(self) -> None:
-        self._rested_at = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds
-        self._pauses = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds each
+        # By owner: when its KV began to rest, and then its pauses, in seconds.
+        self._times = LRUCache(self.MAX_SESSIONS)
 
     def begin(self, owner: RequestOwner, now: float) -> None:
         """A request of a session begins to run."""
-        rested_at = self._rested_at.get(owner)
-        if rested_at is not None:
-            pauses = [*self._pauses.get(owner, ()), now - rested_at]
-            self._pauses[owner] = pauses[-self.N_PAUSES :]
+        if owner in self._times:
+            rested_at, *pauses = self._times[owner]
+            pauses.append(now - rested_at)
+            self._times[owner] = (rested_at, *pauses[-self.N_PAUSES :])
 
     def end(self, owner: RequestOwner, now: float) -> None:
         """The KV of a request rests."""
-        self._rested_at[owner] = now
+        _, *pauses = self._times.get(owner, (now,))
+        self._times[owner] = (now, *pauses)
 
     def expected_wait(self, entry: CacheEntry, now: float) -> float:
         """In how many seconds an entry will be used, as far as its session shows.
@@ -10699,8 +10407,8 @@ class SessionPauses:
             expected in     15 s     5 s    10 s    50 s
         """
         idle_seconds = now - entry.last_used
-        pauses: Sequence[float] = self._pauses.get(entry.owner, ())
-        pause = min(pauses, default=0.0)
+        _, *pauses = self._times.get(entry.owner, (now,))
+        pause: float = min(pauses, default=0.0)
         if idle_seconds < 2 * pause:
             return abs(pause - idle_seconds)
         return idle_seconds
@@ -10729,6 +10437,15 @@ def _image_start(tokens: TokenIds, depth: int) -> int:
     if not is_inside_image(tokens, depth):
         return depth
     return max(start for start in image_starts(tokens) if start < depth)
+
+
+class StartedEntry(NamedTuple):
+    """What a request starts with."""
+
+    entry: CacheEntry  # to be compared and looked at; only the cache changes it
+    span: (
+        KVSpan | None
+    )  # KV of the cached tokens, the request's own; None: there is none
 
 
 class EntryReport(TypedDict):
@@ -10794,10 +10511,14 @@ class PrefixCache:
             most_matched = max(most_matched, match.matched_tokens)
             if match.rank > best.rank:  # of equals the one used last
                 best = match
-        return best._replace(
-            matched_tokens=most_matched,
-            hit_kind=self._hit_kind(best, len(key.tokens)),
-        )
+        kind: HitKind = "checkpoint" if self._spec.has_state else "branch"
+        if not best.cached_tokens:
+            kind = "miss"
+        elif best.cached_tokens == len(key.tokens) - 1:
+            kind = "exact"
+        elif best.is_whole_entry:
+            kind = "line"
+        return best._replace(matched_tokens=most_matched, hit_kind=kind)
 
     def _can_share(
         self, entry: CacheEntry, key: TokenKey, depth: int, *, best: PrefixMatch
@@ -10859,15 +10580,6 @@ class PrefixCache:
     def _metrics_of(self, owner: RequestOwner) -> CacheMetrics:
         return self.metrics.of_tenant(owner.tenant)
 
-    def _hit_kind(self, match: PrefixMatch, n_prompt: int) -> HitKind:
-        if not match.cached_tokens:
-            return "miss"
-        if match.cached_tokens == n_prompt - 1:
-            return "exact"
-        if match.is_whole_entry:
-            return "line"
-        return "checkpoint" if self._spec.has_state else "branch"
-
     # -- what a request gets -----------------------------------------------------------
 
     def add_loaded(self, entry: CacheEntry) -> None:
@@ -10880,27 +10592,39 @@ class PrefixCache:
         match: PrefixMatch,
         key: TokenKey,
         *,
-        running: RunningKV,
+        read_span: Callable[[int], KVSpan],
         owner: RequestOwner,
         head_end: int = 0,
-    ) -> CacheLease:
-        """Give a request the KV of its cached tokens, and an entry to extend.
+    ) -> StartedEntry:
+        """Give a request an entry to extend, and the KV of its cached tokens.
 
-        The KV is moved or copied. From now on the entry runs. Raises what `load_kv`
-        raises, and MemoryError or RuntimeError if there is no memory for a copy: the
-        request has no entry then, and KV that was moved already is dropped.
+        The KV is moved or copied. From now on the entry runs: `read_span` returns a
+        copy of KV [0, n) of the request. Raises MemoryError or RuntimeError if there is
+        no memory for a copy: there is no entry then, and what was moved is dropped.
         """
         if self._lacks_checkpoint(match):
             self._metrics_of(owner).bump("hybrid_trim_miss")
         if match.parts_image:
             self._metrics_of(owner).bump("vlm_retreat")
-
         self._pauses.begin(owner, self._clock())
-        entry = self._give_kv(match, key, running)
-        self._tree.run(entry, key, end=match.cached_tokens, running_kv=running)
+
+        source, depth = match.kv_owner, match.cached_tokens
+        span: KVSpan | None = None
+        if source is not None and match.is_movable:
+            span = self._tree.take_kv(source, depth)
+            entry = source
+        else:
+            if source is not None:
+                span = source.copy_kv(depth)
+            entry = CacheEntry(key, parent=source, start=depth, end=depth)
+            self._tree.insert(entry)
+        if source is not None:
+            source.n_uses += 1
+            source.last_used = self._clock()
+        self._tree.run(entry, key, end=depth, read_span=read_span)
         entry.owner = owner
         entry.head_end = head_end
-        return CacheLease(self, self._tree, entry, match.kv_owner)
+        return StartedEntry(entry, span)
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -10912,34 +10636,11 @@ class PrefixCache:
             return n_lost >= MIN_PREFIX_TOKENS
         return n_lost >= self._config.prompt_cache_block_size
 
-    def _give_kv(
-        self, match: PrefixMatch, key: TokenKey, running: RunningKV
-    ) -> CacheEntry:
-        """Load the cached KV into a request; the entry that the request will extend."""
-        kv_owner = match.kv_owner
-        if kv_owner is None:
-            entry = CacheEntry(key)
-            self._tree.insert(entry)
-            return entry
+    def advance(self, entry: CacheEntry, end: int) -> None:
+        """Let lookups use KV [0, end) of the request that extends an entry."""
+        entry.end = end
 
-        depth = match.cached_tokens
-        if not match.is_movable:
-            running.load_kv(kv_owner.copy_kv(depth), match.state)
-            branch = CacheEntry(key, parent=kv_owner, start=depth, end=depth)
-            self._tree.insert(branch)
-            self._tree.mark_reused(kv_owner)
-            return branch
-
-        span = self._tree.take_kv(kv_owner, depth)
-        try:
-            running.load_kv(span, match.state)
-        except Exception:
-            self._tree.drop(kv_owner)
-            raise
-        self._tree.mark_reused(kv_owner)
-        return kv_owner
-
-    def keep_checkpoint(
+    def add_checkpoint(
         self, entry: CacheEntry, position: int, checkpoint: StateCheckpoint
     ) -> None:
         """Keep the state that a request has reached, if the model has any."""
@@ -10950,20 +10651,25 @@ class PrefixCache:
             if not entry.thin_checkpoints():
                 return
 
-    def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
+    def drop_checkpoint(self, entry: CacheEntry, position: int) -> None:
+        """Drop a state that is of no use any more, if it is still there."""
+        entry.checkpoints.pop(position, None)
+
+    def put_back(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest, and evict what has no place beside it.
 
-        Raises what EntryTree.rest raises.
+        The cache now owns `span`, KV of all tokens of `key`. Raises what EntryTree.rest
+        raises; the entry is dropped then.
         """
         self._tree.rest(entry, key, span)
         self._pauses.end(entry.owner, entry.last_used)
         self._enforce_entry_limit(newest=entry)
         self.evict_to_fit(0)
 
-    def drop_source(self, match: PrefixMatch) -> None:
-        """Forget the entry that a request could not be started on (L-114)."""
-        if match.kv_owner is not None:
-            self._tree.drop(match.kv_owner)
+    def drop(self, entry: CacheEntry | None) -> None:
+        """Forget an entry, and the branches that build on it, if it is still there."""
+        if entry is not None:
+            self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
     # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
@@ -11054,22 +10760,19 @@ class PrefixCache:
     def _thin_largest(
         self, lacking_bytes: int, *, min_left: int = 0, spared_position: int = 0
     ) -> bool:
-        """Drop checkpoints, each of the entry whose checkpoints take most bytes.
+        """Drop checkpoints of the entry that has most bytes of them, then of the next.
 
         Until that is enough, or no entry can spare one. Returns False if none could.
         """
-        # A heap gives out the smallest. No two entries have the same id.
-        heap = [(-e.state_bytes, e.entry_id, e) for e in self.entries]
-        heapify(heap)
         freed_bytes = 0
-        while heap and freed_bytes < lacking_bytes:
-            _, entry_id, entry = heappop(heap)
-            bytes_before = entry.state_bytes
-            if entry.thin_checkpoints(
-                min_left=min_left, spared_position=spared_position
-            ):
+        for entry in sorted(self.entries, key=lambda e: e.state_bytes, reverse=True):
+            while freed_bytes < lacking_bytes:
+                bytes_before = entry.state_bytes
+                if not entry.thin_checkpoints(
+                    min_left=min_left, spared_position=spared_position
+                ):
+                    break
                 freed_bytes += bytes_before - entry.state_bytes
-                heappush(heap, (-entry.state_bytes, entry_id, entry))
         return freed_bytes > 0
 
     def _evict_kv(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
@@ -11170,53 +10873,6 @@ class PrefixCache:
                 report["checkpoints"] = sorted(entry.checkpoints)
             reports.append((entry.owner.tenant, report))
         return reports
-
-
-@dataclass(eq=False, slots=True)
-class CacheLease:
-    """The right of one request to extend an entry, until `put_back` or `drop`."""
-
-    _cache: PrefixCache
-    _tree: EntryTree
-    entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    _source: CacheEntry | None  # where the last cached token came from
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the checkpoints of the entry."""
-        return self.entry.state_bytes
-
-    def advance(self, end: int) -> None:
-        """Let lookups use KV [0, end) of the request."""
-        self._tree.advance(self.entry, end)
-
-    def add_checkpoint(self, position: int, checkpoint: StateCheckpoint) -> None:
-        """Keep the state that the request has reached, if the model has any."""
-        self._cache.keep_checkpoint(self.entry, position, checkpoint)
-
-    def drop_checkpoint(self, position: int) -> None:
-        """Drop a state that is of no use any more, if it is still there."""
-        self.entry.checkpoints.pop(position, None)
-
-    def put_back(self, key: TokenKey, span: KVSpan) -> None:
-        """Let the entry rest. The cache now owns `span`, KV of all tokens of `key`.
-
-        Raises what EntryTree.rest raises; the entry is dropped then.
-        """
-        self._cache.rest(self.entry, key, span)
-
-    def drop(self) -> None:
-        """Forget the entry of a failed request, and the branches that build on it.
-
-        If it is forgotten already, this does nothing.
-        """
-        self._tree.drop(self.entry)
-
-    def drop_with_source(self) -> None:
-        """Forget also the entry that the cached KV was copied from (L-114)."""
-        self.drop()
-        if self._source is not None:
-            self._tree.drop(self._source)
 
 
 # region DISK CACHE ============================================================
@@ -14682,10 +14338,9 @@ def memory_limit(config: Config) -> int:
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
-# mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
-# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
-# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
+# As in mlx-lm, the first line is done by "logits processors", the last two by a
+# "sampler", and top-p comes before the temperature; in vLLM it comes after. But top-k
+# is first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -14695,9 +14350,14 @@ def memory_limit(config: Config) -> int:
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
 #                 REPLY GRAMMAR chooses the constraints of a request.
+#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
+#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
+#                 stop sequences and lengths, too, and no drafts.
 #
-# Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
+#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
+#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
+#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -14708,6 +14368,11 @@ _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
+
+# log-probabilities `(1, vocab)` -> token `(1,)`
+type Sampler = Callable[[mx.array], mx.array]
+# (the tokens so far, logits `(1, vocab)`) -> logits
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
@@ -14939,6 +14604,212 @@ def make_processors(
         frequency_context_size=n_openai_look_back,
     )
     return [*processors, *map(_ConstraintProcessor, constraints)]
+
+
+# -- 3 generation ----------------------------------------------------------------------
+
+
+class TokenChoice(NamedTuple):
+    """How the tokens of one row are chosen."""
+
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    context: TokenBuffer  # what the processors read: all tokens that were fed
+
+
+def choose_tokens(
+    choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+
+    `fed`: the token of each row that its logits come after. All greedy rows without
+    processors may have one choice. Nothing is computed yet.
+    """
+    if any(choice.processors for choice in choices):
+        processed = []
+        for row, choice in enumerate(choices):
+            row_logits = logits[row : row + 1]
+            if choice.processors:
+                context = choice.context.update_and_fetch(fed[row : row + 1])
+                for processor in choice.processors:
+                    row_logits = processor(context, row_logits)
+            processed.append(row_logits)
+        logits = mx.concatenate(processed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    if all(choice.sampler is greedy_sampler for choice in choices):
+        return greedy_sampler(logprobs), logprobs
+    tokens = []
+    for row, choice in enumerate(choices):
+        tokens.append(choice.sampler(logprobs[row : row + 1]))
+    return mx.concatenate(tokens), logprobs
+
+
+class SampledToken(NamedTuple):
+    """A token, and what it was sampled from."""
+
+    token_id: int
+    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
+
+
+class TokenGenerator:
+    """Rows that decode together, one token a step.
+
+    A token that a step returns is being fed already (L-10): the KV of all rows then
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        tokens: mx.array,
+        layer_caches: LayerCaches,
+        choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
+        makes the tokens of another rank of those sampled here.
+        """
+        self._model = model
+        self._choices = list(choices)
+        self._agree = agree
+        self.layer_caches = layer_caches
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        self._launch(tokens)
+
+    def _launch(self, tokens: mx.array) -> None:
+        """Feed tokens `(rows, n)`, and begin to compute those that come next."""
+        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
+        if self._agree is not None:
+            next_tokens = self._agree(next_tokens)
+        self._next_tokens = next_tokens
+        self._next_logprobs = list(logprobs)
+        # With the buffers: each is made of the one before.
+        buffers = [choice.context.state for choice in self._choices]
+        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            self._model(mx.array([self.pending_ids]), cache=self.layer_caches)
+            mx.eval([layer.state for layer in self.layer_caches])
+            self.pending_ids = []
+
+    def next_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: Any = self._next_tokens.tolist()
+        return list(map(SampledToken, token_ids, self._next_logprobs))
+
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
+        (token,) = self.next_tokens()
+        return token.token_id
+
+    def step(self) -> list[SampledToken]:
+        """Feed the token sampled last of each row, return it, and sample the next."""
+        fed, fed_logprobs = self._next_tokens, self._next_logprobs
+        tokens = fed[:, None]
+        if self.pending_ids:
+            pending = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([pending, tokens], axis=1)
+            self.pending_ids = []
+        self._launch(tokens)
+
+        mx.eval(fed, fed_logprobs)  # the device computes the next ones meanwhile
+        token_ids: Any = fed.tolist()
+        return list(map(SampledToken, token_ids, fed_logprobs))
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the first token of the draft is wrong, that is what `step` returns.
+        """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
+        (first,) = self.next_tokens()
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(self.layer_caches)
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(leaf_fields, to_put_back))
+        pending_ids = self.pending_ids
+        self.pending_ids = []
+        tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
+        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_fed_right = len(sampled)
+        n_to_trim = len(fed_ids) - n_fed_right
+        if n_to_trim and to_put_back:
+            n_to_trim = tokens.size  # as far as what is put back
+            self.pending_ids = pending_ids + fed_ids[:n_fed_right]
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_to_trim)
+
+        *right, last = sampled
+        self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)
+        self._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        (choice,) = self._choices
+        fed = mx.array(fed_ids, self._next_tokens.dtype)
+        # One by one, unless no choice changes the next.
+        is_free = choice.sampler is greedy_sampler and not choice.processors
+        n_at_once = len(fed_ids) if is_free else 1
+        sampled: list[SampledToken] = []
+        for start in range(0, len(fed_ids), n_at_once):
+            place = slice(start, start + n_at_once)
+            chosen = choose_tokens([choice] * n_at_once, fed[place], logits[place])
+            mx.eval(chosen)
+            token_ids: Any = chosen[0].tolist()
+            for token_id, logprobs in zip(token_ids, chosen[1], strict=True):
+                sampled.append(SampledToken(token_id, logprobs))
+                n_sampled = len(sampled)
+                if n_sampled < len(fed_ids) and fed_ids[n_sampled] != token_id:
+                    return sampled
+        return sampled
+
+    def extend(self, newcomers: TokenGenerator) -> None:
+        """Add the rows of another generator, which must not be used afterwards.
+
+        The caches of both must be in batch form (KV STATE: `to_batch`).
+        """
+        layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
+        for layer, newcomer_layer in layers:
+            layer.extend(newcomer_layer)
+        self._choices += newcomers._choices
+        tokens = [self._next_tokens, newcomers._next_tokens]
+        self._next_tokens = mx.concatenate(tokens)
+        self._next_logprobs += newcomers._next_logprobs
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows, and their KV."""
+        for layer in self.layer_caches:
+            layer.filter(rows)
+        self._choices = [self._choices[row] for row in rows]
+        self._next_tokens = self._next_tokens[mx.array(rows)]
+        self._next_logprobs = [self._next_logprobs[row] for row in rows]
 
 
 # region REPLY GRAMMAR =========================================================
@@ -16171,7 +16042,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # A request joins a batch when it begins to decode, not later. Requests that have only a
 # short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
+# tokens needs its KV twice).
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
 #          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
@@ -16702,13 +16573,21 @@ class RunningRequest:
         self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
-        self.lease = cache.start(
+        self.cache = cache
+        self.source = match.kv_owner  # the entry that its cached KV came from
+        self.entry, span = cache.start(
             match,
             request.key,
-            running=self,
+            read_span=self.read_span,
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
+        if span is not None:
+            try:
+                self.load_kv(span, match.state)
+            except Exception:
+                cache.drop(self.entry)
+                raise
 
     @property
     def has_begun(self) -> bool:
@@ -16763,13 +16642,13 @@ class RunningRequest:
         return self.output_ids[-1:] == [NO_TOKEN]
 
     def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over KV and state from the cache (PREFIX CACHE: RunningKV)."""
+        """Take over KV and state from the cache."""
         load_span(self.layer_caches, span)
         if state is not None:
             restore_state(self.layer_caches, state)
 
     def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end), wherever it is now (PREFIX CACHE: RunningKV)."""
+        """A copy of KV [0, end), wherever it is now."""
         if self.batch is None:
             return copy_span(self.layer_caches, end, row=0)
         row = self.batch.requests.index(self)
@@ -17131,7 +17010,8 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
     if processors:
         prompt_ids = request.key.tokens[:-1]
         context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    return TokenChoice(make_sampler(request.sampling), processors, context)
+    sampler = make_sampler(request.sampling)
+    return TokenChoice(sampler, processors, TokenBuffer(context))
 
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
@@ -17241,7 +17121,7 @@ class MemoryBudget:
             few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
             opaque_bytes = running.n_prompt * self._spec.opaque_token_bytes
             few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
-            checkpoint_bytes += min(running.lease.state_bytes, few_checkpoints)
+            checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
@@ -17352,7 +17232,7 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     # Without a tap there are none. With one there may be one more than was asked for,
     # at the end of the call.
     for position, state in zip(positions, states, strict=False):
-        running.lease.add_checkpoint(position, state)
+        running.cache.add_checkpoint(running.entry, position, state)
 
 
 def _reserve(running: RunningRequest) -> None:
@@ -17416,7 +17296,8 @@ class PromptReader:
 
         if running.slice_ends and running.slice_ends[0] == end:
             running.slice_ends.pop(0)
-            running.lease.add_checkpoint(end, copy_state(running.layer_caches))
+            state = copy_state(running.layer_caches)
+            running.cache.add_checkpoint(running.entry, end, state)
 
     def read_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
         """Read the rests of prompts in one call, each but its last token (L-123).
@@ -17447,7 +17328,7 @@ class PromptReader:
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
         for running in batch.requests:
-            running.lease.advance(running.num_computed_tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
 
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
         """How many tokens are read in so many seconds, if memory allows as many.
@@ -17544,7 +17425,7 @@ class PromptReader:
                 self._metrics.of_tenant(tenant).bump(counter)
             evaluate_caches(layer_caches)
         running.num_computed_tokens = start + len(tokens)
-        running.lease.advance(running.num_computed_tokens)
+        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17725,7 +17606,7 @@ class Scheduler:
             return
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
-            running.lease.drop_checkpoint(running.reply_checkpoint)
+            self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
         previous = self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
@@ -17753,7 +17634,7 @@ class Scheduler:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            running.lease.drop()
+            self.cache.drop(running.entry)
             self._free_memory(error)
         self.running.remove(running)
 
@@ -17764,18 +17645,18 @@ class Scheduler:
 
         This comes before the end is reported: the client's next request must find it.
         """
-        lease = running.lease
+        entry = running.entry
         n_tokens = running.num_computed_tokens
         if n_tokens == 0 or running.has_failed:
             # Nothing was read, or the KV is wrong. (A first token without numbers fails
             # the request after the next step only; its client may leave before that.)
-            lease.drop()
+            self.cache.drop(entry)
             return
         if previous is not None:
-            lease.add_checkpoint(previous.position, previous.state)
-        lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
+            self.cache.add_checkpoint(entry, previous.position, previous.state)
+        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
-        lease.put_back(key, take_span(running.layer_caches, n_tokens))
+        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17853,7 +17734,7 @@ class Scheduler:
         Returns the id of the request that reads the prefix.
         """
         for running in self.running:
-            if running.lease.entry is match.entry:
+            if running.entry is match.entry:
                 last_position = running.n_prompt - 1
                 running.add_slice_ends([min(match.pending_tokens, last_position)])
                 return running.request.request_id
@@ -17878,6 +17759,7 @@ class Scheduler:
         n_in_memory = match.cached_tokens
         if self._load_more(handle, match):
             match = self._find_prefix(handle)
+        running: RunningRequest | None = None
         try:
             running = RunningRequest(
                 handle,
@@ -17886,19 +17768,14 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-        except Exception as error:
-            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
-                self.cache.drop_source(match)
-            raise
-        running.lockstep = self._lockstep
-        try:  # why(L-34): it has a lease by now, and others would wait for it
+            running.lockstep = self._lockstep
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
-            if _is_out_of_memory(error):
-                running.lease.drop()
-            else:
-                running.lease.drop_with_source()
+            if running is not None:  # why(L-34): others would wait for its entry
+                self.cache.drop(running.entry)
+            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
+                self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
         handle.hit_kind = match.hit_kind
@@ -18144,7 +18021,7 @@ class Scheduler:
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
-                running.lease.add_checkpoint(position, state)
+                self.cache.add_checkpoint(running.entry, position, state)
             elif n_since_spaced < len(token_ids):  # one of them is at a multiple
                 if self.spec.is_opaque:
                     # why(L-173): a copy would be one of all KV. why(L-172): but what
@@ -18152,8 +18029,8 @@ class Scheduler:
                     evaluate_caches(batch.layer_caches)
                     continue
                 state = batch.read_state(running)
-                running.lease.drop_checkpoint(running.reply_checkpoint)
-                running.lease.add_checkpoint(position, state)
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                self.cache.add_checkpoint(running.entry, position, state)
                 running.reply_checkpoint = position
 
     # -- failures ----------------------------------------------------------------------
@@ -18190,10 +18067,11 @@ class Scheduler:
         running.layer_caches = []
         running.batch = None
         if not running.has_replied and self._may_try_again(running.handle, error):
-            running.lease.drop_with_source()
+            self.cache.drop(running.entry)
+            self.cache.drop(running.source)
             self._try_again(running.handle)
         else:
-            running.lease.drop()
+            self.cache.drop(running.entry)
             running.handle.end(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:

@@ -178,13 +178,13 @@ def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch)
     b = bench("qwen3_5")
     several()
     positions = []
-    add_checkpoint = s.CacheLease.add_checkpoint
+    add_checkpoint = s.PrefixCache.add_checkpoint
 
-    def noted(lease, position, state):
+    def noted(cache, entry, position, state):
         positions.append(position)
-        add_checkpoint(lease, position, state)
+        add_checkpoint(cache, entry, position, state)
 
-    monkeypatch.setattr(s.CacheLease, "add_checkpoint", noted)
+    monkeypatch.setattr(s.PrefixCache, "add_checkpoint", noted)
     rng = np.random.default_rng(4)
     prompt = words(rng, 100)
     ticket = b.submit(prompt, n=3000)
