@@ -1333,6 +1333,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
