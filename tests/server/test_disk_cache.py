@@ -58,7 +58,7 @@ def files_in(folder):
 def difference(bench, prompt, **fields):
     """(cached tokens, largest difference to a cold run, the reply's ids)."""
     ids, end, handle = bench.ask(prompt, **fields)
-    return end.reuse.cached_tokens, bench.largest_difference(handle, ids), ids
+    return end.cached_tokens, bench.largest_difference(handle, ids), ids
 
 
 # -- what comes back ------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
     _, second_end, _ = bench.ask(prompt, n=1)
 
     assert bench.metrics.snapshot()["disk_tokens"] == 399
-    assert first_end.reuse.disk_tokens == 399
-    assert second_end.reuse.disk_tokens == 0
+    assert first_end.disk_tokens == 399
+    assert second_end.disk_tokens == 0
 
 
 # -- when it is written ---------------------------------------------------------------------------

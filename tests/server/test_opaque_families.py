@@ -72,7 +72,7 @@ def ask(bench, tokens, n=6, **fields):
     """A reply whose logits are those of a cold run: (its ids, how many were cached)."""
     ids, end, ticket = bench.ask(tokens, n=n, **fields)
     assert bench.largest_difference(ticket, ids) <= bench.family.tolerance
-    return ids, end.reuse.cached_tokens
+    return ids, end.cached_tokens
 
 
 def message_ends(prompt):
@@ -124,7 +124,7 @@ def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench):
         for i, ticket in enumerate(tickets):
             ids, end = bench.finish(ticket)
             assert bench.largest_difference(ticket, ids) <= bench.family.tolerance
-            assert end.reuse.cached_tokens == n_known[i]
+            assert end.cached_tokens == n_known[i]
             n_known[i] = len(talks[i]) + len(ids)
             talks[i] = [*talks[i], *ids, *words(rng, 9)]
 
