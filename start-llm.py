@@ -8264,8 +8264,8 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
 # there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
 # have 4 here and values 3; there it is the other way round, which harms more. What
-# stays as it is computed: windows, states, and heads whose size is no multiple of the
-# group.
+# stays as it is computed: windows, states, heads whose size is no multiple of the
+# group, and all of a layer that keeps a list of caches.
 #
 # A layer reads KV in one of two ways:
 #
@@ -8313,10 +8313,7 @@ class KVPacking:
         return f"{bits}, turboquant" if self.is_rotated else bits
 
     def can_pack(self, *arrays: mx.array) -> bool:
-        """Whether all of these `(..., head_dim)` are made of whole groups.
-
-        MiniMax-M3's index has values of no numbers at all: it stays plain.
-        """
+        """Whether all of these `(..., head_dim)` are made of whole groups."""
         sizes = [array.shape[-1] for array in arrays]
         return all(size and size % self.group_size == 0 for size in sizes)
 
@@ -8407,46 +8404,23 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     filled_caches = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
     model(two_tokens, cache=filled_caches)
-    dtypes = [_packed_dtype(layer, packing) for layer in filled_caches]
+    dtypes: dict[int, mx.Dtype] = {}  # of layers that pack their KV, by number
+    for number, filled in enumerate(filled_caches):
+        if type(filled) is KVCache and packing.can_pack(filled.keys, filled.values):
+            dtypes[number] = filled.keys.dtype
 
     def make_packed(*, read_packed: bool) -> list[Any]:
-        layers = zip(make_plain(), dtypes, strict=True)
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        return [pack(*layer) for layer in layers]
+        layers = make_plain()
+        for number, dtype in dtypes.items():
+            layers[number] = PackedKVCache(packing, dtype, can_read_packed=read_packed)
+        return layers
 
     # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
     # a call of one token a row.
     attention.quantized_scaled_dot_product_attention = _attend_packed
-    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes)
+    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes.values())
     read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
-
-
-# The dtype of the KV that a layer packs; None: the layer stays plain. Of a CacheList, a
-# list of these, one for each part.
-type _PackedDtype = mx.Dtype | list[_PackedDtype] | None
-
-
-def _packed_dtype(filled_layer: Any, packing: KVPacking) -> _PackedDtype:
-    if hasattr(filled_layer, "caches"):
-        return [_packed_dtype(part, packing) for part in filled_layer.caches]
-    if type(filled_layer) is not KVCache:
-        return None
-    keys, values = filled_layer.keys, filled_layer.values
-    return keys.dtype if packing.can_pack(keys, values) else None
-
-
-def _pack_layer(
-    layer: Any, dtype: _PackedDtype, *, packing: KVPacking, read_packed: bool
-) -> Any:
-    """The layer's own cache, or what packs in its place."""
-    if dtype is None:
-        return layer
-    if isinstance(dtype, list):
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        layer.caches = tuple(map(pack, layer.caches, dtype))
-        return layer
-    return PackedKVCache(packing, dtype, can_read_packed=read_packed)
 
 
 def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
@@ -8478,17 +8452,13 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
     return can_read
 
 
-def _is_better_packed(dtype: _PackedDtype, packing: KVPacking) -> bool:
+def _is_better_packed(dtype: mx.Dtype, packing: KVPacking) -> bool:
     """Whether a call of one token should read KV packed, if its layer can.
 
     On the CPU: only float32 without rotation. MLX has no vector code for other types;
     and rotated sums have another order, so warm KV would differ from cold in the last
     bits.
     """
-    if isinstance(dtype, list):
-        return any(_is_better_packed(part, packing) for part in dtype)
-    if dtype is None:
-        return False
     if mx.default_device() == mx.gpu:
         return True
     return bool(dtype == mx.float32 and not packing.is_rotated)
@@ -8522,7 +8492,7 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
         sharing = packing.rotate(sharing)
     multiply = partial(mx.quantized_matmul, group_size=group_size)
     scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
-    if mask is not None:  # it may be another one for each head (MiniMax-M3)
+    if mask is not None:
         head_scores = scores.reshape(n_rows, n_heads, 1, -1)
         head_scores = mx.where(mask, head_scores, mx.finfo(scores.dtype).min)
         scores = head_scores.reshape(scores.shape)
@@ -8554,28 +8524,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         self._dtype = dtype
         self._can_read_packed = can_read_packed
         self._is_read_packed = False  # in the call of the model that runs now
-        self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
-        # DeepSeek-V3.2's index has keys only. It hands them in twice, and then sets
-        # `values` to zeros of their shape.
-        is_index = values is keys
-        if is_index:
-            self._value_bits = self.packing.key_bits
-
         words, groups = self.caches
         key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
-        value_words, value_groups = self.packing.pack(values, self._value_bits)
+        value_words, value_groups = self.packing.pack(values, self.packing.value_bits)
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-
-        # why(L-172): a step computes what its logits need. Layers read one offset of
-        # the two, and of an index that need not choose yet they ask for `keys` alone.
+        # why(L-172): a step computes what its logits need, and layers read one offset.
         groups.offset = words.offset
-        if is_index:
-            words.keys = mx.depends(words.keys, (groups.keys, groups.values))
-
         self._is_read_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
@@ -8596,7 +8554,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         unpack = partial(self.packing.unpack, dtype=dtype)
         return (
             unpack(key_words, key_groups, bits=self.packing.key_bits),
-            unpack(value_words, value_groups, bits=self._value_bits),
+            unpack(value_words, value_groups, bits=self.packing.value_bits),
         )
 
     @property
@@ -8619,24 +8577,6 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
     def offset(self) -> Any:
         """How many tokens each row has, as upstream's caches say it."""
         return self.caches[0].offset
-
-    @property
-    def keys(self) -> Any:
-        """The words. Layers with an index make them depend on what it keeps."""
-        return self.caches[0].keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.caches[0].keys = keys
-
-    @property
-    def values(self) -> Any:
-        """The words. DeepSeek-V3.2 alone sets them, of its index."""
-        return self.caches[0].values
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.caches[0].values = values
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         """What each new token sees, as upstream's caches say it."""
