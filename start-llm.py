@@ -16056,8 +16056,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 # -- 1 requests ------------------------------------------------------------------------
 
-MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
-
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16218,13 +16216,6 @@ class RequestHandle:
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
-
-    def read_stop_reason(self) -> EndReason | None:
-        """Why its connection wants it to end, or does not read it; None: it goes on."""
-        if self.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16787,13 +16778,6 @@ class AcceptedTokens(NamedTuple):
     token_ids: list[int]
 
 
-class PreviousState(NamedTuple):
-    """The state of a request before the last step of its batch."""
-
-    position: int
-    state: StateCheckpoint
-
-
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch.
 
@@ -16814,9 +16798,10 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._held_state: LayerCaches | None = None  # before the last step
-        # By request: its row in that state, and its position then.
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Before the last step; None: the model has none, or none is known. Of windows
+        # none is held.
+        self.held_state: LayerCaches | None = None
+        self.held_positions: list[int] = []  # of its rows
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16882,11 +16867,10 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        self.held_state = hold_recurrent_state(self._generator.layer_caches)
+        self.held_positions = [
+            running.num_computed_tokens - n_pending for running in self.requests
+        ]
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16972,23 +16956,13 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._held_state = None
+        self.held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> PreviousState | None:
-        """Give a request its KV back, and take it out of the batch.
-
-        None: the model has no state, or none is known from before the last step. Of
-        windows none is held.
-        """
-        previous = None
-        if self._held_state is not None:
-            previous_row, position = self._held_rows[running]
-            state = copy_state(self._held_state, row=previous_row)
-            previous = PreviousState(position, state)
-
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
         row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
@@ -17002,7 +16976,6 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -17538,11 +17511,10 @@ class Scheduler:
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
         reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+            "stop", lambda: [handle.stop_reason for handle in handles]
         )
         stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_waiting(now, stop_reasons)
-        self._end_running(now, stop_reasons)
+        self._end_some(now, stop_reasons)
         self._admit_waiting(now)
 
         began = self._now()
@@ -17553,10 +17525,10 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(
+    def _end_some(
         self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
     ) -> None:
-        """End waiting requests that are cancelled, or that have waited too long."""
+        """End requests that are cancelled, overdue or not read any more."""
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if stop_reasons[handle] is not None:
@@ -17564,6 +17536,20 @@ class Scheduler:
             if end is not None:
                 self.waiting.remove(handle)
                 handle.end(end)
+
+        max_seconds = self.config.generation_watchdog_seconds or math.inf
+        for running in list(self.running):
+            end = stop_reasons[running.handle]
+            if end is None and not running.has_begun:
+                end = self._find_timeout(running.handle, now)
+            # why(L-87): the deadline does not count the wait for the first slice.
+            elif end is None and now - running.started_at > max_seconds:
+                logger.warning(
+                    "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
+                )
+                end = "deadline"
+            if end is not None:
+                self._finish(running, end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17573,30 +17559,6 @@ class Scheduler:
             return None
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
-
-    def _end_running(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End running requests that are cancelled, overdue or not read any more."""
-        for running in list(self.running):
-            end = stop_reasons[running.handle] or self._find_end(running, now)
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_end(
-        self, running: RunningRequest, now: float
-    ) -> EndReason | ServerError | None:
-        """Why a request must end that nobody has stopped; None: it goes on."""
-        if not running.has_begun:
-            return self._find_timeout(running.handle, now)
-
-        # why(L-87): the deadline does not count the wait for the first slice.
-        max_seconds = self.config.generation_watchdog_seconds
-        if max_seconds and now - running.started_at > max_seconds:
-            setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
-            logger.warning("a reply ends after %s", setting)
-            return "deadline"
-        return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
@@ -17608,29 +17570,25 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        previous = self._take_out(running)
+        self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
-        self._leave(running, previous)
+        self._leave(running)
         running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> PreviousState | None:
-        """Take a request out of its batch, if any; its state before the last step.
+    def _take_out(self, running: RunningRequest) -> None:
+        """Take a request out of its batch, if any.
 
         An exception ends the whole batch: the request does not run any more then.
         """
-        previous = None
         if running.batch is not None:
             with self.guard(*running.batch.requests):
-                previous = running.batch.remove(running)
-        return previous
+                running.batch.remove(running)
 
-    def _leave(
-        self, running: RunningRequest, previous: PreviousState | None = None
-    ) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more. If its KV cannot be kept, that is all it loses."""
         try:
-            self._put_back(running, previous)
+            self._put_back(running)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
@@ -17639,10 +17597,8 @@ class Scheduler:
             self._free_memory(error)
         self.running.remove(running)
 
-    def _put_back(
-        self, running: RunningRequest, previous: PreviousState | None
-    ) -> None:
-        """Let the cache have the KV, and the state before the last step.
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV, and the state that belongs to it.
 
         This comes before the end is reported: the client's next request must find it.
         """
@@ -17653,8 +17609,6 @@ class Scheduler:
             # the request after the next step only; its client may leave before that.)
             self.cache.drop(entry)
             return
-        if previous is not None:
-            self.cache.add_checkpoint(entry, previous.position, previous.state)
         self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
         self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
@@ -17988,35 +17942,44 @@ class Scheduler:
             if self.spec.has_state:
                 self._keep_reply_states(batch, accepted)
         for running, token_ids in accepted:
-            self._end_if_complete(running, token_ids)
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            end = self._find_reply_end(running, token_ids)
+            if running.has_failed:
+                error = GenerationFailed("the model computed NaN or infinity")
+                self._fail_alone(running, error)
+            elif end is not None:
+                self._finish(running, end)
 
-    def _end_if_complete(
+    def _find_reply_end(
         self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> None:
-        """End a request that its last accepted tokens have completed, or broken.
-
-        Does nothing for one that a failure of its batch has ended already.
-        """
-        if running not in self.running:
-            return
-        if running.has_failed:
-            error = GenerationFailed("the model computed NaN or infinity")
-            self._fail_alone(running, error)
-        elif not self.loaded.eos_ids.isdisjoint(token_ids):
-            self._finish(running, "stop")
-        elif len(running.output_ids) >= running.request.max_tokens:
-            self._finish(running, "length")
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
 
     def _keep_reply_states(
         self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). And one
+        One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        client that cancels the reply (L-121). And where the reply ends, in their place,
+        that of before the last step: a client may send it back without its last token.
         """
-        for running, token_ids in accepted:
+        for row, (running, token_ids) in enumerate(accepted):
+            if self._find_reply_end(running, token_ids) is not None:
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                running.reply_checkpoint = 0
+                if batch.held_state is not None:
+                    state = copy_state(batch.held_state, row=row)
+                    position = batch.held_positions[row]
+                    self.cache.add_checkpoint(running.entry, position, state)
+                continue
+
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -18082,7 +18045,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18185,12 +18148,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 # took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
 # requests of our own before the server lets others in:
 #
-#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it in the middle    KV that is copied, a checkpoint
-#     3  sampled, with penalties                 all that chooses a token
-#     4  held to a constraint                    masks
-#     5  two, four, eight at once                decode batches that grow and shrink
+#     a prompt of more than one slice         prefill
+#     one that parts from it in the middle    KV that is copied, a checkpoint
+#     two, four, eight short ones at once     decode batches that grow and shrink
 #
+# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
 # Public   WarmUpProgress, is_warm_up_wanted, warm_up
@@ -18199,9 +18161,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
-_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
 _SHORT_PROMPT_TOKENS: Final = 300
-_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
 _SAMPLED: Final = SamplingParams(
     temperature=0.7,
     top_p=0.9,
@@ -18266,13 +18226,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
     n_vocab = scheduler.loaded.vocab_size
     block_size = scheduler.config.prompt_cache_block_size
 
-    def request(
-        number: int,
-        n_tokens: int,
-        *,
-        sampling: SamplingParams = _GREEDY,
-        constraints: tuple[Constraint, ...] = (),
-    ) -> EngineRequest:
+    def request(number: int, n_tokens: int) -> EngineRequest:
         """One whose prompt parts from all others after their first half."""
         ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
         ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
@@ -18281,18 +18235,12 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
             key=TokenKey(b"", ids, hashes),
             checkpoint_positions=(n_tokens // 2, n_tokens - 1),
             max_tokens=_WARM_REPLY_TOKENS,
-            sampling=sampling,
-            constraints=constraints,
+            sampling=_SAMPLED,
+            constraints=(partial(forbid_tokens, [0]),),
         )
 
-    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
-    steps = [
-        [request(0, n_long)],
-        [request(1, n_long)],
-        [request(2, n_short, sampling=_SAMPLED)],
-        [request(3, n_short, constraints=masked)],
-    ]
-    for n_requests in _WARM_BATCHES:
+    steps = [[request(0, n_long)], [request(1, n_long)]]
+    for n_requests in (2, 4, 8):
         numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
