@@ -1333,6 +1333,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
@@ -16002,10 +16003,9 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice).
 #
-# Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
-#          PrefillTimes, Scheduler
+# Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
+#          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
+#          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -16016,7 +16016,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
 
-RequestState = Literal["waiting", "prefilling", "decoding"]
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16060,38 +16059,13 @@ class DroppedKV(NamedTuple):
     fault: str  # which files are not deleted yet, and why; "" if all are
 
 
-class Reuse(NamedTuple):
-    """What of a prompt was in the cache when the model began with it."""
-
-    hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
-    cached_tokens: int = 0
-    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
-    disk_tokens: int = 0  # that were loaded from the disk for it
-
-
-class StateSeconds(NamedTuple):
-    """How long a request was in each state."""
-
-    waiting: float = 0.0
-    prefilling: float = 0.0
-    decoding: float = 0.0
-
-
-class FinishedEvent(NamedTuple):
-    """The request is over; its KV is in the cache, unless that failed."""
-
-    reason: EndReason
-    reuse: Reuse = Reuse()
-    seconds: StateSeconds = StateSeconds()
-    saved_steps: int = 0  # by drafts
-
-
 class SecondTryEvent(NamedTuple):
     """The request begins again, without the cache. There was no token yet."""
 
 
-# An int: KV of so many tokens of the prompt is there. An error ends the request.
-type EngineEvent = int | TokenEvent | SecondTryEvent | FinishedEvent | ServerError
+# An int: KV of so many tokens of the prompt is there. The last two end the request; its
+# KV is in the cache then, unless it has failed.
+type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
 
 
 class WaitCause(NamedTuple):
@@ -16106,8 +16080,8 @@ class WaitCause(NamedTuple):
     request_id: str | None = None  # whose prefix it waits for
 
 
-# None: the request has just come, or come again, and the scheduler has not seen it yet.
-type Activity = WaitCause | Literal["prefilling", "decoding"] | None
+# None: it has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
 
 
 class RequestTimes(NamedTuple):
@@ -16119,19 +16093,14 @@ class RequestTimes(NamedTuple):
 
     since: float  # when `activity` began; time.monotonic()
     activity: Activity = None
-    ended: Mapping[Activity, float] = {}  # seconds of what it did before
+    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
 
     @property
-    def state(self) -> RequestState:
-        """The state that it is in."""
+    def phase(self) -> Literal["queued", "prefill", "decode"]:
+        """What it does. One that has ended decodes, until its connection knows."""
         if self.activity is None or isinstance(self.activity, WaitCause):
-            return "waiting"
-        return self.activity
-
-    @property
-    def cause(self) -> WaitCause | None:
-        """What it waits for; None: it does not wait, or nobody knows yet for what."""
-        return self.activity if isinstance(self.activity, WaitCause) else None
+            return "queued"
+        return "prefill" if self.activity == "prefill" else "decode"
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
         """Its times if it does something else from `now` on.
@@ -16142,34 +16111,28 @@ class RequestTimes(NamedTuple):
             return self._replace(activity=activity)
         if self.activity == activity:
             return self
-        return RequestTimes(now, activity, self._until(now))
+        return RequestTimes(now, activity, self.seconds(now))
 
-    def seconds(self, now: float) -> StateSeconds:
-        """How long it has been in each state."""
-        seconds = self._until(now)
-        prefilling = seconds.pop("prefilling", 0.0)
-        decoding = seconds.pop("decoding", 0.0)
-        return StateSeconds(sum(seconds.values()), prefilling, decoding)
+    def seconds(self, now: float) -> defaultdict[Activity, float]:
+        """How long it has done what."""
+        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
+        seconds[self.activity] += now - self.since
+        return seconds
 
     def wait_seconds(self, now: float) -> dict[WaitCause, float]:
         """How long it has waited for each cause."""
         return {
             activity: seconds
-            for activity, seconds in self._until(now).items()
+            for activity, seconds in self.seconds(now).items()
             if isinstance(activity, WaitCause)
         }
 
-    def _until(self, now: float) -> dict[Activity, float]:
-        seconds = dict(self.ended)
-        seconds[self.activity] = seconds.get(self.activity, 0.0) + now - self.since
-        return seconds
-
 
 class RequestHandle:
-    """A submitted request, for its connection: events come out, a stop reason goes in.
+    """A submitted request: what is asked, and what is told of it until it has ended.
 
-    Any thread may use it. Only the scheduler changes `times`, `reuse`, `saved_steps`
-    and `is_second_try`.
+    Any thread may read it. Its connection takes events, and may set `stop_reason`. Only
+    the scheduler changes anything else.
     """
 
     def __init__(
@@ -16179,9 +16142,13 @@ class RequestHandle:
         self.request = request
         self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
-        self.reuse = Reuse()
-        self.saved_steps = 0  # by tokens of drafts
         self.is_second_try = False  # without the cache, after an error
+        # What of the prompt was cached when the model began with it; "-": it has not.
+        self.hit_kind: HitKind | Literal["-"] = "-"
+        self.cached_tokens = 0
+        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
+        self.disk_tokens = 0  # of those cached: loaded from the disk for it
+        self.saved_steps = 0  # by tokens of drafts
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
@@ -16193,21 +16160,18 @@ class RequestHandle:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
         self.begin(None, now)
-        self.reuse = Reuse()
+        self.hit_kind = "-"
+        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
         self.put(SecondTryEvent())
 
-    def finished_event(self, reason: EndReason) -> FinishedEvent:
-        """What is known of the request when it ends, now."""
-        seconds = self.times.seconds(time.monotonic())
-        return FinishedEvent(reason, self.reuse, seconds, self.saved_steps)
+    def end(self, end: EndReason | ServerError) -> None:
+        """Note that it is over, or has failed, and tell its connection."""
+        self.begin("ended", time.monotonic())
+        self.put(end)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
         self._events.put(event)
-
-    def put_end(self, end: EndReason | ServerError) -> None:
-        """Add the last event: it is over, or it has failed."""
-        self.put(end if isinstance(end, ServerError) else self.finished_event(end))
 
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
@@ -17318,7 +17282,7 @@ class PromptReader:
         now = self._loaded.lockstep.now()
         with ExitStack() as taking:
             for running in requests:
-                running.handle.begin("decoding", now)
+                running.handle.begin("decode", now)
                 end = running.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
@@ -17557,7 +17521,7 @@ class Scheduler:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
-                handle.put_end(end)
+                handle.end(end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17606,7 +17570,7 @@ class Scheduler:
         if running not in self.running:  # the batch failed when it was taken out
             return
         self._leave(running, previous)
-        running.handle.put_end(end)
+        running.handle.end(end)
 
     def _take_out(self, running: RunningRequest) -> PreviousState | None:
         """Take a request out of its batch, if any; its state before the last step.
@@ -17694,7 +17658,7 @@ class Scheduler:
                 if self._may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
-                    handle.put(explanation)
+                    handle.end(explanation)
 
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
@@ -17714,7 +17678,7 @@ class Scheduler:
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
-        handle.put(self.budget.shortage(n_prompt, self.running))
+        handle.end(self.budget.shortage(n_prompt, self.running))
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
@@ -17773,12 +17737,10 @@ class Scheduler:
                 self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(
-            match.hit_kind,
-            match.cached_tokens,
-            match.matched_tokens,
-            disk_tokens=max(0, match.cached_tokens - n_in_memory),
-        )
+        handle.hit_kind = match.hit_kind
+        handle.cached_tokens = match.cached_tokens
+        handle.matched_tokens = match.matched_tokens
+        handle.disk_tokens = max(0, match.cached_tokens - n_in_memory)
         self.running.append(running)
         handle.put(offset)
 
@@ -17895,7 +17857,7 @@ class Scheduler:
         with self.guard(*requests):
             for running in requests:
                 running.started_at = min(running.started_at, began)
-                running.handle.begin("prefilling", began)
+                running.handle.begin("prefill", began)
             joint_caches: LayerCaches | None = None
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
@@ -18069,7 +18031,7 @@ class Scheduler:
             self._try_again(running.handle)
         else:
             self.cache.drop(running.entry)
-            running.handle.put(error)
+            running.handle.end(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
         """Whether a request that failed without a token gets a second try.
@@ -18820,7 +18782,7 @@ class Engine:
             if isinstance(task, _SharedTask) and task.handle is not None:
                 handles.append(task.handle)
         for handle in handles:
-            handle.put(self._explain_end())
+            handle.end(self._explain_end())
 
 
 def _check_room(scheduler: Scheduler) -> None:
@@ -22961,14 +22923,6 @@ class SessionRecord(SessionTurn):
 
 # -- a request that runs ---------------------------------------------------------------
 
-# The states of a request, as the status page names them.
-_PHASES: Final[Mapping[RequestState, str]] = {
-    "waiting": "queued",
-    "prefilling": "prefill",
-    "decoding": "decode",
-}
-
-
 MAX_PERIOD: Final = 96  # tokens that are looked for as repeated
 MIN_REPEATS: Final = 4
 MIN_REPEATED_TOKENS: Final = 64  # of all repeats together
@@ -23020,7 +22974,7 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._event: FinishedEvent | None = None  # None: it goes on
+        self._end_reason: EndReason | None = None  # None: it goes on
         self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
@@ -23032,7 +22986,7 @@ class ReplyGeneration:
         self._state.stores.live.pop(self._request.request_id, None)
         try:
             if self._ending is None:
-                self._end(self._handle.finished_event("cancelled"))
+                self._end("cancelled")
             if self._request.stream and not self._is_sent:
                 self._record_left()
         except Exception:
@@ -23050,7 +23004,7 @@ class ReplyGeneration:
             raise
         except Exception:  # of our own; close() would take it for a leaving
             if self._ending is None:
-                self._end(self._handle.finished_event("failed"))
+                self._end("failed")
             raise
         self._is_sent = True
 
@@ -23074,12 +23028,12 @@ class ReplyGeneration:
                 has_started = True
             if has_started and n_read > n_shown:
                 n_shown = n_read
-                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                seconds = self._handle.times.seconds(time.monotonic())
                 progress = PromptProgress(
                     total=self._prepared.engine_request.n_prompt,
-                    cache=self._handle.reuse.cached_tokens,
+                    cache=self._handle.cached_tokens,
                     processed=n_read,
-                    time_ms=round(1000 * prefill_seconds),
+                    time_ms=round(1000 * seconds["prefill"]),
                 )
                 events += self._formatter.progress_events(progress)
             for delta in deltas:
@@ -23111,16 +23065,16 @@ class ReplyGeneration:
                     case SecondTryEvent():
                         self._n_read = None
                         yield []
-                    case FinishedEvent(reason="cancelled"):
+                    case "cancelled":
                         raise ClientGone
-                    case FinishedEvent():
-                        is_whole = event.reason == "stop"
+                    case str():
+                        is_whole = event == "stop"
                         closes = is_whole or self._formatter.closes_cut_calls
                         deltas = self._decoder.finish(closes=closes)
                         self._end(event)
                         yield deltas
                     case ServerError():
-                        self._end(self._handle.finished_event("failed"))
+                        self._end("failed")
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
@@ -23165,7 +23119,7 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._handle.reuse.cached_tokens,
+            cached_tokens=self._handle.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )
@@ -23186,19 +23140,21 @@ class ReplyGeneration:
         now = time.monotonic()
         engine_request = self._prepared.engine_request
         prefill_times = self._state.engine.prefill_times
-        times = self._handle.times
-        has_ended = self._event is not None
-        event = self._event or self._handle.finished_event("stop")  # as if it were now
-
+        handle = self._handle
+        times = handle.times
+        seconds = times.seconds(now)
         waits = times.wait_seconds(now)
+        waited_seconds = round(sum(waits.values()) + seconds[None], 3)
         longest = max(waits, key=lambda cause: waits[cause], default=None)
-        phase = "ended" if has_ended else _PHASES[times.state]
-        cause = None
-        if phase == "queued":  # or the scheduler has not looked at it yet
-            cause = times.cause or WaitCause("queue")
+
+        phase = "ended" if self._end_reason else times.phase
+        cause: WaitCause | None = None
+        if phase == "queued":
+            cause = WaitCause("queue")  # if the scheduler has not looked at it yet
+            if isinstance(times.activity, WaitCause):
+                cause = times.activity
         n_out = len(self._decoder.token_ids)  # a client that left was not sent all
-        cached_tokens = event.reuse.cached_tokens
-        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+        decode_speed = n_out / seconds["decode"] if seconds["decode"] else 0.0
 
         return {
             "id": engine_request.request_id,
@@ -23206,18 +23162,18 @@ class ReplyGeneration:
             "session": self._prepared.session_id,
             "prompt": engine_request.n_prompt,
             "out": n_out,
-            "cached": cached_tokens,
-            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
-            "match": event.reuse.hit_kind,
-            "finish": event.reason if has_ended else "",
-            "prefill": round(event.seconds.prefilling, 3),
-            "decode": round(event.seconds.decoding, 3),
-            "waited": round(event.seconds.waiting, 3),
+            "cached": handle.cached_tokens,
+            "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
+            "match": handle.hit_kind,
+            "finish": self._end_reason or "",
+            "prefill": round(seconds["prefill"], 3),
+            "decode": round(seconds["decode"], 3),
+            "waited": waited_seconds,
             "waited_for": longest.reason if longest else None,
             "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
             "replayed": self._prepared.plan.n_replayed,
             "fallback": self._prepared.plan.refusal or None,
-            "time": time.time() if has_ended else None,
+            "time": time.time() if self._end_reason else None,
             "started_at": self._came_at,
             "seconds": round(now - self._began_at, 1),
             "phase": phase,
@@ -23225,15 +23181,15 @@ class ReplyGeneration:
             "done": self._n_read or 0,
             "first_token_seconds": self._first_token_seconds,
             "tokens_per_second": round(decode_speed, 1) or None,
-            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_seconds": waited_seconds,
             "waited_for_request": longest.request_id if longest else None,
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
             "prefill_left_seconds": (
                 self._prefill_left_seconds(now) if phase == "prefill" else None
             ),
-            "disk_tokens": event.reuse.disk_tokens,
-            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "disk_tokens": handle.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(handle.cached_tokens),
             "client": self._client,
             "title": self._title,
         }
@@ -23244,7 +23200,7 @@ class ReplyGeneration:
         It waits while others prefill and decode: as much in the rest as until now.
         """
         times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
+        n_cached = self._handle.cached_tokens
         n_read = max(self._n_read or 0, n_cached)
         seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
         if seconds is None:
@@ -23256,15 +23212,15 @@ class ReplyGeneration:
 
     # -- what is recorded of it --------------------------------------------------------
 
-    def _end(self, event: FinishedEvent) -> None:
+    def _end(self, reason: EndReason) -> None:
         """Note how it has ended, and put it wherever it belongs."""
         decoder = self._decoder
         if decoder.end == "broken":
             logger.warning("a call cannot be read: the reply ends there, as cut")
-        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
-        reason: EndReason = "length" if is_read_only else event.reason
+        self._end_reason = reason
+        if self._request.max_tokens == 0 and reason == "stop":
+            reason = "length"  # the prompt was read, and that was all
         n_calls = decoder.reader.n_calls
-        self._event = event
         self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
         try:
             self._record(self._ending.kind)
@@ -23413,25 +23369,23 @@ class ReplyGeneration:
     def _compare_with_history(self, row: RequestRow) -> None:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
-        reuse = self._handle.reuse
-        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        cached_tokens = self._handle.cached_tokens
+        n_read = max(row["done"], cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
         index = stores.session_index
         earlier = find_nearest(request, index.requests(request.session_id))
         index.add(request)
         if earlier is None:
             return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=reuse.cached_tokens
-        )
+        n_reread = count_reread_tokens(earlier, request, cached_tokens=cached_tokens)
         if n_reread < MIN_REPORTED_TOKENS:
             return
 
         reason = explain_miss(
             earlier,
             request,
-            cached_tokens=reuse.cached_tokens,
-            matched_tokens=reuse.matched_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=self._handle.matched_tokens,
         )
         reason = self._prepared.in_client_terms(reason)
         sentence = (
