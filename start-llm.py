@@ -3738,7 +3738,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4038,6 +4038,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4150,7 +4151,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4165,6 +4169,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4189,6 +4211,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4196,18 +4219,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4296,6 +4325,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -7208,7 +7238,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7311,6 +7341,7 @@ class Transcript(LedgerRecord):
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
@@ -7460,7 +7491,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7475,9 +7509,8 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
@@ -7488,6 +7521,10 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     notes = _note_texts(messages[call_index : transcript.n_messages])
     if not set(notes).issubset(stated.notes):
         return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
+        return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
     unsent = stated.private - _private_values(messages)
@@ -7496,6 +7533,20 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7756,6 +7807,7 @@ class Ledger:
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
