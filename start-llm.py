@@ -203,7 +203,6 @@ from itertools import (
     count,
     groupby,
     islice,
-    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -442,7 +441,7 @@ from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
@@ -453,6 +452,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
+    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import (
@@ -1333,6 +1333,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
@@ -8733,7 +8734,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # then. Where one fails, upstream is read again before the pin moves.
 #
 #  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
+#  2 Calls       rows of unlike lengths, read in one call
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
 #  5 Ranks       a model that is divided among several machines
@@ -8741,9 +8742,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
+#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
 #          has_text_class, has_vision_class, load_vlm_model, mend_layers,
 #          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
 #          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
@@ -8767,8 +8767,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
-# `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
+# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
+# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
+# name; SAMPLING uses `extend`, `filter` and `trim`.
 #
 # What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
 # classes of their own: a leaf of a class that is not there is *opaque*. All that is
@@ -9003,28 +9004,18 @@ def _to_mlx_lm_leaf(leaf: Any) -> Any:
     return leaf
 
 
-# -- 2 generation ----------------------------------------------------------------------
+# Pinned by test_drafts.py
+def leaf_fields(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 type ModelCall = Callable[..., mx.array]  # (tokens `(rows, n)`, cache=LayerCaches)
-# log-probabilities `(1, vocab)` -> token `(1,)`
-type Sampler = Callable[[mx.array], mx.array]
-# (the tokens so far, logits `(1, vocab)`) -> logits
-type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-class TokenChoice(NamedTuple):
-    """How the next token of a row is chosen from its logits."""
-
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    context: list[int]  # tokens of the prompt but the last, as processors read them
-
-
-class SampledToken(NamedTuple):
-    """A token, and what it was sampled from."""
-
-    token_id: int
-    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
 # Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
@@ -9048,218 +9039,6 @@ def feed_padded(
     model(mx.array(padded_rows), cache=layer_caches)
     for layer in layer_caches:
         layer.finalize()
-
-
-# Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
-class TokenGenerator:
-    """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
-
-    A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
-
-    A single row may go on with a draft, in one call of the model:
-
-        sampled before   y
-        draft            a b c d
-        fed              y a b c d
-        sampled          a b x . .      after y, a, b: the draft was right up to b
-        returned         y a b          x is fed next; c and d are taken back
-
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
-    """
-
-    def __init__(
-        self,
-        model: ModelCall,
-        tokens: mx.array,
-        layer_caches: LayerCaches,
-        choices: Sequence[TokenChoice],
-        agree: Callable[[mx.array], mx.array] | None = None,
-    ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
-
-        `agree`: what makes the tokens of another rank of those sampled here.
-        """
-
-        def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
-            parts = [tokens[:, :-1], last_token]
-            prompt_end = mx.concatenate(parts, axis=1)
-            return model(prompt_end, cache=cache)
-
-        n_rows = len(choices)
-        # Upstream feeds the last tokens while it makes a batch, and then calls this:
-        # the model reads all of `tokens`. Later steps call the model itself.
-        self._batch: Any = GenerationBatch(
-            feed_prompt_end,
-            uids=list(range(n_rows)),
-            inputs=tokens[:, -1],
-            prompt_cache=layer_caches,
-            tokens=[choice.context for choice in choices],
-            samplers=[choice.sampler for choice in choices],
-            fallback_sampler=choices[0].sampler,
-            logits_processors=[choice.processors for choice in choices],
-            stop_sequences=[StopSequences() for _ in choices],
-            max_tokens=[sys.maxsize] * n_rows,
-        )
-        # Not a bound method: a reference cycle would keep the KV until it is collected.
-        self._batch.model = model
-        self._model = model
-        self._agree = agree
-        self._agree_on_next()
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def settle(self) -> None:
-        """Feed now what is to be fed again: before caches are read, or rows change."""
-        if self.pending_ids:
-            caches = self._batch.prompt_cache
-            self._model(mx.array([self.pending_ids]), cache=caches)
-            mx.eval([layer.state for layer in caches])
-            self.pending_ids = []
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all rows; of more than one in upstream's batch form."""
-        caches: LayerCaches = self._batch.prompt_cache
-        return caches
-
-    @layer_caches.setter
-    def layer_caches(self, layer_caches: LayerCaches) -> None:
-        self._batch.prompt_cache = layer_caches
-
-    def next_tokens(self) -> list[SampledToken]:
-        """The token sampled last, of each row; it is not fed yet."""
-        token_ids: list[int] = self._batch._next_tokens.tolist()
-        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
-        rows = zip(token_ids, logprobs_of_rows, strict=True)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
-
-    def step(self) -> list[SampledToken]:
-        """Feed the token sampled last of each row, return it, and sample the next."""
-        if self.pending_ids:
-            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
-            self.pending_ids = []
-        responses = self._batch.next()
-        self._batch.model = self._model
-        self._agree_on_next()
-        return [
-            SampledToken(response.token, response.logprobs) for response in responses
-        ]
-
-    def _agree_on_next(self) -> None:
-        if self._agree is not None:
-            self._batch._next_tokens = self._agree(self._batch._next_tokens)
-            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
-
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        return int(self._batch._next_tokens.item())
-
-    def step_with(self, draft: list[int]) -> list[SampledToken]:
-        """`step` of a single row, which goes on with a draft as long as that is right.
-
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-        """
-        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
-        batch = self._batch
-        first = self.next_tokens()[0]
-        fed_ids = [first.token_id, *draft]
-        leaves = cache_leaves(batch.prompt_cache)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        old_fields = list(map(_fields_of, to_put_back))
-        pending_ids = self.pending_ids
-        n_pending = len(pending_ids)
-        model = _prepend_tokens(self._model, pending_ids)
-        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
-        self.pending_ids = []
-        sampled = self._sample_along(fed_ids, logits)
-
-        n_right = len(sampled) - 1
-        right_ids = fed_ids[: 1 + n_right]
-        n_to_trim = len(fed_ids) - len(right_ids)
-        if n_to_trim and to_put_back:
-            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
-            self.pending_ids = pending_ids + right_ids
-            for leaf, fields in zip(to_put_back, old_fields, strict=True):
-                vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
-
-        *right, last = sampled
-        batch.tokens[0].extend(right_ids)
-        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
-        batch._next_logprobs = [last.logprobs]
-        return [first, *right]
-
-    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
-        """What is sampled after each token, up to the first that was not fed next."""
-        batch = self._batch
-        processors = batch.logits_processors[0] or []
-        is_greedy = batch.samplers[0] is greedy_sampler
-        if is_greedy and not processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            best = mx.argmax(logprobs, axis=-1)
-            mx.eval(logprobs, best)
-            next_ids: Any = best.tolist()
-            rest = np.array(fed_ids[1:])
-            n_right = common_prefix_length(np.array(next_ids), rest)
-            return [
-                SampledToken(next_ids[place], logprobs[place])
-                for place in range(n_right + 1)
-            ]
-
-        sampled: list[SampledToken] = []
-        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
-            place_logits = logits[place : place + 1]
-            if processors:
-                fed = mx.array([fed_id], batch._next_tokens.dtype)
-                context = batch._token_context[0].update_and_fetch(fed)
-                for processor in processors:
-                    place_logits = processor(context, place_logits)
-            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
-            token = batch.samplers[0](logprobs)
-            mx.eval(token, logprobs)
-            token_id = int(token.item())
-            sampled.append(SampledToken(token_id, logprobs[0]))
-            if token_id != next_fed:
-                break
-        return sampled
-
-    def extend(self, newcomers: TokenGenerator) -> None:
-        """Add the rows of another generator, which must not be used afterwards.
-
-        The caches of both must be in batch form (KV STATE: `to_batch`).
-        """
-        self._batch.extend(newcomers._batch)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows, and their KV."""
-        self._batch.filter(rows)
-
-
-# Pinned by test_drafts.py
-def _fields_of(leaf: Any) -> dict[str, Any]:
-    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(leaf).items()
-    }
-
-
-# Pinned by test_drafts.py
-def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
-    """The model, which is fed these tokens of a single row first."""
-
-    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        first = mx.array(token_ids, tokens.dtype)[None]
-        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
-
-    return call if token_ids else model
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
@@ -14635,10 +14414,9 @@ def memory_limit(config: Config) -> int:
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
-# mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
-# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
-# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
+# As in mlx-lm, the first line is done by "logits processors", the last two by a
+# "sampler", and top-p comes before the temperature; in vLLM it comes after. But top-k
+# is first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -14648,9 +14426,14 @@ def memory_limit(config: Config) -> int:
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
 #                 REPLY GRAMMAR chooses the constraints of a request.
+#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
+#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
+#                 stop sequences and lengths, too, and no drafts.
 #
-# Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
+#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
+#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
+#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -14661,6 +14444,11 @@ _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
+
+# log-probabilities `(1, vocab)` -> token `(1,)`
+type Sampler = Callable[[mx.array], mx.array]
+# (the tokens so far, logits `(1, vocab)`) -> logits
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
@@ -14892,6 +14680,212 @@ def make_processors(
         frequency_context_size=n_openai_look_back,
     )
     return [*processors, *map(_ConstraintProcessor, constraints)]
+
+
+# -- 3 generation ----------------------------------------------------------------------
+
+
+class TokenChoice(NamedTuple):
+    """How the tokens of one row are chosen."""
+
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    context: TokenBuffer  # what the processors read: all tokens that were fed
+
+
+def choose_tokens(
+    choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+
+    `fed`: the token of each row that its logits come after. All greedy rows without
+    processors may have one choice. Nothing is computed yet.
+    """
+    if any(choice.processors for choice in choices):
+        processed = []
+        for row, choice in enumerate(choices):
+            row_logits = logits[row : row + 1]
+            if choice.processors:
+                context = choice.context.update_and_fetch(fed[row : row + 1])
+                for processor in choice.processors:
+                    row_logits = processor(context, row_logits)
+            processed.append(row_logits)
+        logits = mx.concatenate(processed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    if all(choice.sampler is greedy_sampler for choice in choices):
+        return greedy_sampler(logprobs), logprobs
+    tokens = []
+    for row, choice in enumerate(choices):
+        tokens.append(choice.sampler(logprobs[row : row + 1]))
+    return mx.concatenate(tokens), logprobs
+
+
+class SampledToken(NamedTuple):
+    """A token, and what it was sampled from."""
+
+    token_id: int
+    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
+
+
+class TokenGenerator:
+    """Rows that decode together, one token a step.
+
+    A token that a step returns is being fed already (L-10): the KV of all rows then
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        tokens: mx.array,
+        layer_caches: LayerCaches,
+        choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
+        makes the tokens of another rank of those sampled here.
+        """
+        self._model = model
+        self._choices = list(choices)
+        self._agree = agree
+        self.layer_caches = layer_caches
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        self._launch(tokens)
+
+    def _launch(self, tokens: mx.array) -> None:
+        """Feed tokens `(rows, n)`, and begin to compute those that come next."""
+        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
+        if self._agree is not None:
+            next_tokens = self._agree(next_tokens)
+        self._next_tokens = next_tokens
+        self._next_logprobs = list(logprobs)
+        # With the buffers: each is made of the one before.
+        buffers = [choice.context.state for choice in self._choices]
+        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            self._model(mx.array([self.pending_ids]), cache=self.layer_caches)
+            mx.eval([layer.state for layer in self.layer_caches])
+            self.pending_ids = []
+
+    def next_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: Any = self._next_tokens.tolist()
+        return list(map(SampledToken, token_ids, self._next_logprobs))
+
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
+        (token,) = self.next_tokens()
+        return token.token_id
+
+    def step(self) -> list[SampledToken]:
+        """Feed the token sampled last of each row, return it, and sample the next."""
+        fed, fed_logprobs = self._next_tokens, self._next_logprobs
+        tokens = fed[:, None]
+        if self.pending_ids:
+            pending = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([pending, tokens], axis=1)
+            self.pending_ids = []
+        self._launch(tokens)
+
+        mx.eval(fed, fed_logprobs)  # the device computes the next ones meanwhile
+        token_ids: Any = fed.tolist()
+        return list(map(SampledToken, token_ids, fed_logprobs))
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the first token of the draft is wrong, that is what `step` returns.
+        """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
+        (first,) = self.next_tokens()
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(self.layer_caches)
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(leaf_fields, to_put_back))
+        pending_ids = self.pending_ids
+        self.pending_ids = []
+        tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
+        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_fed_right = len(sampled)
+        n_to_trim = len(fed_ids) - n_fed_right
+        if n_to_trim and to_put_back:
+            n_to_trim = tokens.size  # as far as what is put back
+            self.pending_ids = pending_ids + fed_ids[:n_fed_right]
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_to_trim)
+
+        *right, last = sampled
+        self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)
+        self._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        (choice,) = self._choices
+        fed = mx.array(fed_ids, self._next_tokens.dtype)
+        # One by one, unless no choice changes the next.
+        is_free = choice.sampler is greedy_sampler and not choice.processors
+        n_at_once = len(fed_ids) if is_free else 1
+        sampled: list[SampledToken] = []
+        for start in range(0, len(fed_ids), n_at_once):
+            place = slice(start, start + n_at_once)
+            chosen = choose_tokens([choice] * n_at_once, fed[place], logits[place])
+            mx.eval(chosen)
+            token_ids: Any = chosen[0].tolist()
+            for token_id, logprobs in zip(token_ids, chosen[1], strict=True):
+                sampled.append(SampledToken(token_id, logprobs))
+                n_sampled = len(sampled)
+                if n_sampled < len(fed_ids) and fed_ids[n_sampled] != token_id:
+                    return sampled
+        return sampled
+
+    def extend(self, newcomers: TokenGenerator) -> None:
+        """Add the rows of another generator, which must not be used afterwards.
+
+        The caches of both must be in batch form (KV STATE: `to_batch`).
+        """
+        layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
+        for layer, newcomer_layer in layers:
+            layer.extend(newcomer_layer)
+        self._choices += newcomers._choices
+        tokens = [self._next_tokens, newcomers._next_tokens]
+        self._next_tokens = mx.concatenate(tokens)
+        self._next_logprobs += newcomers._next_logprobs
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows, and their KV."""
+        for layer in self.layer_caches:
+            layer.filter(rows)
+        self._choices = [self._choices[row] for row in rows]
+        self._next_tokens = self._next_tokens[mx.array(rows)]
+        self._next_logprobs = [self._next_logprobs[row] for row in rows]
 
 
 # region REPLY GRAMMAR =========================================================
@@ -16124,12 +16118,11 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # A request joins a batch when it begins to decode, not later. Requests that have only a
 # short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
+# tokens needs its KV twice).
 #
-# Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
-#          PrefillTimes, Scheduler
+# Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
+#          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
+#          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -16140,7 +16133,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
 
-RequestState = Literal["waiting", "prefilling", "decoding"]
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16184,38 +16176,13 @@ class DroppedKV(NamedTuple):
     fault: str  # which files are not deleted yet, and why; "" if all are
 
 
-class Reuse(NamedTuple):
-    """What of a prompt was in the cache when the model began with it."""
-
-    hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
-    cached_tokens: int = 0
-    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
-    disk_tokens: int = 0  # that were loaded from the disk for it
-
-
-class StateSeconds(NamedTuple):
-    """How long a request was in each state."""
-
-    waiting: float = 0.0
-    prefilling: float = 0.0
-    decoding: float = 0.0
-
-
-class FinishedEvent(NamedTuple):
-    """The request is over; its KV is in the cache, unless that failed."""
-
-    reason: EndReason
-    reuse: Reuse = Reuse()
-    seconds: StateSeconds = StateSeconds()
-    saved_steps: int = 0  # by drafts
-
-
 class SecondTryEvent(NamedTuple):
     """The request begins again, without the cache. There was no token yet."""
 
 
-# An int: KV of so many tokens of the prompt is there. An error ends the request.
-type EngineEvent = int | TokenEvent | SecondTryEvent | FinishedEvent | ServerError
+# An int: KV of so many tokens of the prompt is there. The last two end the request; its
+# KV is in the cache then, unless it has failed.
+type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
 
 
 class WaitCause(NamedTuple):
@@ -16230,8 +16197,8 @@ class WaitCause(NamedTuple):
     request_id: str | None = None  # whose prefix it waits for
 
 
-# None: the request has just come, or come again, and the scheduler has not seen it yet.
-type Activity = WaitCause | Literal["prefilling", "decoding"] | None
+# None: it has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
 
 
 class RequestTimes(NamedTuple):
@@ -16243,19 +16210,14 @@ class RequestTimes(NamedTuple):
 
     since: float  # when `activity` began; time.monotonic()
     activity: Activity = None
-    ended: Mapping[Activity, float] = {}  # seconds of what it did before
+    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
 
     @property
-    def state(self) -> RequestState:
-        """The state that it is in."""
+    def phase(self) -> Literal["queued", "prefill", "decode"]:
+        """What it does. One that has ended decodes, until its connection knows."""
         if self.activity is None or isinstance(self.activity, WaitCause):
-            return "waiting"
-        return self.activity
-
-    @property
-    def cause(self) -> WaitCause | None:
-        """What it waits for; None: it does not wait, or nobody knows yet for what."""
-        return self.activity if isinstance(self.activity, WaitCause) else None
+            return "queued"
+        return "prefill" if self.activity == "prefill" else "decode"
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
         """Its times if it does something else from `now` on.
@@ -16266,34 +16228,28 @@ class RequestTimes(NamedTuple):
             return self._replace(activity=activity)
         if self.activity == activity:
             return self
-        return RequestTimes(now, activity, self._until(now))
+        return RequestTimes(now, activity, self.seconds(now))
 
-    def seconds(self, now: float) -> StateSeconds:
-        """How long it has been in each state."""
-        seconds = self._until(now)
-        prefilling = seconds.pop("prefilling", 0.0)
-        decoding = seconds.pop("decoding", 0.0)
-        return StateSeconds(sum(seconds.values()), prefilling, decoding)
+    def seconds(self, now: float) -> defaultdict[Activity, float]:
+        """How long it has done what."""
+        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
+        seconds[self.activity] += now - self.since
+        return seconds
 
     def wait_seconds(self, now: float) -> dict[WaitCause, float]:
         """How long it has waited for each cause."""
         return {
             activity: seconds
-            for activity, seconds in self._until(now).items()
+            for activity, seconds in self.seconds(now).items()
             if isinstance(activity, WaitCause)
         }
 
-    def _until(self, now: float) -> dict[Activity, float]:
-        seconds = dict(self.ended)
-        seconds[self.activity] = seconds.get(self.activity, 0.0) + now - self.since
-        return seconds
-
 
 class RequestHandle:
-    """A submitted request, for its connection: events come out, a stop reason goes in.
+    """A submitted request: what is asked, and what is told of it until it has ended.
 
-    Any thread may use it. Only the scheduler changes `times`, `reuse`, `saved_steps`
-    and `is_second_try`.
+    Any thread may read it. Its connection takes events, and may set `stop_reason`. Only
+    the scheduler changes anything else.
     """
 
     def __init__(
@@ -16303,9 +16259,13 @@ class RequestHandle:
         self.request = request
         self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
-        self.reuse = Reuse()
-        self.saved_steps = 0  # by tokens of drafts
         self.is_second_try = False  # without the cache, after an error
+        # What of the prompt was cached when the model began with it; "-": it has not.
+        self.hit_kind: HitKind | Literal["-"] = "-"
+        self.cached_tokens = 0
+        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
+        self.disk_tokens = 0  # of those cached: loaded from the disk for it
+        self.saved_steps = 0  # by tokens of drafts
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
@@ -16317,21 +16277,18 @@ class RequestHandle:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
         self.begin(None, now)
-        self.reuse = Reuse()
+        self.hit_kind = "-"
+        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
         self.put(SecondTryEvent())
 
-    def finished_event(self, reason: EndReason) -> FinishedEvent:
-        """What is known of the request when it ends, now."""
-        seconds = self.times.seconds(time.monotonic())
-        return FinishedEvent(reason, self.reuse, seconds, self.saved_steps)
+    def end(self, end: EndReason | ServerError) -> None:
+        """Note that it is over, or has failed, and tell its connection."""
+        self.begin("ended", time.monotonic())
+        self.put(end)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
         self._events.put(event)
-
-    def put_end(self, end: EndReason | ServerError) -> None:
-        """Add the last event: it is over, or it has failed."""
-        self.put(end if isinstance(end, ServerError) else self.finished_event(end))
 
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
@@ -17129,7 +17086,8 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
     if processors:
         prompt_ids = request.key.tokens[:-1]
         context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    return TokenChoice(make_sampler(request.sampling), processors, context)
+    sampler = make_sampler(request.sampling)
+    return TokenChoice(sampler, processors, TokenBuffer(context))
 
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
@@ -17441,7 +17399,7 @@ class PromptReader:
         now = self._loaded.lockstep.now()
         with ExitStack() as taking:
             for running in requests:
-                running.handle.begin("decoding", now)
+                running.handle.begin("decode", now)
                 end = running.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
@@ -17680,7 +17638,7 @@ class Scheduler:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
-                handle.put_end(end)
+                handle.end(end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17729,7 +17687,7 @@ class Scheduler:
         if running not in self.running:  # the batch failed when it was taken out
             return
         self._leave(running, previous)
-        running.handle.put_end(end)
+        running.handle.end(end)
 
     def _take_out(self, running: RunningRequest) -> PreviousState | None:
         """Take a request out of its batch, if any; its state before the last step.
@@ -17817,7 +17775,7 @@ class Scheduler:
                 if self._may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
-                    handle.put(explanation)
+                    handle.end(explanation)
 
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
@@ -17837,7 +17795,7 @@ class Scheduler:
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
-        handle.put(self.budget.shortage(n_prompt, self.running))
+        handle.end(self.budget.shortage(n_prompt, self.running))
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
@@ -17896,12 +17854,10 @@ class Scheduler:
                 self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(
-            match.hit_kind,
-            match.cached_tokens,
-            match.matched_tokens,
-            disk_tokens=max(0, match.cached_tokens - n_in_memory),
-        )
+        handle.hit_kind = match.hit_kind
+        handle.cached_tokens = match.cached_tokens
+        handle.matched_tokens = match.matched_tokens
+        handle.disk_tokens = max(0, match.cached_tokens - n_in_memory)
         self.running.append(running)
         handle.put(offset)
 
@@ -18018,7 +17974,7 @@ class Scheduler:
         with self.guard(*requests):
             for running in requests:
                 running.started_at = min(running.started_at, began)
-                running.handle.begin("prefilling", began)
+                running.handle.begin("prefill", began)
             joint_caches: LayerCaches | None = None
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
@@ -18192,7 +18148,7 @@ class Scheduler:
             self._try_again(running.handle)
         else:
             self.cache.drop(running.entry)
-            running.handle.put(error)
+            running.handle.end(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
         """Whether a request that failed without a token gets a second try.
@@ -18943,7 +18899,7 @@ class Engine:
             if isinstance(task, _SharedTask) and task.handle is not None:
                 handles.append(task.handle)
         for handle in handles:
-            handle.put(self._explain_end())
+            handle.end(self._explain_end())
 
 
 def _check_room(scheduler: Scheduler) -> None:
@@ -23084,14 +23040,6 @@ class SessionRecord(SessionTurn):
 
 # -- a request that runs ---------------------------------------------------------------
 
-# The states of a request, as the status page names them.
-_PHASES: Final[Mapping[RequestState, str]] = {
-    "waiting": "queued",
-    "prefilling": "prefill",
-    "decoding": "decode",
-}
-
-
 MAX_PERIOD: Final = 96  # tokens that are looked for as repeated
 MIN_REPEATS: Final = 4
 MIN_REPEATED_TOKENS: Final = 64  # of all repeats together
@@ -23143,7 +23091,7 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._event: FinishedEvent | None = None  # None: it goes on
+        self._end_reason: EndReason | None = None  # None: it goes on
         self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
@@ -23155,7 +23103,7 @@ class ReplyGeneration:
         self._state.stores.live.pop(self._request.request_id, None)
         try:
             if self._ending is None:
-                self._end(self._handle.finished_event("cancelled"))
+                self._end("cancelled")
             if self._request.stream and not self._is_sent:
                 self._record_left()
         except Exception:
@@ -23173,7 +23121,7 @@ class ReplyGeneration:
             raise
         except Exception:  # of our own; close() would take it for a leaving
             if self._ending is None:
-                self._end(self._handle.finished_event("failed"))
+                self._end("failed")
             raise
         self._is_sent = True
 
@@ -23197,12 +23145,12 @@ class ReplyGeneration:
                 has_started = True
             if has_started and n_read > n_shown:
                 n_shown = n_read
-                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                seconds = self._handle.times.seconds(time.monotonic())
                 progress = PromptProgress(
                     total=self._prepared.engine_request.n_prompt,
-                    cache=self._handle.reuse.cached_tokens,
+                    cache=self._handle.cached_tokens,
                     processed=n_read,
-                    time_ms=round(1000 * prefill_seconds),
+                    time_ms=round(1000 * seconds["prefill"]),
                 )
                 events += self._formatter.progress_events(progress)
             for delta in deltas:
@@ -23234,16 +23182,16 @@ class ReplyGeneration:
                     case SecondTryEvent():
                         self._n_read = None
                         yield []
-                    case FinishedEvent(reason="cancelled"):
+                    case "cancelled":
                         raise ClientGone
-                    case FinishedEvent():
-                        is_whole = event.reason == "stop"
+                    case str():
+                        is_whole = event == "stop"
                         closes = is_whole or self._formatter.closes_cut_calls
                         deltas = self._decoder.finish(closes=closes)
                         self._end(event)
                         yield deltas
                     case ServerError():
-                        self._end(self._handle.finished_event("failed"))
+                        self._end("failed")
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
@@ -23288,7 +23236,7 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._handle.reuse.cached_tokens,
+            cached_tokens=self._handle.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )
@@ -23309,19 +23257,21 @@ class ReplyGeneration:
         now = time.monotonic()
         engine_request = self._prepared.engine_request
         prefill_times = self._state.engine.prefill_times
-        times = self._handle.times
-        has_ended = self._event is not None
-        event = self._event or self._handle.finished_event("stop")  # as if it were now
-
+        handle = self._handle
+        times = handle.times
+        seconds = times.seconds(now)
         waits = times.wait_seconds(now)
+        waited_seconds = round(sum(waits.values()) + seconds[None], 3)
         longest = max(waits, key=lambda cause: waits[cause], default=None)
-        phase = "ended" if has_ended else _PHASES[times.state]
-        cause = None
-        if phase == "queued":  # or the scheduler has not looked at it yet
-            cause = times.cause or WaitCause("queue")
+
+        phase = "ended" if self._end_reason else times.phase
+        cause: WaitCause | None = None
+        if phase == "queued":
+            cause = WaitCause("queue")  # if the scheduler has not looked at it yet
+            if isinstance(times.activity, WaitCause):
+                cause = times.activity
         n_out = len(self._decoder.token_ids)  # a client that left was not sent all
-        cached_tokens = event.reuse.cached_tokens
-        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+        decode_speed = n_out / seconds["decode"] if seconds["decode"] else 0.0
 
         return {
             "id": engine_request.request_id,
@@ -23329,18 +23279,18 @@ class ReplyGeneration:
             "session": self._prepared.session_id,
             "prompt": engine_request.n_prompt,
             "out": n_out,
-            "cached": cached_tokens,
-            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
-            "match": event.reuse.hit_kind,
-            "finish": event.reason if has_ended else "",
-            "prefill": round(event.seconds.prefilling, 3),
-            "decode": round(event.seconds.decoding, 3),
-            "waited": round(event.seconds.waiting, 3),
+            "cached": handle.cached_tokens,
+            "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
+            "match": handle.hit_kind,
+            "finish": self._end_reason or "",
+            "prefill": round(seconds["prefill"], 3),
+            "decode": round(seconds["decode"], 3),
+            "waited": waited_seconds,
             "waited_for": longest.reason if longest else None,
             "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
             "replayed": self._prepared.plan.n_replayed,
             "fallback": self._prepared.plan.refusal or None,
-            "time": time.time() if has_ended else None,
+            "time": time.time() if self._end_reason else None,
             "started_at": self._came_at,
             "seconds": round(now - self._began_at, 1),
             "phase": phase,
@@ -23348,15 +23298,15 @@ class ReplyGeneration:
             "done": self._n_read or 0,
             "first_token_seconds": self._first_token_seconds,
             "tokens_per_second": round(decode_speed, 1) or None,
-            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_seconds": waited_seconds,
             "waited_for_request": longest.request_id if longest else None,
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
             "prefill_left_seconds": (
                 self._prefill_left_seconds(now) if phase == "prefill" else None
             ),
-            "disk_tokens": event.reuse.disk_tokens,
-            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "disk_tokens": handle.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(handle.cached_tokens),
             "client": self._client,
             "title": self._title,
         }
@@ -23367,7 +23317,7 @@ class ReplyGeneration:
         It waits while others prefill and decode: as much in the rest as until now.
         """
         times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
+        n_cached = self._handle.cached_tokens
         n_read = max(self._n_read or 0, n_cached)
         seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
         if seconds is None:
@@ -23379,15 +23329,15 @@ class ReplyGeneration:
 
     # -- what is recorded of it --------------------------------------------------------
 
-    def _end(self, event: FinishedEvent) -> None:
+    def _end(self, reason: EndReason) -> None:
         """Note how it has ended, and put it wherever it belongs."""
         decoder = self._decoder
         if decoder.end == "broken":
             logger.warning("a call cannot be read: the reply ends there, as cut")
-        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
-        reason: EndReason = "length" if is_read_only else event.reason
+        self._end_reason = reason
+        if self._request.max_tokens == 0 and reason == "stop":
+            reason = "length"  # the prompt was read, and that was all
         n_calls = decoder.reader.n_calls
-        self._event = event
         self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
         try:
             self._record(self._ending.kind)
@@ -23536,25 +23486,23 @@ class ReplyGeneration:
     def _compare_with_history(self, row: RequestRow) -> None:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
-        reuse = self._handle.reuse
-        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        cached_tokens = self._handle.cached_tokens
+        n_read = max(row["done"], cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
         index = stores.session_index
         earlier = find_nearest(request, index.requests(request.session_id))
         index.add(request)
         if earlier is None:
             return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=reuse.cached_tokens
-        )
+        n_reread = count_reread_tokens(earlier, request, cached_tokens=cached_tokens)
         if n_reread < MIN_REPORTED_TOKENS:
             return
 
         reason = explain_miss(
             earlier,
             request,
-            cached_tokens=reuse.cached_tokens,
-            matched_tokens=reuse.matched_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=self._handle.matched_tokens,
         )
         reason = self._prepared.in_client_terms(reason)
         sentence = (
