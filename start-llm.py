@@ -15570,8 +15570,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # would have been sampled in its place. So a reply is the same with drafts and without,
 # greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
 # as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
-# says whether a draft is expected to pay, and how long it may be; a Drafter finds its
-# tokens.
+# says whether there may be a draft, and how long; a Drafter finds its tokens.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
@@ -15579,7 +15578,11 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
 # there is one, for all requests. It reads the conversation that it was asked about
 # last. A draft need not be accepted, so of a long conversation it reads the tail only:
-# its KV has a bound.
+# its KV has a bound. A third kind, a head that guesses from hidden states (MTP), would be
+# a Drafter, too, and get those of what was accepted from TokenGenerator's calls.
+#
+# Dropped: an expected speed by the share of tokens that were accepted, three lengths,
+# and pauses. On real edits (draft_edits.py) the account alone is as good or better.
 #
 # Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
 #          DraftCosts, can_draft
@@ -15594,19 +15597,11 @@ _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look thr
 _ROOM_TOKENS: Final = 4096  # that a full history grows by
 _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 
-# Lengths: with y before them, copies take calls of 32, 16 and 8 tokens. A model's are
-# shorter, since each of their tokens takes a call of it.
-_COPY_LENGTHS: Final = (31, 15, 7)
-_MODEL_LENGTHS: Final = (7, 4, 2)
-
-# Whether a draft pays. The share of its tokens that are accepted begins with a guess,
-# and is a moving mean. Costs are in plain steps.
-_FIRST_SHARE: Final = 0.9
-_FIRST_MODEL_SHARE: Final = 0.7
-_SHARE_FACTOR: Final = 0.99  # on each measured share: it must stay below 1
-_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_UNKNOWN_COST: Final = 2.0  # of a step with a draft, until it was measured
-_FADING: Final = 0.98  # of a cost at each long pause, until it is measured again
+# Lengths: the usual one, and that after a draft that was right to its end. With y before
+# them, copies take calls of 16 and 32 tokens. A model's are shorter, since each of their
+# tokens takes a call of it.
+_COPY_LENGTHS: Final = (15, 31)
+_MODEL_LENGTHS: Final = (4, 7)
 
 # A reply's account of plain steps: what it begins with, what is spent, what it earns. A
 # model first has to read the conversation.
@@ -15614,8 +15609,8 @@ _FIRST_BALANCE: Final = 8.0
 _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
-_PAUSE_TOKENS: Final = 4  # without a draft, after such a y
-_LONG_PAUSE_TOKENS: Final = 256  # where no length is expected to pay
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
 _MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
@@ -15641,11 +15636,11 @@ class DraftCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
-        self._fading: dict[int, float] = {}  # what faded since it was measured
+        self._n_measured = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether plain steps were measured; `plain_steps` needs it."""
+        """Whether plain steps were measured; `in_plain_steps` needs it."""
         return 1 in self._seconds
 
     def measure(self, n_fed: int, seconds: float) -> bool:
@@ -15653,34 +15648,26 @@ class DraftCosts:
         if n_fed not in self._begun:
             self._begun.add(n_fed)  # the first may have compiled kernels
             return False
-        has_faded = self._fading.pop(n_fed, None) is not None
-        mean = seconds if has_faded else self._seconds.get(n_fed, seconds)
+        mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        self._n_measured += 1
+        if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
+            self._seconds = {1: self._seconds[1]}
         return True
-
-    def plain_steps(self, *, n_draft: int) -> float:
-        """How many plain steps take as long as one with so long a draft."""
-        n_fed = n_draft + 1
-        if n_fed not in self._seconds:
-            return _UNKNOWN_COST
-        return self.in_plain_steps(self._seconds[n_fed] * self._fading.get(n_fed, 1.0))
 
     def in_plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long."""
         return seconds / self._seconds[1]
 
-    def fade(self) -> None:
-        """Take costs for smaller, so that what was slow once is tried again some day.
-
-        A length that takes 30 plain steps is, after 57 fadings.
-        """
-        for n_fed in self._seconds:
-            if n_fed > 1:
-                self._fading[n_fed] = self._fading.get(n_fed, 1.0) * _FADING
+    def can_pay(self, n_draft: int) -> bool:
+        """Whether a draft of this length would pay if it were right to its end."""
+        n_fed = n_draft + 1
+        seconds = self._seconds.get(n_fed)
+        return seconds is None or self.in_plain_steps(seconds) < n_fed
 
 
 class DraftBudget:
-    """Whether the next draft of a reply is expected to pay, and how long it may be.
+    """Whether there may be another draft in this reply, and how long it may be.
 
     Drafts may lose what they have gained in this reply, and a hundredth of its time.
     `balance` counts that in plain steps; there is no draft while it is below 0:
@@ -15691,42 +15678,18 @@ class DraftBudget:
     """
 
     def __init__(
-        self, costs: DraftCosts, *, first_share: float, balance: float
+        self, costs: DraftCosts, *, lengths: tuple[int, int], balance: float
     ) -> None:
-        """`first_share`: of draft tokens, how many are accepted, until it is known."""
+        """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = balance
-        self._first_share = first_share
-        self._share_accepted = first_share
-        self._pauses_until = 0  # this length of the history
-        self._chosen_length = 0
+        self._lengths = lengths
+        self._length = lengths[0]  # of the next draft
 
-    def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
-        """The length that pays best; 0 during a pause, and where none pays."""
-        is_pausing = n_history < self._pauses_until or self.balance < 0
-        if is_pausing or not self.costs.is_known:
-            return 0
-        length = max(lengths, key=self.speedup)
-        if self.speedup(length) > 1.0:
-            self._chosen_length = length
-            return length
-        self.pause(n_history + _LONG_PAUSE_TOKENS)
-        self._share_accepted = self._first_share
-        self.costs.fade()
-        return 0
-
-    def speedup(self, n_draft: int) -> float:
-        """Expected speed with drafts of this length; 1.0: as fast as plain steps.
-
-        A token of a draft is tried when the one before it was accepted.
-        """
-        share = self._share_accepted
-        n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
-        return n_expected / self.costs.plain_steps(n_draft=n_draft)
-
-    def pause(self, until: int) -> None:
-        """Allow no draft before the history has this length."""
-        self._pauses_until = max(self._pauses_until, until)
+    def choose_length(self) -> int:
+        """How long the next draft may be; 0: there is none."""
+        is_allowed = self.costs.is_known and self.balance >= 0
+        return self._length if is_allowed and self.costs.can_pay(self._length) else 0
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
@@ -15738,11 +15701,11 @@ class DraftBudget:
 
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
-        n_tried = min(n_accepted + 1, n_draft)  # what comes after says nothing
-        share = _SHARE_FACTOR * n_accepted / n_tried
-        self._share_accepted += _NEW_WEIGHT * (share - self._share_accepted)
-        if self.costs.measure(self._chosen_length + 1, seconds):
+        if self.costs.measure(self._length + 1, seconds):
             self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+        usual, long = self._lengths
+        was_right = n_accepted == n_draft
+        self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
@@ -15803,11 +15766,6 @@ class Drafter:
         self._metrics.bump("draft_tokens_accepted", n_accepted)
         self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
-    def _choose_length(self, lengths: Iterable[int], max_tokens: int) -> int:
-        """How long the next draft may be; 0: there is none."""
-        n_draft = self.budget.choose_length(lengths, n_history=self._n_history)
-        return max(0, min(n_draft, max_tokens))
-
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
         for place, token_id in enumerate(token_ids):
@@ -15835,7 +15793,7 @@ class CopyDrafter(Drafter):
         super().__init__(
             _join(prompt, others),
             end_ids=end_ids,
-            budget=DraftBudget(costs, first_share=_FIRST_SHARE, balance=_FIRST_BALANCE),
+            budget=DraftBudget(costs, lengths=_COPY_LENGTHS, balance=_FIRST_BALANCE),
             metrics=metrics,
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
@@ -15844,8 +15802,8 @@ class CopyDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
-        n_draft = self._choose_length(_COPY_LENGTHS, max_tokens)
-        if not n_draft:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0:
             return []
 
         y_and_draft = self._find_copy(1 + n_draft)
@@ -15853,7 +15811,6 @@ class CopyDrafter(Drafter):
             return []
         if y_and_draft[0] != wait_for_y():
             self.budget.balance -= _WAIT_COST
-            self.budget.pause(self._n_history + _PAUSE_TOKENS)
             return []
         return y_and_draft[1:]
 
@@ -15904,22 +15861,20 @@ class ModelDrafter(Drafter):
         metrics: CacheMetrics,
     ) -> None:
         budget = DraftBudget(
-            draft_model.costs,
-            first_share=_FIRST_MODEL_SHARE,
-            balance=_FIRST_MODEL_BALANCE,
+            draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
         )
         super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
         self._tenant = tenant
         self._drafting_seconds = 0.0  # that the last draft took
+        self._has_drafted = False
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self._choose_length(_MODEL_LENGTHS, max_tokens)
-        if not n_draft or self._draft_model.has_failed:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0 or self._draft_model.has_failed:
             return []
         if not self._draft_model.can_read(self._history):
-            self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
             return []
 
         y = wait_for_y()
@@ -15937,6 +15892,9 @@ class ModelDrafter(Drafter):
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
+        if not self._has_drafted:  # what reading has left is not for wrong drafts
+            self._has_drafted = True
+            self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
