@@ -3739,7 +3739,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4039,6 +4039,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4151,7 +4152,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4166,6 +4170,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4190,6 +4212,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4197,18 +4220,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4297,6 +4326,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4634,7 +4664,7 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
 # Of the table and the values. A file of another one is begun anew.
-_RECORD_FORMAT: Final = 2
+_RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -7011,26 +7041,53 @@ class PrivateValue(NamedTuple):
     value: str
 
 
+# A place is no key of an object of JSON: they are saved as a list of items.
+type _PinnedTexts = Annotated[
+    Mapping[FieldPlace, set[str]],
+    PlainValidator(
+        lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+    ),
+    PlainSerializer(lambda pinned: list(pinned.items())),
+]
+
+
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    # A place is no key of an object of JSON: it is saved as a list of items.
-    pinned: Annotated[
-        Mapping[FieldPlace, set[str]],
-        PlainValidator(
-            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
-        ),
-        PlainSerializer(lambda pinned: list(pinned.items())),
-    ] = {}
-    notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
+    pinned: _PinnedTexts
+    notes: tuple[str, ...]  # in the order in which they were stated
+    private: frozenset[PrivateValue]  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
+    def since(self, earlier: StatedValues) -> StatedChanges:
+        """What the messages after `earlier` have changed."""
+        withdrawn = frozenset(earlier.notes).difference(self.notes)
+        n_kept = sum(text not in withdrawn for text in earlier.notes)
+        return StatedChanges(
+            pinned={
+                place: texts
+                for place, texts in self.pinned.items()
+                if earlier.pinned.get(place) != texts
+            },
+            withdrawn=withdrawn,
+            new_notes=self.notes[n_kept:],
+            private=self.private - earlier.private,
+        )
 
-NOTHING_STATED: Final = StatedValues()
+
+class StatedChanges(NamedTuple):
+    """How a part of a prompt changes what the prompt states."""
+
+    pinned: _PinnedTexts  # in the place of older ones
+    withdrawn: frozenset[str]  # notes that were stated, and count no more
+    new_notes: tuple[str, ...]
+    private: frozenset[PrivateValue]
+
+
+NOTHING_STATED: Final = StatedValues({}, (), frozenset())
 
 
 class Restated(NamedTuple):
@@ -7083,9 +7140,15 @@ def restate_messages(
         # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
-    pinned = _merge_pinned(messages, stated)
-    private = stated.private | _private_values(messages)
-    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
+    newest_pinned: dict[FieldPlace, set[str]] = {}
+    for place, pinned in _pinned_fields(messages):
+        newest_pinned.setdefault(place, set()).add(pinned.value)
+    now_stated = StatedValues(
+        pinned={**stated.pinned, **newest_pinned},
+        notes=(*old_notes, *new_notes),
+        private=stated.private | _private_values(messages),
+    )
+    return Restated(copies, now_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7154,17 +7217,6 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     return "\n".join(dict.fromkeys(lines))
 
 
-def _merge_pinned(
-    messages: Sequence[CanonicalMessage], stated: StatedValues
-) -> Mapping[FieldPlace, set[str]]:
-    """The pinned values once these are stated; if none is new, the object is shared."""
-    updates: dict[FieldPlace, set[str]] = {}
-    for place, pinned in _pinned_fields(messages):
-        updates.setdefault(place, set()).add(pinned.value)
-    merged = {**stated.pinned, **updates}
-    return stated.pinned if merged == stated.pinned else merged
-
-
 def _note_texts(messages: Iterable[CanonicalMessage]) -> list[str]:
     return [note.text for message in messages for note in message.notes]
 
@@ -7187,7 +7239,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7206,6 +7258,9 @@ class LedgerRecord:
     """
 
     parent: LedgerRecord | None = None
+    part_of: LedgerRecord | None = (
+        None  # of what Transcript.cut_to() has cut: the whole
+    )
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
@@ -7263,7 +7318,8 @@ class GeneratedReply:
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
-    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
+    # Of the prompt; of a transcript those that its parents do not have.
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7279,36 +7335,19 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    stated: StatedValues
+    changes: StatedChanges  # of what the prompt of its parent states
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    # The record that cut_to() has cut.
-    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
         """As in a Conversation."""
         return self.session_id if self.is_named else ""
-
-    @cached_property
-    def nbytes(self) -> int:
-        n_stated = len(self.stated.private)
-        if self.stated.pinned is not _stated_by(self.parent).pinned:
-            n_stated += len(self.stated.pinned)  # else the parent counts them
-        # The size of new notes is not counted, but taken to be 4 bytes a new token.
-        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
-        n_small += 4 * len(self.prompt_ids)
-        reply = self.reply
-        shown = (reply.shown_text, reply.shown_ends)
-        return (
-            _RECORD_BYTES
-            + n_small
-            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
-        )
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
@@ -7327,6 +7366,24 @@ class Transcript(LedgerRecord):
         """Of all its messages, see new_thinking."""
         parts = [transcript.new_thinking for transcript in self.transcripts()]
         return list(chain.from_iterable(parts))
+
+    def block_hashes(self) -> list[bytes]:
+        """Of its prompt, as far as they are known: see TOKEN HASHES."""
+        parts = [transcript.reply.block_hashes for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
+
+    def stated(self) -> StatedValues:
+        """What its prompt states. why(L-215): that of its parents is theirs."""
+        pinned: dict[FieldPlace, set[str]] = {}
+        notes: list[str] = []
+        private: set[PrivateValue] = set()
+        for transcript in self.transcripts():
+            changes = transcript.changes
+            pinned.update(changes.pinned)
+            notes = [text for text in notes if text not in changes.withdrawn]
+            notes += changes.new_notes
+            private |= changes.private
+        return StatedValues(pinned, tuple(notes), frozenset(private))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7359,17 +7416,13 @@ class Transcript(LedgerRecord):
         return (
             self.session_id == other.session_id
             and self.is_named == other.is_named
-            and self.stated == other.stated
+            and self.stated() == other.stated()
             and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
             and np.array_equal(self.token_ids(), other.token_ids())
         )
-
-
-def _stated_by(record: LedgerRecord | None) -> StatedValues:
-    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7413,8 +7466,6 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
     record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
-    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
-        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7441,7 +7492,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7456,26 +7510,44 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
     # stated more: clients drop notes as they grow old.
     call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(transcript.stated.notes):
+    if not set(notes).issubset(stated.notes):
+        return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
-    unsent = transcript.stated.private - _private_values(messages)
+    unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(transcript.stated.private)
+    has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7504,24 +7576,15 @@ class Mismatch(NamedTuple):
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
     """How badly this one fits."""
+    stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not transcript.stated.has_pinned(place, pinned.value):
+        if not stated.has_pinned(place, pinned.value):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
-    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    n_unsent = len(set(stated.notes).difference(sent_notes))
     is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
-
-
-def _conversation_tools_key(
-    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
-) -> bytes:
-    """The key under which a conversation has its tools; b"" before its first call."""
-    for message, context in zip(messages, contexts[1:], strict=True):
-        if "tool_calls" in message.original:
-            return _digest("tools", context.all_messages)
-    return b""
 
 
 def _thinking_keys(
@@ -7639,7 +7702,11 @@ class Ledger:
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, contexts)
+        conversation_key = b""  # of the first call, where it has one
+        for message, context in zip(messages, contexts[1:], strict=True):
+            if "tool_calls" in message.original:
+                conversation_key = _digest("tools", context.all_messages)
+                break
         if not tools:
             with self._ledger_lock:
                 start = self._find_start(conversation_key, RenderedTools)
@@ -7719,21 +7786,29 @@ class Ledger:
         If the client has left it, what it sends back may be shorter: it lies under the
         key of its prompt.
         """
-        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        last_call_id = ""
+        stated_before = NOTHING_STATED
+        n_hashes = 0
+        if plan.transcript:
+            last_call_id = plan.transcript.last_call_id
+            stated_before = plan.transcript.stated()
+            n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
             parent=plan.transcript,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
-            reply=generated,
+            reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            stated=plan.stated,
+            changes=plan.stated.since(stated_before),
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
@@ -7776,7 +7851,7 @@ class Ledger:
         with self._ledger_lock:
             for n in range(newest_index, n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated.private - private
+                    unsent = transcript.stated().private - private
                     if unsent and not may_replay(transcript, conversation):
                         return min(unsent).place.rule
         return ""
@@ -8146,7 +8221,7 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated)
+        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -22536,7 +22611,7 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = plan.transcript.block_hashes()
         first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()

@@ -497,7 +497,7 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     check_all_finish(b, [running], 60)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, at_night(False)])
 def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_first):
     """All KV fits; that copies of it would not is no reason to end one of them (L-79)."""
     b = bench("qwen3", memory_limit_bytes=8 << 20)
