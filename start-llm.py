@@ -3752,7 +3752,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4052,6 +4052,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4164,7 +4165,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4179,6 +4183,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4203,6 +4225,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4210,18 +4233,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4310,6 +4339,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4647,7 +4677,7 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
 # Of the table and the values. A file of another one is begun anew.
-_RECORD_FORMAT: Final = 2
+_RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -7024,26 +7054,53 @@ class PrivateValue(NamedTuple):
     value: str
 
 
+# A place is no key of an object of JSON: they are saved as a list of items.
+type _PinnedTexts = Annotated[
+    Mapping[FieldPlace, set[str]],
+    PlainValidator(
+        lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+    ),
+    PlainSerializer(lambda pinned: list(pinned.items())),
+]
+
+
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    # A place is no key of an object of JSON: it is saved as a list of items.
-    pinned: Annotated[
-        Mapping[FieldPlace, set[str]],
-        PlainValidator(
-            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
-        ),
-        PlainSerializer(lambda pinned: list(pinned.items())),
-    ] = {}
-    notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
+    pinned: _PinnedTexts
+    notes: tuple[str, ...]  # in the order in which they were stated
+    private: frozenset[PrivateValue]  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
+    def since(self, earlier: StatedValues) -> StatedChanges:
+        """What the messages after `earlier` have changed."""
+        withdrawn = frozenset(earlier.notes).difference(self.notes)
+        n_kept = sum(text not in withdrawn for text in earlier.notes)
+        return StatedChanges(
+            pinned={
+                place: texts
+                for place, texts in self.pinned.items()
+                if earlier.pinned.get(place) != texts
+            },
+            withdrawn=withdrawn,
+            new_notes=self.notes[n_kept:],
+            private=self.private - earlier.private,
+        )
 
-NOTHING_STATED: Final = StatedValues()
+
+class StatedChanges(NamedTuple):
+    """How a part of a prompt changes what the prompt states."""
+
+    pinned: _PinnedTexts  # in the place of older ones
+    withdrawn: frozenset[str]  # notes that were stated, and count no more
+    new_notes: tuple[str, ...]
+    private: frozenset[PrivateValue]
+
+
+NOTHING_STATED: Final = StatedValues({}, (), frozenset())
 
 
 class Restated(NamedTuple):
@@ -7096,9 +7153,15 @@ def restate_messages(
         # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
-    pinned = _merge_pinned(messages, stated)
-    private = stated.private | _private_values(messages)
-    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
+    newest_pinned: dict[FieldPlace, set[str]] = {}
+    for place, pinned in _pinned_fields(messages):
+        newest_pinned.setdefault(place, set()).add(pinned.value)
+    now_stated = StatedValues(
+        pinned={**stated.pinned, **newest_pinned},
+        notes=(*old_notes, *new_notes),
+        private=stated.private | _private_values(messages),
+    )
+    return Restated(copies, now_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7167,17 +7230,6 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     return "\n".join(dict.fromkeys(lines))
 
 
-def _merge_pinned(
-    messages: Sequence[CanonicalMessage], stated: StatedValues
-) -> Mapping[FieldPlace, set[str]]:
-    """The pinned values once these are stated; if none is new, the object is shared."""
-    updates: dict[FieldPlace, set[str]] = {}
-    for place, pinned in _pinned_fields(messages):
-        updates.setdefault(place, set()).add(pinned.value)
-    merged = {**stated.pinned, **updates}
-    return stated.pinned if merged == stated.pinned else merged
-
-
 def _note_texts(messages: Iterable[CanonicalMessage]) -> list[str]:
     return [note.text for message in messages for note in message.notes]
 
@@ -7200,7 +7252,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7219,6 +7271,9 @@ class LedgerRecord:
     """
 
     parent: LedgerRecord | None = None
+    part_of: LedgerRecord | None = (
+        None  # of what Transcript.cut_to() has cut: the whole
+    )
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
@@ -7276,7 +7331,8 @@ class GeneratedReply:
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
-    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
+    # Of the prompt; of a transcript those that its parents do not have.
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7292,36 +7348,19 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    stated: StatedValues
+    changes: StatedChanges  # of what the prompt of its parent states
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    # The record that cut_to() has cut.
-    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
         """As in a Conversation."""
         return self.session_id if self.is_named else ""
-
-    @cached_property
-    def nbytes(self) -> int:
-        n_stated = len(self.stated.private)
-        if self.stated.pinned is not _stated_by(self.parent).pinned:
-            n_stated += len(self.stated.pinned)  # else the parent counts them
-        # The size of new notes is not counted, but taken to be 4 bytes a new token.
-        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
-        n_small += 4 * len(self.prompt_ids)
-        reply = self.reply
-        shown = (reply.shown_text, reply.shown_ends)
-        return (
-            _RECORD_BYTES
-            + n_small
-            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
-        )
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
@@ -7340,6 +7379,24 @@ class Transcript(LedgerRecord):
         """Of all its messages, see new_thinking."""
         parts = [transcript.new_thinking for transcript in self.transcripts()]
         return list(chain.from_iterable(parts))
+
+    def block_hashes(self) -> list[bytes]:
+        """Of its prompt, as far as they are known: see TOKEN HASHES."""
+        parts = [transcript.reply.block_hashes for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
+
+    def stated(self) -> StatedValues:
+        """What its prompt states. why(L-215): that of its parents is theirs."""
+        pinned: dict[FieldPlace, set[str]] = {}
+        notes: list[str] = []
+        private: set[PrivateValue] = set()
+        for transcript in self.transcripts():
+            changes = transcript.changes
+            pinned.update(changes.pinned)
+            notes = [text for text in notes if text not in changes.withdrawn]
+            notes += changes.new_notes
+            private |= changes.private
+        return StatedValues(pinned, tuple(notes), frozenset(private))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7372,17 +7429,13 @@ class Transcript(LedgerRecord):
         return (
             self.session_id == other.session_id
             and self.is_named == other.is_named
-            and self.stated == other.stated
+            and self.stated() == other.stated()
             and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
             and np.array_equal(self.token_ids(), other.token_ids())
         )
-
-
-def _stated_by(record: LedgerRecord | None) -> StatedValues:
-    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7426,8 +7479,6 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
     record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
-    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
-        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7454,7 +7505,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7469,26 +7523,44 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
     # stated more: clients drop notes as they grow old.
     call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(transcript.stated.notes):
+    if not set(notes).issubset(stated.notes):
+        return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
-    unsent = transcript.stated.private - _private_values(messages)
+    unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(transcript.stated.private)
+    has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7517,24 +7589,15 @@ class Mismatch(NamedTuple):
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
     """How badly this one fits."""
+    stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not transcript.stated.has_pinned(place, pinned.value):
+        if not stated.has_pinned(place, pinned.value):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
-    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    n_unsent = len(set(stated.notes).difference(sent_notes))
     is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
-
-
-def _conversation_tools_key(
-    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
-) -> bytes:
-    """The key under which a conversation has its tools; b"" before its first call."""
-    for message, context in zip(messages, contexts[1:], strict=True):
-        if "tool_calls" in message.original:
-            return _digest("tools", context.all_messages)
-    return b""
 
 
 def _thinking_keys(
@@ -7652,7 +7715,11 @@ class Ledger:
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, contexts)
+        conversation_key = b""  # of the first call, where it has one
+        for message, context in zip(messages, contexts[1:], strict=True):
+            if "tool_calls" in message.original:
+                conversation_key = _digest("tools", context.all_messages)
+                break
         if not tools:
             with self._ledger_lock:
                 start = self._find_start(conversation_key, RenderedTools)
@@ -7732,21 +7799,29 @@ class Ledger:
         If the client has left it, what it sends back may be shorter: it lies under the
         key of its prompt.
         """
-        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        last_call_id = ""
+        stated_before = NOTHING_STATED
+        n_hashes = 0
+        if plan.transcript:
+            last_call_id = plan.transcript.last_call_id
+            stated_before = plan.transcript.stated()
+            n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
             parent=plan.transcript,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
-            reply=generated,
+            reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            stated=plan.stated,
+            changes=plan.stated.since(stated_before),
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
@@ -7789,7 +7864,7 @@ class Ledger:
         with self._ledger_lock:
             for n in range(newest_index, n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated.private - private
+                    unsent = transcript.stated().private - private
                     if unsent and not may_replay(transcript, conversation):
                         return min(unsent).place.rule
         return ""
@@ -8159,7 +8234,7 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated)
+        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -15336,8 +15411,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # would have been sampled in its place. So a reply is the same with drafts and without,
 # greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
 # as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
-# says whether a draft is expected to pay, and how long it may be; a Drafter finds its
-# tokens.
+# says whether there may be a draft, and how long; a Drafter finds its tokens.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
@@ -15345,7 +15419,11 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
 # there is one, for all requests. It reads the conversation that it was asked about
 # last. A draft need not be accepted, so of a long conversation it reads the tail only:
-# its KV has a bound.
+# its KV has a bound. A third kind, a head that guesses from hidden states (MTP), would be
+# a Drafter, too, and get those of what was accepted from TokenGenerator's calls.
+#
+# Dropped: an expected speed by the share of tokens that were accepted, three lengths,
+# and pauses. On real edits (draft_edits.py) the account alone is as good or better.
 #
 # Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
 #          DraftCosts, can_draft
@@ -15360,19 +15438,11 @@ _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look thr
 _ROOM_TOKENS: Final = 4096  # that a full history grows by
 _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 
-# Lengths: with y before them, copies take calls of 32, 16 and 8 tokens. A model's are
-# shorter, since each of their tokens takes a call of it.
-_COPY_LENGTHS: Final = (31, 15, 7)
-_MODEL_LENGTHS: Final = (7, 4, 2)
-
-# Whether a draft pays. The share of its tokens that are accepted begins with a guess,
-# and is a moving mean. Costs are in plain steps.
-_FIRST_SHARE: Final = 0.9
-_FIRST_MODEL_SHARE: Final = 0.7
-_SHARE_FACTOR: Final = 0.99  # on each measured share: it must stay below 1
-_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_UNKNOWN_COST: Final = 2.0  # of a step with a draft, until it was measured
-_FADING: Final = 0.98  # of a cost at each long pause, until it is measured again
+# Lengths: the usual one, and that after a draft that was right to its end. With y before
+# them, copies take calls of 16 and 32 tokens. A model's are shorter, since each of their
+# tokens takes a call of it.
+_COPY_LENGTHS: Final = (15, 31)
+_MODEL_LENGTHS: Final = (4, 7)
 
 # A reply's account of plain steps: what it begins with, what is spent, what it earns. A
 # model first has to read the conversation.
@@ -15380,8 +15450,8 @@ _FIRST_BALANCE: Final = 8.0
 _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
-_PAUSE_TOKENS: Final = 4  # without a draft, after such a y
-_LONG_PAUSE_TOKENS: Final = 256  # where no length is expected to pay
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
 _MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
@@ -15407,11 +15477,11 @@ class DraftCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
-        self._fading: dict[int, float] = {}  # what faded since it was measured
+        self._n_measured = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether plain steps were measured; `plain_steps` needs it."""
+        """Whether plain steps were measured; `in_plain_steps` needs it."""
         return 1 in self._seconds
 
     def measure(self, n_fed: int, seconds: float) -> bool:
@@ -15419,34 +15489,26 @@ class DraftCosts:
         if n_fed not in self._begun:
             self._begun.add(n_fed)  # the first may have compiled kernels
             return False
-        has_faded = self._fading.pop(n_fed, None) is not None
-        mean = seconds if has_faded else self._seconds.get(n_fed, seconds)
+        mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        self._n_measured += 1
+        if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
+            self._seconds = {1: self._seconds[1]}
         return True
-
-    def plain_steps(self, *, n_draft: int) -> float:
-        """How many plain steps take as long as one with so long a draft."""
-        n_fed = n_draft + 1
-        if n_fed not in self._seconds:
-            return _UNKNOWN_COST
-        return self.in_plain_steps(self._seconds[n_fed] * self._fading.get(n_fed, 1.0))
 
     def in_plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long."""
         return seconds / self._seconds[1]
 
-    def fade(self) -> None:
-        """Take costs for smaller, so that what was slow once is tried again some day.
-
-        A length that takes 30 plain steps is, after 57 fadings.
-        """
-        for n_fed in self._seconds:
-            if n_fed > 1:
-                self._fading[n_fed] = self._fading.get(n_fed, 1.0) * _FADING
+    def can_pay(self, n_draft: int) -> bool:
+        """Whether a draft of this length would pay if it were right to its end."""
+        n_fed = n_draft + 1
+        seconds = self._seconds.get(n_fed)
+        return seconds is None or self.in_plain_steps(seconds) < n_fed
 
 
 class DraftBudget:
-    """Whether the next draft of a reply is expected to pay, and how long it may be.
+    """Whether there may be another draft in this reply, and how long it may be.
 
     Drafts may lose what they have gained in this reply, and a hundredth of its time.
     `balance` counts that in plain steps; there is no draft while it is below 0:
@@ -15457,42 +15519,18 @@ class DraftBudget:
     """
 
     def __init__(
-        self, costs: DraftCosts, *, first_share: float, balance: float
+        self, costs: DraftCosts, *, lengths: tuple[int, int], balance: float
     ) -> None:
-        """`first_share`: of draft tokens, how many are accepted, until it is known."""
+        """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = balance
-        self._first_share = first_share
-        self._share_accepted = first_share
-        self._pauses_until = 0  # this length of the history
-        self._chosen_length = 0
+        self._lengths = lengths
+        self._length = lengths[0]  # of the next draft
 
-    def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
-        """The length that pays best; 0 during a pause, and where none pays."""
-        is_pausing = n_history < self._pauses_until or self.balance < 0
-        if is_pausing or not self.costs.is_known:
-            return 0
-        length = max(lengths, key=self.speedup)
-        if self.speedup(length) > 1.0:
-            self._chosen_length = length
-            return length
-        self.pause(n_history + _LONG_PAUSE_TOKENS)
-        self._share_accepted = self._first_share
-        self.costs.fade()
-        return 0
-
-    def speedup(self, n_draft: int) -> float:
-        """Expected speed with drafts of this length; 1.0: as fast as plain steps.
-
-        A token of a draft is tried when the one before it was accepted.
-        """
-        share = self._share_accepted
-        n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
-        return n_expected / self.costs.plain_steps(n_draft=n_draft)
-
-    def pause(self, until: int) -> None:
-        """Allow no draft before the history has this length."""
-        self._pauses_until = max(self._pauses_until, until)
+    def choose_length(self) -> int:
+        """How long the next draft may be; 0: there is none."""
+        is_allowed = self.costs.is_known and self.balance >= 0
+        return self._length if is_allowed and self.costs.can_pay(self._length) else 0
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
@@ -15504,11 +15542,11 @@ class DraftBudget:
 
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
-        n_tried = min(n_accepted + 1, n_draft)  # what comes after says nothing
-        share = _SHARE_FACTOR * n_accepted / n_tried
-        self._share_accepted += _NEW_WEIGHT * (share - self._share_accepted)
-        if self.costs.measure(self._chosen_length + 1, seconds):
+        if self.costs.measure(self._length + 1, seconds):
             self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+        usual, long = self._lengths
+        was_right = n_accepted == n_draft
+        self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
@@ -15569,11 +15607,6 @@ class Drafter:
         self._metrics.bump("draft_tokens_accepted", n_accepted)
         self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
-    def _choose_length(self, lengths: Iterable[int], max_tokens: int) -> int:
-        """How long the next draft may be; 0: there is none."""
-        n_draft = self.budget.choose_length(lengths, n_history=self._n_history)
-        return max(0, min(n_draft, max_tokens))
-
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
         for place, token_id in enumerate(token_ids):
@@ -15601,7 +15634,7 @@ class CopyDrafter(Drafter):
         super().__init__(
             _join(prompt, others),
             end_ids=end_ids,
-            budget=DraftBudget(costs, first_share=_FIRST_SHARE, balance=_FIRST_BALANCE),
+            budget=DraftBudget(costs, lengths=_COPY_LENGTHS, balance=_FIRST_BALANCE),
             metrics=metrics,
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
@@ -15610,8 +15643,8 @@ class CopyDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
-        n_draft = self._choose_length(_COPY_LENGTHS, max_tokens)
-        if not n_draft:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0:
             return []
 
         y_and_draft = self._find_copy(1 + n_draft)
@@ -15619,7 +15652,6 @@ class CopyDrafter(Drafter):
             return []
         if y_and_draft[0] != wait_for_y():
             self.budget.balance -= _WAIT_COST
-            self.budget.pause(self._n_history + _PAUSE_TOKENS)
             return []
         return y_and_draft[1:]
 
@@ -15670,22 +15702,20 @@ class ModelDrafter(Drafter):
         metrics: CacheMetrics,
     ) -> None:
         budget = DraftBudget(
-            draft_model.costs,
-            first_share=_FIRST_MODEL_SHARE,
-            balance=_FIRST_MODEL_BALANCE,
+            draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
         )
         super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
         self._tenant = tenant
         self._drafting_seconds = 0.0  # that the last draft took
+        self._has_drafted = False
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self._choose_length(_MODEL_LENGTHS, max_tokens)
-        if not n_draft or self._draft_model.has_failed:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0 or self._draft_model.has_failed:
             return []
         if not self._draft_model.can_read(self._history):
-            self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
             return []
 
         y = wait_for_y()
@@ -15703,6 +15733,9 @@ class ModelDrafter(Drafter):
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
+        if not self._has_drafted:  # what reading has left is not for wrong drafts
+            self._has_drafted = True
+            self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
@@ -15897,8 +15930,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 # -- 1 requests ------------------------------------------------------------------------
 
-MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
-
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16059,13 +16090,6 @@ class RequestHandle:
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
-
-    def read_stop_reason(self) -> EndReason | None:
-        """Why its connection wants it to end, or does not read it; None: it goes on."""
-        if self.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16628,13 +16652,6 @@ class AcceptedTokens(NamedTuple):
     token_ids: list[int]
 
 
-class PreviousState(NamedTuple):
-    """The state of a request before the last step of its batch."""
-
-    position: int
-    state: StateCheckpoint
-
-
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch.
 
@@ -16655,9 +16672,10 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._held_state: LayerCaches | None = None  # before the last step
-        # By request: its row in that state, and its position then.
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Before the last step; None: the model has none, or none is known. Of windows
+        # none is held.
+        self.held_state: LayerCaches | None = None
+        self.held_positions: list[int] = []  # of its rows
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16723,11 +16741,10 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        self.held_state = hold_recurrent_state(self._generator.layer_caches)
+        self.held_positions = [
+            running.num_computed_tokens - n_pending for running in self.requests
+        ]
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16813,23 +16830,13 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._held_state = None
+        self.held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> PreviousState | None:
-        """Give a request its KV back, and take it out of the batch.
-
-        None: the model has no state, or none is known from before the last step. Of
-        windows none is held.
-        """
-        previous = None
-        if self._held_state is not None:
-            previous_row, position = self._held_rows[running]
-            state = copy_state(self._held_state, row=previous_row)
-            previous = PreviousState(position, state)
-
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
         row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
@@ -16843,7 +16850,6 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -17379,11 +17385,10 @@ class Scheduler:
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
         reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+            "stop", lambda: [handle.stop_reason for handle in handles]
         )
         stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_waiting(now, stop_reasons)
-        self._end_running(now, stop_reasons)
+        self._end_some(now, stop_reasons)
         self._admit_waiting(now)
 
         began = self._now()
@@ -17394,10 +17399,10 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(
+    def _end_some(
         self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
     ) -> None:
-        """End waiting requests that are cancelled, or that have waited too long."""
+        """End requests that are cancelled, overdue or not read any more."""
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if stop_reasons[handle] is not None:
@@ -17405,6 +17410,20 @@ class Scheduler:
             if end is not None:
                 self.waiting.remove(handle)
                 handle.end(end)
+
+        max_seconds = self.config.generation_watchdog_seconds or math.inf
+        for running in list(self.running):
+            end = stop_reasons[running.handle]
+            if end is None and not running.has_begun:
+                end = self._find_timeout(running.handle, now)
+            # why(L-87): the deadline does not count the wait for the first slice.
+            elif end is None and now - running.started_at > max_seconds:
+                logger.warning(
+                    "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
+                )
+                end = "deadline"
+            if end is not None:
+                self._finish(running, end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17414,30 +17433,6 @@ class Scheduler:
             return None
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
-
-    def _end_running(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End running requests that are cancelled, overdue or not read any more."""
-        for running in list(self.running):
-            end = stop_reasons[running.handle] or self._find_end(running, now)
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_end(
-        self, running: RunningRequest, now: float
-    ) -> EndReason | ServerError | None:
-        """Why a request must end that nobody has stopped; None: it goes on."""
-        if not running.has_begun:
-            return self._find_timeout(running.handle, now)
-
-        # why(L-87): the deadline does not count the wait for the first slice.
-        max_seconds = self.config.generation_watchdog_seconds
-        if max_seconds and now - running.started_at > max_seconds:
-            setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
-            logger.warning("a reply ends after %s", setting)
-            return "deadline"
-        return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
@@ -17449,29 +17444,25 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        previous = self._take_out(running)
+        self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
-        self._leave(running, previous)
+        self._leave(running)
         running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> PreviousState | None:
-        """Take a request out of its batch, if any; its state before the last step.
+    def _take_out(self, running: RunningRequest) -> None:
+        """Take a request out of its batch, if any.
 
         An exception ends the whole batch: the request does not run any more then.
         """
-        previous = None
         if running.batch is not None:
             with self.guard(*running.batch.requests):
-                previous = running.batch.remove(running)
-        return previous
+                running.batch.remove(running)
 
-    def _leave(
-        self, running: RunningRequest, previous: PreviousState | None = None
-    ) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more. If its KV cannot be kept, that is all it loses."""
         try:
-            self._put_back(running, previous)
+            self._put_back(running)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
@@ -17480,10 +17471,8 @@ class Scheduler:
             self._free_memory(error)
         self.running.remove(running)
 
-    def _put_back(
-        self, running: RunningRequest, previous: PreviousState | None
-    ) -> None:
-        """Let the cache have the KV, and the state before the last step.
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV, and the state that belongs to it.
 
         This comes before the end is reported: the client's next request must find it.
         """
@@ -17494,8 +17483,6 @@ class Scheduler:
             # the request after the next step only; its client may leave before that.)
             self.cache.drop(entry)
             return
-        if previous is not None:
-            self.cache.add_checkpoint(entry, previous.position, previous.state)
         self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
         self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
@@ -17829,35 +17816,44 @@ class Scheduler:
             if self.spec.has_state:
                 self._keep_reply_states(batch, accepted)
         for running, token_ids in accepted:
-            self._end_if_complete(running, token_ids)
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            end = self._find_reply_end(running, token_ids)
+            if running.has_failed:
+                error = GenerationFailed("the model computed NaN or infinity")
+                self._fail_alone(running, error)
+            elif end is not None:
+                self._finish(running, end)
 
-    def _end_if_complete(
+    def _find_reply_end(
         self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> None:
-        """End a request that its last accepted tokens have completed, or broken.
-
-        Does nothing for one that a failure of its batch has ended already.
-        """
-        if running not in self.running:
-            return
-        if running.has_failed:
-            error = GenerationFailed("the model computed NaN or infinity")
-            self._fail_alone(running, error)
-        elif not self.loaded.eos_ids.isdisjoint(token_ids):
-            self._finish(running, "stop")
-        elif len(running.output_ids) >= running.request.max_tokens:
-            self._finish(running, "length")
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
 
     def _keep_reply_states(
         self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). And one
+        One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        client that cancels the reply (L-121). And where the reply ends, in their place,
+        that of before the last step: a client may send it back without its last token.
         """
-        for running, token_ids in accepted:
+        for row, (running, token_ids) in enumerate(accepted):
+            if self._find_reply_end(running, token_ids) is not None:
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                running.reply_checkpoint = 0
+                if batch.held_state is not None:
+                    state = copy_state(batch.held_state, row=row)
+                    position = batch.held_positions[row]
+                    self.cache.add_checkpoint(running.entry, position, state)
+                continue
+
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -17923,7 +17919,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18030,12 +18026,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 # took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
 # requests of our own before the server lets others in:
 #
-#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it in the middle    KV that is copied, a checkpoint
-#     3  sampled, with penalties                 all that chooses a token
-#     4  held to a constraint                    masks
-#     5  two, four, eight at once                decode batches that grow and shrink
+#     a prompt of more than one slice         prefill
+#     one that parts from it in the middle    KV that is copied, a checkpoint
+#     two, four, eight short ones at once     decode batches that grow and shrink
 #
+# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
 # Public   WarmUpProgress, is_warm_up_wanted, warm_up
@@ -18044,9 +18039,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
-_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
 _SHORT_PROMPT_TOKENS: Final = 300
-_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
 _SAMPLED: Final = SamplingParams(
     temperature=0.7,
     top_p=0.9,
@@ -18111,13 +18104,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
     n_vocab = scheduler.loaded.vocab_size
     block_size = scheduler.config.prompt_cache_block_size
 
-    def request(
-        number: int,
-        n_tokens: int,
-        *,
-        sampling: SamplingParams = _GREEDY,
-        constraints: tuple[Constraint, ...] = (),
-    ) -> EngineRequest:
+    def request(number: int, n_tokens: int) -> EngineRequest:
         """One whose prompt parts from all others after their first half."""
         ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
         ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
@@ -18126,18 +18113,12 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
             key=TokenKey(b"", ids, hashes),
             checkpoint_positions=(n_tokens // 2, n_tokens - 1),
             max_tokens=_WARM_REPLY_TOKENS,
-            sampling=sampling,
-            constraints=constraints,
+            sampling=_SAMPLED,
+            constraints=(partial(forbid_tokens, [0]),),
         )
 
-    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
-    steps = [
-        [request(0, n_long)],
-        [request(1, n_long)],
-        [request(2, n_short, sampling=_SAMPLED)],
-        [request(3, n_short, constraints=masked)],
-    ]
-    for n_requests in _WARM_BATCHES:
+    steps = [[request(0, n_long)], [request(1, n_long)]]
+    for n_requests in (2, 4, 8):
         numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
@@ -22475,7 +22456,7 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = plan.transcript.block_hashes()
         first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()
