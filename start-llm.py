@@ -165,7 +165,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import (
     AbstractContextManager,
@@ -190,7 +190,6 @@ from email.message import Message as HttpHeaders
 from enum import Enum, auto
 from functools import cached_property, lru_cache, partial
 from hashlib import sha1, sha256
-from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -204,7 +203,6 @@ from itertools import (
     count,
     groupby,
     islice,
-    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -222,7 +220,6 @@ from typing import (
     TextIO,
     TypedDict,
     cast,
-    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -443,7 +440,7 @@ from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
@@ -454,6 +451,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
+    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import (
@@ -484,6 +482,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError, ValidationError, fr
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerBase
 
@@ -1332,6 +1332,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
@@ -3454,7 +3455,7 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # Unicode keeps for the inside of programs.
 #
 # Public   SentImage, extract_images
-# Uses     CONFIG, ERRORS, API TYPES
+# Uses     ERRORS, CONFIG, LOGGING, API TYPES
 # Thread   connection
 
 
@@ -3479,7 +3480,7 @@ def extract_images(
         field = part["request_field"]
         if has_vision:
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
-            data = _read_image(str(url), config, field=field)
+            data = _read_image(str(url), config, field=field, held=images.values())
             digest = sha256(salt + data).hexdigest()
             images.setdefault(digest, SentImage(data, field))
             return {"type": "text", "text": f"\ufdd1{digest}\ufdd2"}
@@ -3503,8 +3504,14 @@ def extract_images(
     return replace(request, messages=OriginalMessages(tuple(messages))), images
 
 
-def _read_image(url: str, config: Config, *, field: str) -> bytes:
-    """The file that a URL contains or names. Raises BadRequest."""
+def _read_image(
+    url: str, config: Config, *, field: str, held: Iterable[SentImage]
+) -> bytes:
+    """The file that a URL contains or names. Raises BadRequest.
+
+    `held`: the images before it, which are held until all are read. Files from
+    elsewhere are no part of the body, so its limit is none for them.
+    """
     head, comma, encoded = url.partition(",")
     if comma and head.startswith("data:"):
         with suppress(ValueError):
@@ -3515,7 +3522,12 @@ def _read_image(url: str, config: Config, *, field: str) -> bytes:
         raise BadRequest("should be a data: URL in base64", field=field)
     if not url.startswith(("http:", "https:")):
         raise BadRequest("should be a data: URL in base64, or http(s)", field=field)
-    return _fetch_image(url, field=field)
+    data = _fetch_image(url, field=field)
+    if len(data) + sum(len(image.data) for image in held) > config.max_body_bytes:
+        limit = f"{config.max_body_bytes:,} bytes (MAX_BODY_BYTES)"
+        sentence = f"takes, with the images before it, more than {limit}"
+        raise BadRequest(sentence, field=field)
+    return data
 
 
 def _fetch_image(url: str, *, field: str) -> bytes:
@@ -3532,11 +3544,14 @@ def _fetch_image(url: str, *, field: str) -> bytes:
         capture_output=True,
         check=False,
     )
-    if process.returncode != 0:
-        complaint = process.stderr.decode()[:200].strip()
-        sentence = f"cannot be fetched: {complaint}"
-        raise BadRequest(sentence, field=field, quote=complaint)
-    return process.stdout
+    if process.returncode == 0:
+        return process.stdout
+    complaint = process.stderr.decode(errors="replace").strip()
+    if process.returncode != 1 or complaint.startswith("Traceback"):
+        logger.error("%s has failed: %s", script, complaint)
+        complaint = "what fetches images here has failed"
+    sentence = f"cannot be fetched: {complaint[:200]}"
+    raise BadRequest(sentence, field=field, quote=complaint[:200])
 
 
 # -- pixels ----------------------------------------------------------------------------
@@ -3737,7 +3752,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4037,6 +4052,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4149,7 +4165,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4164,6 +4183,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4188,6 +4225,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4195,18 +4233,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4295,6 +4339,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4612,12 +4657,17 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #     c7    5a      the next one of this conversation: its new tokens alone
 #     19    5a      another one, that continues the first as well
 #
-# Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
-# since SQLite synced its journal last. A row whose checksum is wrong is left out. A
-# file that SQLite cannot read, be it one page of it, is deleted, and begun anew; so is
-# one of an older version. What cannot be saved now, as on a full disk, is tried again;
-# where too much waits, the file is begun anew. Where everything is forgotten, it is
-# deleted: that needs no room.
+# What happens                      and then
+#   the process ends                what the last 50 ms brought is lost
+#   the machine loses power         and what SQLite has not synced yet
+#   a row has a wrong checksum      it is left out
+#   a page cannot be read, or the   the file is deleted, and begun anew
+#   file is of another version
+#   the disk is full, or locked     all is tried again, until too much waits: then the
+#                                   file is begun anew, as what was forgotten is in it
+#   everything is forgotten         the file is deleted: that needs no room
+#   somebody deletes the file       it is begun anew; its number tells LEDGER, which
+#                                   puts again what it uses
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -4626,9 +4676,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
-_RECORD_FORMAT: Final = (
-    2  # of the table and the values; another: the file is begun anew
-)
+# Of the table and the values. A file of another one is begun anew.
+_RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -4675,11 +4724,11 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
-        self._waiting: list[_Change] = []  # taken out of the queue, not saved yet
-        self._erasures: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        # What is not saved yet, in order. To forget it is to take another queue.
+        self._changes: deque[_Change] = deque()
+        self._has_changes = threading.Event()
+        self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
-        self._retry = threading.Event()  # set: the next try is now
         self.failure = ""  # why nothing is saved now
         self.number = 0  # one more for each file that was begun; 0: there is none yet
 
@@ -4722,10 +4771,11 @@ class RecordFile:
         """The records of a tenant."""
         return TenantRecords(self, tenant)
 
-    def change(self, statement: str, values: tuple[object, ...]) -> None:
+    def change(self, change: _Change) -> None:
         """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._changes.put((statement, values))
+            self._changes.append(change)
+            self._has_changes.set()
 
     def flush(self, timeout: float) -> bool:
         """Wait until all changes are in the file; whether they are.
@@ -4737,26 +4787,22 @@ class RecordFile:
             return True
         is_saved = threading.Event()
         if not self.failure:
-            self._changes.put(is_saved)
+            self.change(is_saved)
         deadline = time.monotonic() + timeout
         while not is_saved.wait(_SAVE_DELAY_SECONDS):
             if self.failure or time.monotonic() > deadline:
                 return False
         return True
 
-    def erase(self, timeout: float) -> None:
+    def erase(self) -> None:
         """Delete the file, and all changes that wait for it.
 
         Raises OSError: it is still there. Then nothing is saved until it can be
         deleted, which is tried again and again.
         """
-        if self._path is None:
-            return
-        erasure: Future[None] = Future()
-        self._erasures.put(erasure)
-        self._changes.put(threading.Event())  # wakes the thread if it rests
-        self._retry.set()
-        erasure.result(timeout)
+        if self._path is not None:
+            self._forget_all()
+            self._erase(self._path)
 
     def tenants(self) -> list[str]:
         """The tenants that have records in the file."""
@@ -4782,58 +4828,48 @@ class RecordFile:
                 self._save(path)
             except (sqlite3.Error, OSError) as fault:
                 self._note_failure(path, fault)
-                self._retry.wait(_RETRY_SECONDS)
-            self._retry.clear()
-
-    def _erase(self, path: Path) -> None:
-        """Delete the file, if it has to go. Raises OSError."""
-        asked: list[Future[None]] = []
-        while not self._erasures.empty():  # no other thread takes any
-            asked.append(self._erasures.get())
-        if asked:
-            self._forget_all()
-        if not self._must_be_erased:
-            return
-        try:
-            _delete_database(path)
-        except OSError as fault:
-            for erasure in asked:
-                erasure.set_exception(fault)
-            raise
-        self._must_be_erased = False
-        for erasure in asked:
-            erasure.set_result(None)
+                time.sleep(_RETRY_SECONDS)
 
     def _forget_all(self) -> None:
         """Let the file be deleted, with all changes that wait for it."""
-        self._must_be_erased = True
+        self._changes = deque()
         self.number += 1
-        self._waiting = []
-        while not self._changes.empty():
-            self._changes.get()
+        self._must_be_erased = True
+        self._has_changes.set()
+
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        with self._erase_lock:
+            if self._must_be_erased:
+                _delete_database(path)
+                self._must_be_erased = False
 
     def _save(self, path: Path) -> None:
-        """Save all changes as they come, until the file has to go.
+        """Save all changes as they come, until the file is gone or has to go.
 
-        Raises sqlite3.Error, OSError: also if somebody has deleted the file.
+        Raises sqlite3.Error, OSError.
         """
+        if not path.exists():  # the new one has nothing in it
+            self.number += 1
         with closing(_connect(path)) as database:
-            while self._erasures.empty():
-                if not self._waiting:
+            while True:
+                if not self._changes:
                     if self.failure:
                         logger.info("records: everything is saved again")
                         self.failure = ""
-                    self._waiting.append(self._changes.get())
-                    time.sleep(_SAVE_DELAY_SECONDS)
-                path.stat()  # else SQLite would write into what nobody finds again
-                while not self._changes.empty():  # no other thread takes any
-                    self._waiting.append(self._changes.get())
-                self._save_waiting(database)
+                    self._has_changes.wait()
+                self._has_changes.clear()
+                time.sleep(_SAVE_DELAY_SECONDS)
+                if self._must_be_erased or not path.exists():
+                    return  # SQLite would write into what nobody finds again
+                self._save_changes(database)
 
-    def _save_waiting(self, database: sqlite3.Connection) -> None:
+    def _save_changes(self, database: sqlite3.Connection) -> None:
         """Save what waits, in one transaction. Raises sqlite3.Error."""
+        waiting = self._changes
+        changes = [*waiting]
         flushes: list[threading.Event] = []
-        for change in self._waiting:
+        for change in changes:
             if isinstance(change, threading.Event):
                 flushes.append(change)
                 continue
@@ -4842,7 +4878,8 @@ class RecordFile:
             except ValueError as fault:  # a text that UTF-8 has not
                 logger.warning("records: one is not saved: %s", fault)
         database.commit()
-        self._waiting = []
+        for _ in changes:
+            waiting.popleft()
 
         if flushes:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -4854,12 +4891,9 @@ class RecordFile:
 
         Then it is deleted: what should be forgotten would still be in it.
         """
-        if isinstance(fault, FileNotFoundError):  # the next one has nothing in it
-            self.number += 1
         reason = getattr(fault, "strerror", None) or str(fault)
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
-        n_waiting = len(self._waiting) + self._changes.qsize()
-        if is_damaged or n_waiting > _MAX_WAITING_CHANGES:
+        if is_damaged or len(self._changes) > _MAX_WAITING_CHANGES:
             logger.warning("records: %s is begun anew: %s", path, reason)
             self._forget_all()
         elif not self.failure:
@@ -4919,13 +4953,18 @@ class TenantRecords:
         return self._file.number
 
     def put(self, record: SavedRecord) -> None:
-        """Add a record, if it is not there; its parent was put before."""
+        """Add a record; its parent was put before.
+
+        If it is there, it moves to the end: why(L-214), it may stand before its parent.
+        """
         used_at = time.time() - (time.monotonic() - record.last_used)
         place = (record.id, record.parent_id, self._tenant, record.key)
-        checksum = zlib.crc32(record.value)
+        values = (record.session_id, used_at, record.value, zlib.crc32(record.value))
         self._file.change(
-            "INSERT OR IGNORE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*place, record.session_id, used_at, record.value, checksum),
+            (
+                "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*place, *values),
+            )
         )
 
     def update(
@@ -4934,13 +4973,15 @@ class TenantRecords:
         """Change a record in all but its value and its parent."""
         used_at = time.time() - (time.monotonic() - last_used)
         self._file.change(
-            "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
-            (key, session_id, used_at, record_id),
+            (
+                "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
+                (key, session_id, used_at, record_id),
+            )
         )
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
-        self._file.change("DELETE FROM records WHERE id = ?", (record_id,))
+        self._file.change(("DELETE FROM records WHERE id = ?", (record_id,)))
 
     def load(self) -> list[SavedRecord]:
         """All whole records, in the order in which they were put."""
@@ -5928,57 +5969,6 @@ def compute_msg_token_boundaries(
 
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
-# How _find_losses() looks for texts in a prompt.
-_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MessageShaper:
-    """Puts messages into a form that the template can print."""
-
-    markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
-    hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message in which all markup is broken."""
-        role = message["role"]
-        content = message["content"]
-        shaped = {**message}
-        if role == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), content]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = self.break_markup(shaped)
-        return broken
-
-    def break_markup(self, value: Any) -> Any:
-        """A copy of a JSON value, with breaks in what is markup for this model."""
-        return break_markup(value, self.markup)
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if self.hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
 
 def _parse_arguments(text: str) -> JsonObject:
     """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
@@ -6018,15 +6008,18 @@ def _fold_messages(
         a text beside calls          a reply before it
         a second call                a reply after the first one's result
 
-    In this order: _fill_in() leaves out and puts in front, _split_replies() makes
-    several of one reply, _make_printable() changes one message.
+    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
+    _split_texts() and _split_calls() make several of one reply, _make_printable()
+    changes one message.
     """
+    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+        messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
     is_head = True  # only system messages so far
     has_call = False  # the last message that is no result has one
-    for message in _split_replies(_fill_in(messages, traits), traits):
+    for message in messages:
         is_head = is_head and message["role"] == "system"
         last_role = runs[-1][-1]["role"] if runs else ""
         printable, is_part = _make_printable(
@@ -6064,80 +6057,79 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         yield _EMPTY_QUESTION
 
 
-def _split_replies(
+def _name_calls(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages; a reply with calls as the replies that are printed whole.
+    """The messages, with ids of the template's form in calls and results."""
+    form = traits.call_id_form
+    if not form:
+        yield from messages
+        return
+    fits = CALL_ID_FORMS[form].fullmatch
+    new_ids: dict[str, str] = {}  # by those that were sent
+    n_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            call_id = call.get("id", "")
+            if not fits(call_id):
+                name = call["function"]["name"]
+                new_ids[call_id] = form.format(name=name, number=n_calls)
+            calls.append({**call, "id": new_ids.get(call_id, call_id)})
+            n_calls += 1
+        result_id = message.get("tool_call_id", "")
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not fits(result_id):
+            unknown_id = form.format(name="unknown", number=n_calls)
+            yield {**message, "tool_call_id": new_ids.get(result_id, unknown_id)}
+        else:
+            yield message
 
-        reply "I look", calls 1 and 2 | result 1 | result 2
-        ->  reply "I look" | call 1 | result 1 | call 2 | result 2
+
+def _split_texts(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply with text and calls as two, if both are not printed."""
+    must_split = traits.has_calls and not traits.has_text_beside_calls
+    for message in messages:
+        if must_split and message["content"] and "tool_calls" in message:
+            yield {name: message[name] for name in message if name != "tool_calls"}
+            calls = {**message, "content": ""}
+            calls.pop("reasoning_content", None)
+            yield calls
+        else:
+            yield message
+
+
+def _split_calls(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply for each call, if several in one are not printed.
+
+        calls 1 and 2 | result 1 | result 2  ->  call 1 | result 1 | call 2 | result 2
 
     Results stand in the order of their calls (OPENAI API).
     """
-    call_ids: dict[str, str] = {}  # as written, by those that were sent
-    n_calls = 0
-    held_calls: list[Message] = []  # each follows the result of the one before
+    must_split = traits.has_calls and not traits.has_parallel_calls
+    held_calls: list[JsonObject] = []  # each follows the result of the one before
     for message in messages:
-        if message["role"] != "tool":
-            yield from held_calls
+        is_result = message["role"] == "tool"
+        if not is_result:
+            yield from map(_reply_of_call, held_calls)
             held_calls = []
-        renamed = message
-        if traits.call_id_form:
-            form = traits.call_id_form
-            renamed = _name_calls(message, call_ids, form=form, n_calls=n_calls)
-        if "tool_calls" in renamed:
-            n_calls += len(renamed["tool_calls"])
-            *texts, renamed = _split_text(renamed, traits)
-            renamed, *held_calls = _split_calls(renamed, traits)
-            yield from texts
-        yield renamed
-        if renamed["role"] == "tool" and held_calls:
-            yield held_calls.pop(0)
-    yield from held_calls
+        if must_split and "tool_calls" in message:
+            first, *held_calls = message["tool_calls"]
+            yield {**message, "tool_calls": [first]}
+        else:
+            yield message
+        if is_result and held_calls:
+            yield _reply_of_call(held_calls.pop(0))
+    yield from map(_reply_of_call, held_calls)
 
 
-def _split_text(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, after one with its text if both are not printed."""
-    if not message["content"] or not traits.has_calls or traits.has_text_beside_calls:
-        return [message]
-    text = {name: message[name] for name in message if name != "tool_calls"}
-    calls = {**message, "content": ""}
-    calls.pop("reasoning_content", None)
-    return [text, calls]
-
-
-def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, as one for each call if several are not printed."""
-    first, *others = message["tool_calls"]
-    if traits.has_parallel_calls or not traits.has_calls:
-        return [message]
-    more = [{"role": "assistant", "content": "", "tool_calls": [c]} for c in others]
-    return [{**message, "tool_calls": [first]}, *more]
-
-
-def _name_calls(
-    message: Message, call_ids: dict[str, str], *, form: str, n_calls: int
-) -> Message:
-    """The message with ids of this form in its calls, or in the result that it is.
-
-    `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
-    `n_calls`: how many these are.
-    """
-    fits = CALL_ID_FORMS[form].fullmatch
-    calls = []
-    for number, call in enumerate(message.get("tool_calls", ()), n_calls):
-        call_id = call.get("id", "")
-        if not fits(call_id):
-            name = call["function"]["name"]
-            call_ids[call_id] = form.format(name=name, number=number)
-        calls.append({**call, "id": call_ids.get(call_id, call_id)})
-    if calls:
-        return {**message, "tool_calls": calls}
-    call_id = message.get("tool_call_id", "")
-    if message["role"] == "tool" and not fits(call_id):
-        new_id = form.format(name="unknown", number=n_calls)
-        return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
-    return message
+def _reply_of_call(call: JsonObject) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _make_printable(
@@ -6196,6 +6188,10 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
     if calls:
         merged["tool_calls"] = calls
     return merged
+
+
+_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
@@ -6329,11 +6325,8 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
-        self.shaper = _MessageShaper(
-            markup=self._encoder.find_markup(self.source, thinking_tags),
-            merges_thinking=self.traits.merges_thinking,
-            hides_writes=config.normalize_write_tool_content_for_prompt,
-        )
+        # What is broken in texts of clients.
+        self._markup = self._encoder.find_markup(self.source, thinking_tags)
         self._canonicalizer = Canonicalizer(
             config,
             part_separator=self.traits.part_separator,
@@ -6347,10 +6340,8 @@ class ChatTemplate:
         self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
-        self._warn()
 
-    def _warn(self) -> None:
-        if self._config.normalize_write_tool_content_for_prompt:
+        if config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
             logger.warning("%s: a past write that is rendered is a digest", name)
         if not self._encoder.can_split:
@@ -6439,7 +6430,7 @@ class ChatTemplate:
         if messages is None:
             canonical = map(self._canonicalizer.canonicalize, request.messages)
             messages = [message.original for message in canonical]
-        shaped = [self.shaper.shape(message) for message in messages]
+        shaped = [self.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
         # why(L-129): what is too long even so, with thinking for example.
@@ -6509,6 +6500,39 @@ class ChatTemplate:
 
     # The methods below are for Splice as well.
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
         """What the template reads beside messages and tools.
 
@@ -6521,7 +6545,7 @@ class ChatTemplate:
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
-        sent = self.shaper.break_markup(dict(request.template_kwargs))
+        sent = break_markup(dict(request.template_kwargs), self._markup)
         return {**preserve, **sent}
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
@@ -6539,7 +6563,7 @@ class ChatTemplate:
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
         request.check_client()
-        tools = self.shaper.break_markup(request.tools)
+        tools = break_markup(request.tools, self._markup)
         kwargs = self.template_kwargs(request)
         return self._renderer.render(messages, tools=tools, kwargs=kwargs)
 
@@ -6566,18 +6590,26 @@ class ChatTemplate:
             start = len(recorded.ids) + new_start
             if not turn_starts or start > turn_starts[0]:
                 turn_starts.append(start)
-        generation_prompt = self._find_generation_prompt(last_role, request)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
         if len(ids) - n_generation not in turn_starts[-1:]:
             turn_starts.append(len(ids) - n_generation)
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
 
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
             positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=self._opens_thinking(generation_prompt),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
         )
 
     def starts_with_added_token(self, text: str) -> bool:
@@ -6641,22 +6673,6 @@ class ChatTemplate:
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
         return len(self._encoder.encode_prompt(text, request))
-
-    def _opens_thinking(self, generation_prompt: str) -> bool:
-        """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self._thinking_tags
-        if not start_tag:
-            return False
-        last_start = generation_prompt.rfind(start_tag)
-        return last_start > generation_prompt.rfind(end_tag)
-
-    def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
-        kwargs = self.template_kwargs(request)
-        return self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6722,33 +6738,63 @@ class Splice(NamedTuple):
         return None
 
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
-        new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
-        suffix = self._render_suffix(past_messages, new_messages)
-        if len(suffix.text) > self.request.max_prompt_characters:
+        template = self.template
+        past = [template.shape(message) for message in past_messages[:-1]]
+        reply = _with_nonce(past_messages[-1])
+        new_messages = [template.shape(message) for message in self.request.messages]
+        folded = _fold_messages([*past, reply, *new_messages], template.traits)
+        try:
+            text = template.render_text(folded, self.request)
+        except BadRequest as refusal:
+            raise SpliceRefused("refused") from refusal
+        if text.count(_NONCE) != 1:
+            raise SpliceRefused("nonce" if text else "refused")
+
+        suffix = text.partition(_NONCE)[2]
+        closing_end = self._find_closing(suffix, new_messages[0])
+        if closing_end is None and "tool_calls" in reply:
+            raise SpliceRefused("closer")
+        closing = suffix[:closing_end] if closing_end is not None else ""
+        suffix = suffix.removeprefix(closing)
+        if len(suffix) > self.request.max_prompt_characters:
             raise SpliceRefused("too long")
-        if _find_losses(new_messages, suffix.text):
+        if _find_losses(new_messages, suffix):
             raise SpliceRefused("lost text")
-        closing = self._missing_closing(suffix.closing) if self.is_cut else ""
         # The end token that the model has generated is not recorded, so the suffix must
         # print one: an added token, whichever the template prints there. A reply that
         # was cut has generated none.
-        if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
+        if self.is_cut:
+            suffix = self._missing_closing(closing) + suffix
+        elif not template.starts_with_added_token(suffix):
             raise SpliceRefused("end token")
-        # The last message may be merged into the one before it.
-        last_messages = [_with_nonce(past_messages[-1]), *new_messages]
-        folded = _fold_messages(last_messages, self.template.traits)
-        return self.template.tokenize_prompt(
-            closing + suffix.text,
+        return template.tokenize_prompt(
+            suffix,
             self.request,
             last_role=folded[-1]["role"],
             recorded=self.recorded,
         )
 
+    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+        """Where the end token of the reply stands; None: the template prints none.
+
+        The first end token is the template's own: those of a client are broken. If a
+        new message ends with it, the reply has none. (Words of a letter or two may
+        stand in the closing, too.)
+        """
+        end = self.template.find_end_token(suffix)
+        if end is None:
+            return None
+        words = new_message["content"].strip()
+        is_in_closing = words in suffix[: end.start()]
+        if is_in_closing and words not in suffix[end.end() :]:
+            return None
+        return end.start()
+
     def _missing_closing(self, closing: str) -> str:
-        """What the recorded reply lacks of the closing.
+        """What the recorded reply, which was cut, lacks of the closing.
 
         After a text that is the whole closing. A call has ended with a part of it
-        (L-120), which is found by comparing the ends of both, letter by letter:
+        (L-120): the part that has most last letters in common with what was written.
 
             the reply ends with    {"q": "x"}
             the closing is         "}\n</tool_call>
@@ -6757,68 +6803,16 @@ class Splice(NamedTuple):
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
-        end = _find_written_end(closing, written)
-        if end == 0:
+        written_end = 0
+        most_equal = 0
+        for end in range(1, len(closing) + 1):
+            n_equal = count_common(closing[:end][::-1], written[::-1])
+            if n_equal > most_equal:
+                written_end = end
+                most_equal = n_equal
+        if written_end == 0:
             raise SpliceRefused("closer")
-        return closing[end:]
-
-    def _render_suffix(
-        self, past_messages: list[Message], new_messages: list[Message]
-    ) -> _Suffix:
-        """What the template prints after the words of the last past message."""
-        reply = _with_nonce(past_messages[-1])
-        shape = self.template.shaper.shape
-        past = [shape(message) for message in past_messages[:-1]]
-        text = self._render_after_nonce([*past, reply, *new_messages])
-
-        # The first end token is the template's own: those of a client are broken. If a
-        # new message ends with it, the reply has none. (Words of a letter or two may
-        # stand in the closing, too.)
-        end = self.template.find_end_token(text)
-        words = new_messages[0]["content"].strip()
-        if end is not None:
-            is_in_closing = words in text[: end.start()]
-            if is_in_closing and words not in text[end.end() :]:
-                end = None
-        if end is None:
-            if "tool_calls" in reply:
-                raise SpliceRefused("closer")
-            return _Suffix("", text)
-        return _Suffix(text[: end.start()], text[end.start() :])
-
-    def _render_after_nonce(self, messages: list[Message]) -> str:
-        """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
-        folded = _fold_messages(messages, self.template.traits)
-        try:
-            text = self.template.render_text(folded, self.request)
-        except BadRequest as refusal:
-            raise SpliceRefused("refused") from refusal
-        if text.count(_NONCE) != 1:
-            raise SpliceRefused("nonce" if text else "refused")
-        return text.partition(_NONCE)[2]
-
-
-def _find_written_end(closing: str, written: str) -> int:
-    """Up to where a text has the closing at its end; 0 if it has nothing of it.
-
-    That is the end of the part of the closing which has most last letters in common
-    with the text; of several such parts, of the first one.
-    """
-    written_end = 0
-    most_equal = 0
-    for end in range(1, len(closing) + 1):
-        n_equal = count_common(closing[:end][::-1], written[::-1])
-        if n_equal > most_equal:
-            written_end = end
-            most_equal = n_equal
-    return written_end
-
-
-class _Suffix(NamedTuple):
-    """What a template prints after the words of a reply."""
-
-    closing: str  # up to the end token
-    text: str  # from there on: new messages and generation prompt
+        return closing[written_end:]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -7060,26 +7054,53 @@ class PrivateValue(NamedTuple):
     value: str
 
 
+# A place is no key of an object of JSON: they are saved as a list of items.
+type _PinnedTexts = Annotated[
+    Mapping[FieldPlace, set[str]],
+    PlainValidator(
+        lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+    ),
+    PlainSerializer(lambda pinned: list(pinned.items())),
+]
+
+
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    # A place is no key of an object of JSON: it is saved as a list of items.
-    pinned: Annotated[
-        Mapping[FieldPlace, set[str]],
-        PlainValidator(
-            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
-        ),
-        PlainSerializer(lambda pinned: list(pinned.items())),
-    ] = {}
-    notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
+    pinned: _PinnedTexts
+    notes: tuple[str, ...]  # in the order in which they were stated
+    private: frozenset[PrivateValue]  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
+    def since(self, earlier: StatedValues) -> StatedChanges:
+        """What the messages after `earlier` have changed."""
+        withdrawn = frozenset(earlier.notes).difference(self.notes)
+        n_kept = sum(text not in withdrawn for text in earlier.notes)
+        return StatedChanges(
+            pinned={
+                place: texts
+                for place, texts in self.pinned.items()
+                if earlier.pinned.get(place) != texts
+            },
+            withdrawn=withdrawn,
+            new_notes=self.notes[n_kept:],
+            private=self.private - earlier.private,
+        )
 
-NOTHING_STATED: Final = StatedValues()
+
+class StatedChanges(NamedTuple):
+    """How a part of a prompt changes what the prompt states."""
+
+    pinned: _PinnedTexts  # in the place of older ones
+    withdrawn: frozenset[str]  # notes that were stated, and count no more
+    new_notes: tuple[str, ...]
+    private: frozenset[PrivateValue]
+
+
+NOTHING_STATED: Final = StatedValues({}, (), frozenset())
 
 
 class Restated(NamedTuple):
@@ -7132,9 +7153,15 @@ def restate_messages(
         # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
-    pinned = _merge_pinned(messages, stated)
-    private = stated.private | _private_values(messages)
-    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
+    newest_pinned: dict[FieldPlace, set[str]] = {}
+    for place, pinned in _pinned_fields(messages):
+        newest_pinned.setdefault(place, set()).add(pinned.value)
+    now_stated = StatedValues(
+        pinned={**stated.pinned, **newest_pinned},
+        notes=(*old_notes, *new_notes),
+        private=stated.private | _private_values(messages),
+    )
+    return Restated(copies, now_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7203,17 +7230,6 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     return "\n".join(dict.fromkeys(lines))
 
 
-def _merge_pinned(
-    messages: Sequence[CanonicalMessage], stated: StatedValues
-) -> Mapping[FieldPlace, set[str]]:
-    """The pinned values once these are stated; if none is new, the object is shared."""
-    updates: dict[FieldPlace, set[str]] = {}
-    for place, pinned in _pinned_fields(messages):
-        updates.setdefault(place, set()).add(pinned.value)
-    merged = {**stated.pinned, **updates}
-    return stated.pinned if merged == stated.pinned else merged
-
-
 def _note_texts(messages: Iterable[CanonicalMessage]) -> list[str]:
     return [note.text for message in messages for note in message.notes]
 
@@ -7236,7 +7252,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7255,6 +7271,9 @@ class LedgerRecord:
     """
 
     parent: LedgerRecord | None = None
+    part_of: LedgerRecord | None = (
+        None  # of what Transcript.cut_to() has cut: the whole
+    )
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
@@ -7312,7 +7331,8 @@ class GeneratedReply:
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
-    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
+    # Of the prompt; of a transcript those that its parents do not have.
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7328,36 +7348,19 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    stated: StatedValues
+    changes: StatedChanges  # of what the prompt of its parent states
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    # The record that cut_to() has cut.
-    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
         """As in a Conversation."""
         return self.session_id if self.is_named else ""
-
-    @cached_property
-    def nbytes(self) -> int:
-        n_stated = len(self.stated.private)
-        if self.stated.pinned is not _stated_by(self.parent).pinned:
-            n_stated += len(self.stated.pinned)  # else the parent counts them
-        # The size of new notes is not counted, but taken to be 4 bytes a new token.
-        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
-        n_small += 4 * len(self.prompt_ids)
-        reply = self.reply
-        shown = (reply.shown_text, reply.shown_ends)
-        return (
-            _RECORD_BYTES
-            + n_small
-            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
-        )
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
@@ -7376,6 +7379,24 @@ class Transcript(LedgerRecord):
         """Of all its messages, see new_thinking."""
         parts = [transcript.new_thinking for transcript in self.transcripts()]
         return list(chain.from_iterable(parts))
+
+    def block_hashes(self) -> list[bytes]:
+        """Of its prompt, as far as they are known: see TOKEN HASHES."""
+        parts = [transcript.reply.block_hashes for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
+
+    def stated(self) -> StatedValues:
+        """What its prompt states. why(L-215): that of its parents is theirs."""
+        pinned: dict[FieldPlace, set[str]] = {}
+        notes: list[str] = []
+        private: set[PrivateValue] = set()
+        for transcript in self.transcripts():
+            changes = transcript.changes
+            pinned.update(changes.pinned)
+            notes = [text for text in notes if text not in changes.withdrawn]
+            notes += changes.new_notes
+            private |= changes.private
+        return StatedValues(pinned, tuple(notes), frozenset(private))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7408,17 +7429,13 @@ class Transcript(LedgerRecord):
         return (
             self.session_id == other.session_id
             and self.is_named == other.is_named
-            and self.stated == other.stated
+            and self.stated() == other.stated()
             and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
             and np.array_equal(self.token_ids(), other.token_ids())
         )
-
-
-def _stated_by(record: LedgerRecord | None) -> StatedValues:
-    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7462,8 +7479,6 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
     record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
-    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
-        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7490,7 +7505,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7505,26 +7523,44 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
     # stated more: clients drop notes as they grow old.
     call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(transcript.stated.notes):
+    if not set(notes).issubset(stated.notes):
+        return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
-    unsent = transcript.stated.private - _private_values(messages)
+    unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(transcript.stated.private)
+    has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7553,24 +7589,15 @@ class Mismatch(NamedTuple):
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
     """How badly this one fits."""
+    stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not transcript.stated.has_pinned(place, pinned.value):
+        if not stated.has_pinned(place, pinned.value):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
-    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    n_unsent = len(set(stated.notes).difference(sent_notes))
     is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
-
-
-def _conversation_tools_key(
-    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
-) -> bytes:
-    """The key under which a conversation has its tools; b"" before its first call."""
-    for message, context in zip(messages, contexts[1:], strict=True):
-        if "tool_calls" in message.original:
-            return _digest("tools", context.all_messages)
-    return b""
 
 
 def _thinking_keys(
@@ -7688,7 +7715,11 @@ class Ledger:
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, contexts)
+        conversation_key = b""  # of the first call, where it has one
+        for message, context in zip(messages, contexts[1:], strict=True):
+            if "tool_calls" in message.original:
+                conversation_key = _digest("tools", context.all_messages)
+                break
         if not tools:
             with self._ledger_lock:
                 start = self._find_start(conversation_key, RenderedTools)
@@ -7768,21 +7799,29 @@ class Ledger:
         If the client has left it, what it sends back may be shorter: it lies under the
         key of its prompt.
         """
-        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        last_call_id = ""
+        stated_before = NOTHING_STATED
+        n_hashes = 0
+        if plan.transcript:
+            last_call_id = plan.transcript.last_call_id
+            stated_before = plan.transcript.stated()
+            n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
             parent=plan.transcript,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
-            reply=generated,
+            reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            stated=plan.stated,
+            changes=plan.stated.since(stated_before),
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
@@ -7825,7 +7864,7 @@ class Ledger:
         with self._ledger_lock:
             for n in range(newest_index, n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated.private - private
+                    unsent = transcript.stated().private - private
                     if unsent and not may_replay(transcript, conversation):
                         return min(unsent).place.rule
         return ""
@@ -8195,7 +8234,7 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated)
+        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -8300,8 +8339,8 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
 # there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
 # have 4 here and values 3; there it is the other way round, which harms more. What
-# stays as it is computed: windows, states, and heads whose size is no multiple of the
-# group.
+# stays as it is computed: windows, states, heads whose size is no multiple of the
+# group, and all of a layer that keeps a list of caches.
 #
 # A layer reads KV in one of two ways:
 #
@@ -8313,7 +8352,6 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # They differ in their last bits where calls of one token and of many differ anyway: on
 # a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
-# Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG, LOGGING
 # Thread   model; mlx
 
@@ -8350,10 +8388,7 @@ class KVPacking:
         return f"{bits}, turboquant" if self.is_rotated else bits
 
     def can_pack(self, *arrays: mx.array) -> bool:
-        """Whether all of these `(..., head_dim)` are made of whole groups.
-
-        MiniMax-M3's index has values of no numbers at all: it stays plain.
-        """
+        """Whether all of these `(..., head_dim)` are made of whole groups."""
         sizes = [array.shape[-1] for array in arrays]
         return all(size and size % self.group_size == 0 for size in sizes)
 
@@ -8444,46 +8479,23 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     filled_caches = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
     model(two_tokens, cache=filled_caches)
-    dtypes = [_packed_dtype(layer, packing) for layer in filled_caches]
+    dtypes: dict[int, mx.Dtype] = {}  # of layers that pack their KV, by number
+    for number, filled in enumerate(filled_caches):
+        if type(filled) is KVCache and packing.can_pack(filled.keys, filled.values):
+            dtypes[number] = filled.keys.dtype
 
     def make_packed(*, read_packed: bool) -> list[Any]:
-        layers = zip(make_plain(), dtypes, strict=True)
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        return [pack(*layer) for layer in layers]
+        layers = make_plain()
+        for number, dtype in dtypes.items():
+            layers[number] = PackedKVCache(packing, dtype, can_read_packed=read_packed)
+        return layers
 
     # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
     # a call of one token a row.
     attention.quantized_scaled_dot_product_attention = _attend_packed
-    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes)
+    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes.values())
     read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
-
-
-# The dtype of the KV that a layer packs; None: the layer stays plain. Of a CacheList, a
-# list of these, one for each part.
-type _PackedDtype = mx.Dtype | list[_PackedDtype] | None
-
-
-def _packed_dtype(filled_layer: Any, packing: KVPacking) -> _PackedDtype:
-    if hasattr(filled_layer, "caches"):
-        return [_packed_dtype(part, packing) for part in filled_layer.caches]
-    if type(filled_layer) is not KVCache:
-        return None
-    keys, values = filled_layer.keys, filled_layer.values
-    return keys.dtype if packing.can_pack(keys, values) else None
-
-
-def _pack_layer(
-    layer: Any, dtype: _PackedDtype, *, packing: KVPacking, read_packed: bool
-) -> Any:
-    """The layer's own cache, or what packs in its place."""
-    if dtype is None:
-        return layer
-    if isinstance(dtype, list):
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        layer.caches = tuple(map(pack, layer.caches, dtype))
-        return layer
-    return PackedKVCache(packing, dtype, can_read_packed=read_packed)
 
 
 def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
@@ -8515,17 +8527,13 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
     return can_read
 
 
-def _is_better_packed(dtype: _PackedDtype, packing: KVPacking) -> bool:
+def _is_better_packed(dtype: mx.Dtype, packing: KVPacking) -> bool:
     """Whether a call of one token should read KV packed, if its layer can.
 
     On the CPU: only float32 without rotation. MLX has no vector code for other types;
     and rotated sums have another order, so warm KV would differ from cold in the last
     bits.
     """
-    if isinstance(dtype, list):
-        return any(_is_better_packed(part, packing) for part in dtype)
-    if dtype is None:
-        return False
     if mx.default_device() == mx.gpu:
         return True
     return bool(dtype == mx.float32 and not packing.is_rotated)
@@ -8559,7 +8567,7 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
         sharing = packing.rotate(sharing)
     multiply = partial(mx.quantized_matmul, group_size=group_size)
     scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
-    if mask is not None:  # it may be another one for each head (MiniMax-M3)
+    if mask is not None:
         head_scores = scores.reshape(n_rows, n_heads, 1, -1)
         head_scores = mx.where(mask, head_scores, mx.finfo(scores.dtype).min)
         scores = head_scores.reshape(scores.shape)
@@ -8591,28 +8599,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         self._dtype = dtype
         self._can_read_packed = can_read_packed
         self._is_read_packed = False  # in the call of the model that runs now
-        self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
-        # DeepSeek-V3.2's index has keys only. It hands them in twice, and then sets
-        # `values` to zeros of their shape.
-        is_index = values is keys
-        if is_index:
-            self._value_bits = self.packing.key_bits
-
         words, groups = self.caches
         key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
-        value_words, value_groups = self.packing.pack(values, self._value_bits)
+        value_words, value_groups = self.packing.pack(values, self.packing.value_bits)
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-
-        # why(L-172): a step computes what its logits need. Layers read one offset of
-        # the two, and of an index that need not choose yet they ask for `keys` alone.
+        # why(L-172): a step computes what its logits need, and layers read one offset.
         groups.offset = words.offset
-        if is_index:
-            words.keys = mx.depends(words.keys, (groups.keys, groups.values))
-
         self._is_read_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
@@ -8633,7 +8629,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         unpack = partial(self.packing.unpack, dtype=dtype)
         return (
             unpack(key_words, key_groups, bits=self.packing.key_bits),
-            unpack(value_words, value_groups, bits=self._value_bits),
+            unpack(value_words, value_groups, bits=self.packing.value_bits),
         )
 
     @property
@@ -8657,24 +8653,6 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         """How many tokens each row has, as upstream's caches say it."""
         return self.caches[0].offset
 
-    @property
-    def keys(self) -> Any:
-        """The words. Layers with an index make them depend on what it keeps."""
-        return self.caches[0].keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.caches[0].keys = keys
-
-    @property
-    def values(self) -> Any:
-        """The words. DeepSeek-V3.2 alone sets them, of its index."""
-        return self.caches[0].values
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.caches[0].values = values
-
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         """What each new token sees, as upstream's caches say it."""
         return self.caches[0].make_mask(*args, **kwargs)
@@ -8696,33 +8674,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
 
 # region UPSTREAM ==============================================================
-# What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
-# attributes of their cache objects, the ways their models are called. Each has a
-# function or class here with a plain name, and no other section uses the name itself,
-# with three exceptions: PACKED KV has caches that are made of mlx-lm's, and replaces
-# mlx-lm's attention for caches that have `bits`; KV STATE uses attributes of caches (1
-# below); and VISION MODEL calls `language_model` (4) with inputs of its own.
+# What several sections lean on in mlx-lm and mlx-vlm although it is not documented:
+# private names, cache objects, the ways models are called. All private names of both
+# are here, each in a function with a plain name.
 #
 # A release may change any of it without a word. So the versions are pinned
-# (requirements.txt), and a comment in front of each function names the test that fails
-# then. Where one fails, upstream is read again before the pin moves.
+# (requirements.txt), and a comment names the test that fails then, here and wherever
+# else it stands ("Pinned by"). Where one fails, upstream is read again before the pin
+# moves.
 #
-#  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
-#  3 Tokenizer   the tags of a reply
-#  4 Vision      models of mlx-vlm
-#  5 Ranks       a model that is divided among several machines
-#  6 CUDA        what is slow there
-#
-# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
-#          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
-#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
-#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
-#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
-# Uses     TOKEN HASHES
+# Uses     -
 # Thread   model; the tokenizer's: any; mlx
 
 
@@ -8742,8 +8703,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
-# `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
+# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
+# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
+# name; SAMPLING uses `extend`, `filter` and `trim`.
 #
 # What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
 # classes of their own: a leaf of a class that is not there is *opaque*. All that is
@@ -8978,28 +8940,18 @@ def _to_mlx_lm_leaf(leaf: Any) -> Any:
     return leaf
 
 
-# -- 2 generation ----------------------------------------------------------------------
+# Pinned by test_drafts.py
+def leaf_fields(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 type ModelCall = Callable[..., mx.array]  # (tokens `(rows, n)`, cache=LayerCaches)
-# log-probabilities `(1, vocab)` -> token `(1,)`
-type Sampler = Callable[[mx.array], mx.array]
-# (the tokens so far, logits `(1, vocab)`) -> logits
-type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-class TokenChoice(NamedTuple):
-    """How the next token of a row is chosen from its logits."""
-
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    context: list[int]  # tokens of the prompt but the last, as processors read them
-
-
-class SampledToken(NamedTuple):
-    """A token, and what it was sampled from."""
-
-    token_id: int
-    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
 # Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
@@ -9025,238 +8977,7 @@ def feed_padded(
         layer.finalize()
 
 
-# Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
-class TokenGenerator:
-    """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
-
-    A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
-
-    A single row may go on with a draft, in one call of the model:
-
-        sampled before   y
-        draft            a b c d
-        fed              y a b c d
-        sampled          a b x . .      after y, a, b: the draft was right up to b
-        returned         y a b          x is fed next; c and d are taken back
-
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
-    """
-
-    def __init__(
-        self,
-        model: ModelCall,
-        tokens: mx.array,
-        layer_caches: LayerCaches,
-        choices: Sequence[TokenChoice],
-        agree: Callable[[mx.array], mx.array] | None = None,
-    ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
-
-        `agree`: what makes the tokens of another rank of those sampled here.
-        """
-
-        def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
-            parts = [tokens[:, :-1], last_token]
-            prompt_end = mx.concatenate(parts, axis=1)
-            return model(prompt_end, cache=cache)
-
-        n_rows = len(choices)
-        # Upstream feeds the last tokens while it makes a batch, and then calls this:
-        # the model reads all of `tokens`. Later steps call the model itself.
-        self._batch: Any = GenerationBatch(
-            feed_prompt_end,
-            uids=list(range(n_rows)),
-            inputs=tokens[:, -1],
-            prompt_cache=layer_caches,
-            tokens=[choice.context for choice in choices],
-            samplers=[choice.sampler for choice in choices],
-            fallback_sampler=choices[0].sampler,
-            logits_processors=[choice.processors for choice in choices],
-            stop_sequences=[StopSequences() for _ in choices],
-            max_tokens=[sys.maxsize] * n_rows,
-        )
-        # Not a bound method: a reference cycle would keep the KV until it is collected.
-        self._batch.model = model
-        self._model = model
-        self._agree = agree
-        self._agree_on_next()
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def settle(self) -> None:
-        """Feed now what is to be fed again: before caches are read, or rows change."""
-        if self.pending_ids:
-            caches = self._batch.prompt_cache
-            self._model(mx.array([self.pending_ids]), cache=caches)
-            mx.eval([layer.state for layer in caches])
-            self.pending_ids = []
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all rows; of more than one in upstream's batch form."""
-        caches: LayerCaches = self._batch.prompt_cache
-        return caches
-
-    @layer_caches.setter
-    def layer_caches(self, layer_caches: LayerCaches) -> None:
-        self._batch.prompt_cache = layer_caches
-
-    def next_tokens(self) -> list[SampledToken]:
-        """The token sampled last, of each row; it is not fed yet."""
-        token_ids: list[int] = self._batch._next_tokens.tolist()
-        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
-        rows = zip(token_ids, logprobs_of_rows, strict=True)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
-
-    def step(self) -> list[SampledToken]:
-        """Feed the token sampled last of each row, return it, and sample the next."""
-        if self.pending_ids:
-            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
-            self.pending_ids = []
-        responses = self._batch.next()
-        self._batch.model = self._model
-        self._agree_on_next()
-        return [
-            SampledToken(response.token, response.logprobs) for response in responses
-        ]
-
-    def _agree_on_next(self) -> None:
-        if self._agree is not None:
-            self._batch._next_tokens = self._agree(self._batch._next_tokens)
-            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
-
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        return int(self._batch._next_tokens.item())
-
-    def step_with(self, draft: list[int]) -> list[SampledToken]:
-        """`step` of a single row, which goes on with a draft as long as that is right.
-
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-        """
-        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
-        batch = self._batch
-        first = self.next_tokens()[0]
-        fed_ids = [first.token_id, *draft]
-        leaves = cache_leaves(batch.prompt_cache)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        old_fields = list(map(_fields_of, to_put_back))
-        pending_ids = self.pending_ids
-        n_pending = len(pending_ids)
-        model = _prepend_tokens(self._model, pending_ids)
-        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
-        self.pending_ids = []
-        sampled = self._sample_along(fed_ids, logits)
-
-        n_right = len(sampled) - 1
-        right_ids = fed_ids[: 1 + n_right]
-        n_to_trim = len(fed_ids) - len(right_ids)
-        if n_to_trim and to_put_back:
-            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
-            self.pending_ids = pending_ids + right_ids
-            for leaf, fields in zip(to_put_back, old_fields, strict=True):
-                vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
-
-        *right, last = sampled
-        batch.tokens[0].extend(right_ids)
-        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
-        batch._next_logprobs = [last.logprobs]
-        return [first, *right]
-
-    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
-        """What is sampled after each token, up to the first that was not fed next."""
-        batch = self._batch
-        processors = batch.logits_processors[0] or []
-        is_greedy = batch.samplers[0] is greedy_sampler
-        if is_greedy and not processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            best = mx.argmax(logprobs, axis=-1)
-            mx.eval(logprobs, best)
-            next_ids: Any = best.tolist()
-            rest = np.array(fed_ids[1:])
-            n_right = common_prefix_length(np.array(next_ids), rest)
-            return [
-                SampledToken(next_ids[place], logprobs[place])
-                for place in range(n_right + 1)
-            ]
-
-        sampled: list[SampledToken] = []
-        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
-            place_logits = logits[place : place + 1]
-            if processors:
-                fed = mx.array([fed_id], batch._next_tokens.dtype)
-                context = batch._token_context[0].update_and_fetch(fed)
-                for processor in processors:
-                    place_logits = processor(context, place_logits)
-            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
-            token = batch.samplers[0](logprobs)
-            mx.eval(token, logprobs)
-            token_id = int(token.item())
-            sampled.append(SampledToken(token_id, logprobs[0]))
-            if token_id != next_fed:
-                break
-        return sampled
-
-    def extend(self, newcomers: TokenGenerator) -> None:
-        """Add the rows of another generator, which must not be used afterwards.
-
-        The caches of both must be in batch form (KV STATE: `to_batch`).
-        """
-        self._batch.extend(newcomers._batch)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows, and their KV."""
-        self._batch.filter(rows)
-
-
-# Pinned by test_drafts.py
-def _fields_of(leaf: Any) -> dict[str, Any]:
-    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(leaf).items()
-    }
-
-
-# Pinned by test_drafts.py
-def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
-    """The model, which is fed these tokens of a single row first."""
-
-    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        first = mx.array(token_ids, tokens.dtype)[None]
-        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
-
-    return call if token_ids else model
-
-
 # -- 3 tokenizer -----------------------------------------------------------------------
-#
-# mlx-lm's TokenizerWrapper has the tags of a reply as read-only properties,
-# `think_start`, `think_start_tokens`, and so on: None where a model has no such tag.
-
-ReplyTag = Literal["think_start", "think_end", "tool_call_start", "tool_call_end"]
-REPLY_TAGS: Final[tuple[ReplyTag, ...]] = get_args(ReplyTag)
-
-
-# Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
-def set_reply_tag(
-    tokenizer: Any,
-    tag: ReplyTag,
-    text: str,
-) -> None:
-    """Teach mlx-lm's tokenizer a tag that it does not know of the model."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    private_name = f"_{tag}"
-    setattr(tokenizer, private_name, text)
-    setattr(tokenizer, f"{private_name}_tokens", tuple(token_ids))
 
 
 # Pinned by test_upstream.py::test_a_tokenizer_is_told_to_keep_no_words
@@ -9268,17 +8989,6 @@ def keep_no_words(tokenizer: Any) -> None:
     model = tokenizer.backend_tokenizer.model
     if hasattr(model, "_resize_cache"):  # WordPiece and WordLevel have none
         model._resize_cache(0)
-
-
-# Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
-def read_tool_parser_source(tokenizer: Any) -> str:
-    """The source text of mlx-lm's parser of this model's tool calls; "" if it has none.
-
-    Special tokens that occur in it are a part of the grammar of calls.
-    """
-    if tokenizer.tool_parser is None:
-        return ""
-    return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
 
 
 # Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
@@ -9293,14 +9003,6 @@ def read_byte_letters() -> Mapping[str, int]:
 # A model of mlx-vlm has a `language_model`, which is called as mlx-lm's models are, and
 # `get_input_embeddings`, which runs its vision tower. Nothing here is documented.
 # mlx_vlm is imported inside functions: a server of a text model starts without it.
-
-# What the layers take beside tokens, by the names of their arguments.
-type LayerInputs = dict[str, mx.array]
-_LAYER_INPUTS: Final = frozenset(
-    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
-)
-# What VISION MODEL makes for each call itself, or no layer reads.
-_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 # Pinned by test_model_kind.py
@@ -9394,50 +9096,6 @@ def _overlapping_pool_class() -> type:
     return OverlappingPool
 
 
-# Pinned by test_vision_families.py, whose tokenizers add a token in front
-def load_image_processor(path: Path, *, trust_remote_code: bool) -> Any:
-    """What makes tokens and pixels of text and images. It adds no tokens by itself."""
-    from mlx_vlm import utils
-
-    processor = utils.load_processor(
-        path, add_detokenizer=False, trust_remote_code=trust_remote_code
-    )
-    # Or each image would begin with the <bos> of a prompt.
-    processor.tokenizer.backend_tokenizer.post_processor = None
-    return processor
-
-
-# Pinned by test_vision_families.py
-def image_token_id(model: Any) -> int:
-    """The token that stands for each part of an image. Raises ValueError."""
-    for name in ("image_token_id", "image_token_index"):
-        token_id = getattr(model.config, name, None)
-        if token_id is not None:
-            return int(token_id)
-    raise ValueError("its config.json names no token for images")
-
-
-# (token ids `(1, n)`, image_grid_thw=rows and columns)
-# -> (positions `(3, 1, n)`, the shift of what follows `(1, 1)`)
-type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
-
-
-# Pinned by test_vision.py::test_a_planted_fault_is_noticed
-def find_rope_index(model: Any) -> RopeIndex | None:
-    """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    if not hasattr(model.language_model, "get_rope_index"):
-        return None
-    tokens = mx.array([[0, 0]])
-    positions = mx.zeros((3, *tokens.shape), mx.int32)
-    cache = make_prompt_cache(model.language_model)
-    try:
-        model.language_model(tokens, cache=cache, position_ids=positions)
-    except ValueError:  # MiniMax-M3 has the function, and takes no rows
-        return None
-    rope_index: RopeIndex = model.language_model.get_rope_index
-    return rope_index
-
-
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other
 def see_images_both_ways(model: Any) -> bool:
     """Let the tokens of an image see those after them, too, where a model wants that.
@@ -9468,63 +9126,7 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     return mask | is_pair[:, None]
 
 
-# Pinned by test_vision_families.py
-def embed_text(model: Any, token_ids: mx.array) -> LayerInputs:
-    """What the layers take of text `(1, n)`."""
-    return _present_inputs(model.get_input_embeddings(token_ids))
-
-
-# Pinned by test_vision_families.py
-def embed_image(
-    model: Any,
-    token_ids: mx.array,
-    pixels: dict[str, mx.array],
-) -> LayerInputs:
-    """What the layers take of an image: the vision tower runs. Not evaluated.
-
-    `token_ids`: `(1, n)`, the image's own; `pixels`: what the processor made beside
-    them. Raises NotImplementedError if layers want what is not fed here.
-    """
-    mask = mx.ones_like(token_ids)
-    features = model.get_input_embeddings(token_ids, mask=mask, **pixels)
-    inputs = _present_inputs(features)
-    unknown = inputs.keys() - _LAYER_INPUTS - _IGNORED_INPUTS
-    if unknown:
-        raise NotImplementedError(
-            f"its layers want {unknown}, which nothing here feeds"
-        )
-    return {name: inputs[name] for name in inputs if name in _LAYER_INPUTS}
-
-
-def _present_inputs(features: Any) -> LayerInputs:
-    inputs: LayerInputs = {}
-    for name, value in features.to_dict().items():
-        if value is not None:
-            inputs[name] = value
-    return inputs
-
-
-# -- 5 ranks ---------------------------------------------------------------------------
-
-
-# Pinned by test_cluster.py
-def divide_model(model: Any, group: Any) -> None:
-    """Keep one rank's part of each layer, of weights that are not computed yet.
-
-    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
-    """
-    if not hasattr(model, "shard"):
-        raise ValueError("a model of this kind cannot be divided among ranks")
-    try:
-        model.shard(group)
-        mx.eval(model.parameters())
-        mx.eval(model(mx.array([[0, 0]])))
-    except ValueError as error:
-        n_ranks = group.size()
-        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
-
-
-# -- 6 CUDA ----------------------------------------------------------------------------
+# -- 5 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -10205,7 +9807,7 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 # Lookups see an entry while it rests, and while it runs: then a request holds its KV
 # and extends it, and others can wait for a prefix that is being computed.
 #
-#     find -> start -> the request runs, lease.add_checkpoint -> lease.put_back or drop
+#     find -> start -> the request runs: advance, add_checkpoint -> put_back or drop
 #
 # A request that continues an entry takes over its buffers and writes on in place. One
 # that diverges inside an entry splits it if little follows (the tail becomes a branch,
@@ -10219,11 +9821,10 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     EntryTree      which entry owns which KV
 #     SessionPauses  when sessions return
 #     PrefixCache    lookup; what a request gets; what is evicted
-#     CacheLease     what a request may do with the entry that it extends
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS,
+#          HitKind, PrefixCache, StartedEntry, EntryReport, MIN_CHECKPOINTS,
 #          SPARED_CHECKPOINTS, MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
@@ -10260,19 +9861,6 @@ class RequestOwner(NamedTuple):
 NO_OWNER: Final = RequestOwner()
 
 
-class RunningKV(Protocol):
-    """The KV that a running request holds."""
-
-    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over the KV and the state of the cached tokens.
-
-        `span` belongs to the request from now on; `state` stays the cache's.
-        """
-
-    def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end)."""
-
-
 @dataclass(eq=False, slots=True)
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
@@ -10283,7 +9871,7 @@ class CacheEntry:
     end: int = 0  # while it runs: how far the request has got
     # One of these two is set: it says in which state the entry is.
     span: KVSpan | None = None  # at rest: KV of [start, end)
-    running_kv: RunningKV | None = None  # running: KV of [0, end)
+    read_span: Callable[[int], KVSpan] | None = None  # running: copies KV [0, n)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
@@ -10294,7 +9882,7 @@ class CacheEntry:
     @property
     def is_running(self) -> bool:
         """Whether a request holds its KV."""
-        return self.running_kv is not None
+        return self.read_span is not None
 
     def rested_span(self) -> KVSpan:
         """The KV [start, end) of an entry at rest."""
@@ -10370,20 +9958,12 @@ class CacheEntry:
 
     def copy_kv(self, depth: int) -> KVSpan:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
-        if self.running_kv is not None:
-            return self.running_kv.read_span(depth)
+        if self.read_span is not None:
+            return self.read_span(depth)
         own_kv = self.rested_span().cut(0, depth - self.start)
         if self.parent is None:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
-
-
-class MatchRank(NamedTuple):
-    """How good a match is: the larger the better, the first field counts most."""
-
-    depth: int  # to wait for pending tokens is better than to read them
-    cached_tokens: int  # of two as deep, the one with less to wait for
-    is_whole_entry: bool  # of two that are the same, the one that need not be split
 
 
 class PrefixMatch(NamedTuple):
@@ -10413,9 +9993,13 @@ class PrefixMatch(NamedTuple):
         return max(self.cached_tokens, self.pending_tokens)
 
     @property
-    def rank(self) -> MatchRank:
-        """By this, lookups compare what they find."""
-        return MatchRank(self.depth, self.cached_tokens, self.is_whole_entry)
+    def rank(self) -> tuple[int, int, bool]:
+        """By this, lookups compare what they find: the largest is the best.
+
+        To wait for pending tokens is better than to read them; of two as deep, that
+        with less to wait for is better, and then that which need not be split.
+        """
+        return self.depth, self.cached_tokens, self.is_whole_entry
 
     @property
     def is_movable(self) -> bool:
@@ -10443,17 +10027,16 @@ NO_MATCH: Final = PrefixMatch()
 class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
-    No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
-    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
-    every entry between two calls of its methods, except for one whose KV was taken and
-    does not run yet (inside PrefixCache.start):
+    No other class writes `key`, `parent`, `start`, `span` or `read_span` of an entry,
+    nor `end` of one at rest; PrefixCache adds and thins checkpoints, and says whose it
+    is. These hold for every entry between two calls of its methods, except for one
+    whose KV was taken and does not run yet (inside PrefixCache.start):
 
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
         run      an entry whose KV was taken, or a new one: its request has the KV
-        advance  the request has read more
         rest     the request is over, and gives the KV of the whole path back
     """
 
@@ -10493,22 +10076,18 @@ class EntryTree:
         self.entries.append(entry)
 
     def run(
-        self, entry: CacheEntry, key: TokenKey, *, end: int, running_kv: RunningKV
+        self,
+        entry: CacheEntry,
+        key: TokenKey,
+        *,
+        end: int,
+        read_span: Callable[[int], KVSpan],
     ) -> None:
         """A request that has KV [0, end) extends an entry, towards all of `key`."""
         entry.key = key
         entry.end = end
-        entry.running_kv = running_kv
+        entry.read_span = read_span
         entry.last_used = self._clock()
-
-    def mark_reused(self, entry: CacheEntry) -> None:
-        """Count a request that goes on from the KV of this entry."""
-        entry.n_uses += 1
-        entry.last_used = self._clock()
-
-    def advance(self, entry: CacheEntry, end: int) -> None:
-        """The request that extends an entry has KV [0, end) now."""
-        entry.end = end
 
     def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest with `span`, KV of all tokens of `key`.
@@ -10532,7 +10111,7 @@ class EntryTree:
         entry.key = key
         entry.end = end
         entry.span = span
-        entry.running_kv = None
+        entry.read_span = None
         entry.last_used = self._clock()
 
     def take_kv(self, entry: CacheEntry, depth: int) -> KVSpan:
@@ -10676,19 +10255,20 @@ class SessionPauses:
     N_PAUSES: Final = 3  # of each session, the last ones
 
     def __init__(self) -> None:
-        self._rested_at = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds
-        self._pauses = LRUCache(self.MAX_SESSIONS)  # by owner, in seconds each
+        # By owner: when its KV began to rest, and then its pauses, in seconds.
+        self._times = LRUCache(self.MAX_SESSIONS)
 
     def begin(self, owner: RequestOwner, now: float) -> None:
         """A request of a session begins to run."""
-        rested_at = self._rested_at.get(owner)
-        if rested_at is not None:
-            pauses = [*self._pauses.get(owner, ()), now - rested_at]
-            self._pauses[owner] = pauses[-self.N_PAUSES :]
+        if owner in self._times:
+            rested_at, *pauses = self._times[owner]
+            pauses.append(now - rested_at)
+            self._times[owner] = (rested_at, *pauses[-self.N_PAUSES :])
 
     def end(self, owner: RequestOwner, now: float) -> None:
         """The KV of a request rests."""
-        self._rested_at[owner] = now
+        _, *pauses = self._times.get(owner, (now,))
+        self._times[owner] = (now, *pauses)
 
     def expected_wait(self, entry: CacheEntry, now: float) -> float:
         """In how many seconds an entry will be used, as far as its session shows.
@@ -10701,8 +10281,8 @@ class SessionPauses:
             expected in     15 s     5 s    10 s    50 s
         """
         idle_seconds = now - entry.last_used
-        pauses: Sequence[float] = self._pauses.get(entry.owner, ())
-        pause = min(pauses, default=0.0)
+        _, *pauses = self._times.get(entry.owner, (now,))
+        pause: float = min(pauses, default=0.0)
         if idle_seconds < 2 * pause:
             return abs(pause - idle_seconds)
         return idle_seconds
@@ -10731,6 +10311,15 @@ def _image_start(tokens: TokenIds, depth: int) -> int:
     if not is_inside_image(tokens, depth):
         return depth
     return max(start for start in image_starts(tokens) if start < depth)
+
+
+class StartedEntry(NamedTuple):
+    """What a request starts with."""
+
+    entry: CacheEntry  # to be compared and looked at; only the cache changes it
+    span: (
+        KVSpan | None
+    )  # KV of the cached tokens, the request's own; None: there is none
 
 
 class EntryReport(TypedDict):
@@ -10796,10 +10385,14 @@ class PrefixCache:
             most_matched = max(most_matched, match.matched_tokens)
             if match.rank > best.rank:  # of equals the one used last
                 best = match
-        return best._replace(
-            matched_tokens=most_matched,
-            hit_kind=self._hit_kind(best, len(key.tokens)),
-        )
+        kind: HitKind = "checkpoint" if self._spec.has_state else "branch"
+        if not best.cached_tokens:
+            kind = "miss"
+        elif best.cached_tokens == len(key.tokens) - 1:
+            kind = "exact"
+        elif best.is_whole_entry:
+            kind = "line"
+        return best._replace(matched_tokens=most_matched, hit_kind=kind)
 
     def _can_share(
         self, entry: CacheEntry, key: TokenKey, depth: int, *, best: PrefixMatch
@@ -10861,15 +10454,6 @@ class PrefixCache:
     def _metrics_of(self, owner: RequestOwner) -> CacheMetrics:
         return self.metrics.of_tenant(owner.tenant)
 
-    def _hit_kind(self, match: PrefixMatch, n_prompt: int) -> HitKind:
-        if not match.cached_tokens:
-            return "miss"
-        if match.cached_tokens == n_prompt - 1:
-            return "exact"
-        if match.is_whole_entry:
-            return "line"
-        return "checkpoint" if self._spec.has_state else "branch"
-
     # -- what a request gets -----------------------------------------------------------
 
     def add_loaded(self, entry: CacheEntry) -> None:
@@ -10882,27 +10466,39 @@ class PrefixCache:
         match: PrefixMatch,
         key: TokenKey,
         *,
-        running: RunningKV,
+        read_span: Callable[[int], KVSpan],
         owner: RequestOwner,
         head_end: int = 0,
-    ) -> CacheLease:
-        """Give a request the KV of its cached tokens, and an entry to extend.
+    ) -> StartedEntry:
+        """Give a request an entry to extend, and the KV of its cached tokens.
 
-        The KV is moved or copied. From now on the entry runs. Raises what `load_kv`
-        raises, and MemoryError or RuntimeError if there is no memory for a copy: the
-        request has no entry then, and KV that was moved already is dropped.
+        The KV is moved or copied. From now on the entry runs: `read_span` returns a
+        copy of KV [0, n) of the request. Raises MemoryError or RuntimeError if there is
+        no memory for a copy: there is no entry then, and what was moved is dropped.
         """
         if self._lacks_checkpoint(match):
             self._metrics_of(owner).bump("hybrid_trim_miss")
         if match.parts_image:
             self._metrics_of(owner).bump("vlm_retreat")
-
         self._pauses.begin(owner, self._clock())
-        entry = self._give_kv(match, key, running)
-        self._tree.run(entry, key, end=match.cached_tokens, running_kv=running)
+
+        source, depth = match.kv_owner, match.cached_tokens
+        span: KVSpan | None = None
+        if source is not None and match.is_movable:
+            span = self._tree.take_kv(source, depth)
+            entry = source
+        else:
+            if source is not None:
+                span = source.copy_kv(depth)
+            entry = CacheEntry(key, parent=source, start=depth, end=depth)
+            self._tree.insert(entry)
+        if source is not None:
+            source.n_uses += 1
+            source.last_used = self._clock()
+        self._tree.run(entry, key, end=depth, read_span=read_span)
         entry.owner = owner
         entry.head_end = head_end
-        return CacheLease(self, self._tree, entry, match.kv_owner)
+        return StartedEntry(entry, span)
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -10914,34 +10510,11 @@ class PrefixCache:
             return n_lost >= MIN_PREFIX_TOKENS
         return n_lost >= self._config.prompt_cache_block_size
 
-    def _give_kv(
-        self, match: PrefixMatch, key: TokenKey, running: RunningKV
-    ) -> CacheEntry:
-        """Load the cached KV into a request; the entry that the request will extend."""
-        kv_owner = match.kv_owner
-        if kv_owner is None:
-            entry = CacheEntry(key)
-            self._tree.insert(entry)
-            return entry
+    def advance(self, entry: CacheEntry, end: int) -> None:
+        """Let lookups use KV [0, end) of the request that extends an entry."""
+        entry.end = end
 
-        depth = match.cached_tokens
-        if not match.is_movable:
-            running.load_kv(kv_owner.copy_kv(depth), match.state)
-            branch = CacheEntry(key, parent=kv_owner, start=depth, end=depth)
-            self._tree.insert(branch)
-            self._tree.mark_reused(kv_owner)
-            return branch
-
-        span = self._tree.take_kv(kv_owner, depth)
-        try:
-            running.load_kv(span, match.state)
-        except Exception:
-            self._tree.drop(kv_owner)
-            raise
-        self._tree.mark_reused(kv_owner)
-        return kv_owner
-
-    def keep_checkpoint(
+    def add_checkpoint(
         self, entry: CacheEntry, position: int, checkpoint: StateCheckpoint
     ) -> None:
         """Keep the state that a request has reached, if the model has any."""
@@ -10952,20 +10525,25 @@ class PrefixCache:
             if not entry.thin_checkpoints():
                 return
 
-    def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
+    def drop_checkpoint(self, entry: CacheEntry, position: int) -> None:
+        """Drop a state that is of no use any more, if it is still there."""
+        entry.checkpoints.pop(position, None)
+
+    def put_back(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest, and evict what has no place beside it.
 
-        Raises what EntryTree.rest raises.
+        The cache now owns `span`, KV of all tokens of `key`. Raises what EntryTree.rest
+        raises; the entry is dropped then.
         """
         self._tree.rest(entry, key, span)
         self._pauses.end(entry.owner, entry.last_used)
         self._enforce_entry_limit(newest=entry)
         self.evict_to_fit(0)
 
-    def drop_source(self, match: PrefixMatch) -> None:
-        """Forget the entry that a request could not be started on (L-114)."""
-        if match.kv_owner is not None:
-            self._tree.drop(match.kv_owner)
+    def drop(self, entry: CacheEntry | None) -> None:
+        """Forget an entry, and the branches that build on it, if it is still there."""
+        if entry is not None:
+            self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
     # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
@@ -11056,22 +10634,19 @@ class PrefixCache:
     def _thin_largest(
         self, lacking_bytes: int, *, min_left: int = 0, spared_position: int = 0
     ) -> bool:
-        """Drop checkpoints, each of the entry whose checkpoints take most bytes.
+        """Drop checkpoints of the entry that has most bytes of them, then of the next.
 
         Until that is enough, or no entry can spare one. Returns False if none could.
         """
-        # A heap gives out the smallest. No two entries have the same id.
-        heap = [(-e.state_bytes, e.entry_id, e) for e in self.entries]
-        heapify(heap)
         freed_bytes = 0
-        while heap and freed_bytes < lacking_bytes:
-            _, entry_id, entry = heappop(heap)
-            bytes_before = entry.state_bytes
-            if entry.thin_checkpoints(
-                min_left=min_left, spared_position=spared_position
-            ):
+        for entry in sorted(self.entries, key=lambda e: e.state_bytes, reverse=True):
+            while freed_bytes < lacking_bytes:
+                bytes_before = entry.state_bytes
+                if not entry.thin_checkpoints(
+                    min_left=min_left, spared_position=spared_position
+                ):
+                    break
                 freed_bytes += bytes_before - entry.state_bytes
-                heappush(heap, (-entry.state_bytes, entry_id, entry))
         return freed_bytes > 0
 
     def _evict_kv(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
@@ -11155,7 +10730,7 @@ class PrefixCache:
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
         """For each entry its tenant, and what the status page shows of it."""
-        now = self._clock()
+        now = time.monotonic()  # of this rank: what others do not read is not sent
         reports: list[tuple[str, EntryReport]] = []
         for entry in self.entries:
             report: EntryReport = {
@@ -11172,53 +10747,6 @@ class PrefixCache:
                 report["checkpoints"] = sorted(entry.checkpoints)
             reports.append((entry.owner.tenant, report))
         return reports
-
-
-@dataclass(eq=False, slots=True)
-class CacheLease:
-    """The right of one request to extend an entry, until `put_back` or `drop`."""
-
-    _cache: PrefixCache
-    _tree: EntryTree
-    entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    _source: CacheEntry | None  # where the last cached token came from
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the checkpoints of the entry."""
-        return self.entry.state_bytes
-
-    def advance(self, end: int) -> None:
-        """Let lookups use KV [0, end) of the request."""
-        self._tree.advance(self.entry, end)
-
-    def add_checkpoint(self, position: int, checkpoint: StateCheckpoint) -> None:
-        """Keep the state that the request has reached, if the model has any."""
-        self._cache.keep_checkpoint(self.entry, position, checkpoint)
-
-    def drop_checkpoint(self, position: int) -> None:
-        """Drop a state that is of no use any more, if it is still there."""
-        self.entry.checkpoints.pop(position, None)
-
-    def put_back(self, key: TokenKey, span: KVSpan) -> None:
-        """Let the entry rest. The cache now owns `span`, KV of all tokens of `key`.
-
-        Raises what EntryTree.rest raises; the entry is dropped then.
-        """
-        self._cache.rest(self.entry, key, span)
-
-    def drop(self) -> None:
-        """Forget the entry of a failed request, and the branches that build on it.
-
-        If it is forgotten already, this does nothing.
-        """
-        self._tree.drop(self.entry)
-
-    def drop_with_source(self) -> None:
-        """Forget also the entry that the cached KV was copied from (L-114)."""
-        self.drop()
-        if self._source is not None:
-            self._tree.drop(self._source)
 
 
 # region DISK CACHE ============================================================
@@ -11242,34 +10770,32 @@ class CacheLease:
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
 #         lock                           held by the server that uses it
 #         port                           that its last server listened on
-#         written                        bytes that were written today
 #         secret                         that is in the names of images
 #         <name>.safetensors             a segment; 0600
 #
 # A segment is written under another name, and renamed once the disk has it: there is no
 # half of one. A file that is damaged, or of another format, is deleted, and its tokens
-# are read again. Each array has a checksum: the format has none, and one flipped bit
+# are read again. Each array has a checksum: safetensors has none, and one flipped bit
 # would be another KV.
 #
 #     writing    between two steps of the model, DiskTier copies some arrays out of an
-#                entry that rests; a thread of its own brings them to the disk
+#                entry that rests; once it has all, another thread writes the file
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
 #          delete_other_folders, report_unused, find_undeletable, DiskError
-# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
-# Thread   model, mlx; SegmentWriter: a thread of its own
+# Uses     CONFIG, LOGGING, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
+# Thread   model, mlx; write_segment: a thread of its own
 
 LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
-MIN_SAVED_TOKENS: Final = 512  # fewer are written once they have rested for long
+MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
+MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_COMPARED: Final = 8  # segments whose tokens are read, of those that go on
-MIN_SEGMENT_TOKENS: Final = 16  # fewer are not worth a file
-MAX_SEGMENT_BYTES: Final = 128 << 20  # what is interrupted loses no more than that
+MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
-SAVE_SHORT_SECONDS: Final = 30.0  # of rest, for less than MIN_SAVED_TOKENS
 SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
 WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
 LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
@@ -11277,12 +10803,10 @@ FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
-MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-_DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
+_DISK_FORMAT: Final = 3  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
-_NEW_SUFFIX: Final = ".new"  # of a file that is being written
-_MAX_HEADER_BYTES: Final = 16 << 20
+_NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
 _LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
 _LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether it has
@@ -11292,7 +10816,6 @@ _DISK_PART: Final = 10  # ... tenth of the free disk
 _DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
 
 _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-_ArrayType = Literal["BF16", "F16", "F32", "U32", "U8", "I32", "I64", "BOOL"]
 
 
 class DiskError(Exception):
@@ -11302,22 +10825,10 @@ class DiskError(Exception):
 # -- 1 files ---------------------------------------------------------------------------
 
 
-class ArrayInfo(BaseModel, frozen=True, extra="forbid"):
-    """An array of a file, as safetensors describes it."""
-
-    dtype: _ArrayType
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return _ARRAY_TYPES[self.dtype].size * math.prod(self.shape)
-
-
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[2] = _DISK_FORMAT
+    format: Literal[3] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
     parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
     start: int = Field(ge=0)
@@ -11329,252 +10840,81 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     # By position, in (start, end]: the states there. In the place of each array is
     # {"array": its name}.
     states: dict[int, Any] = {}
-    arrays: dict[str, ArrayInfo]  # in the order of the file; "tokens" is the first
-
-    @cached_property  # of all segments it is read, when one has to go
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(info.nbytes for info in self.arrays.values())
+    # Of all arrays; write_segment() adds them.
+    checksums: dict[str, str] = {}
+    nbytes: int = 0
 
 
-class _SegmentHeader(NamedTuple):
-    """The beginning of a file, checked."""
+class SegmentContents(NamedTuple):
+    """What was read of a file."""
 
     segment: Segment
-    checksums: dict[str, str]  # by the name of the array
-    nbytes: int
-    used_at: float  # Unix seconds: when the file was written, or loaded last
+    arrays: dict[str, npt.NDArray[Any]]  # those that were asked for, by name
 
 
-def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
-    """The first bytes of a file; as many, whatever the checksums are.
+def write_segment(
+    folder: Path, segment: Segment, arrays: dict[str, npt.NDArray[Any]]
+) -> Segment:
+    """Write a file; it appears under its name once the disk has it.
 
-    The metadata of safetensors are texts: ours describe the segment and its checksums,
-    and "own" is the checksum of the two.
+    Returns what it contains. Raises OSError or SafetensorError.
     """
+    checksums = {name: _checksum(array) for name, array in arrays.items()}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    segment = segment.model_copy(update={"checksums": checksums, "nbytes": nbytes})
     description = segment.model_dump_json()
-    sums = json.dumps({name: checksums[name] for name in segment.arrays})
-    own_sum = _checksum((description + sums).encode())
-    table: JsonObject = {
-        "__metadata__": {"segment": description, "checksums": sums, "own": own_sum}
-    }
-    offset = 0
-    for name, info in segment.arrays.items():
-        table[name] = {
-            "dtype": info.dtype,
-            "shape": info.shape,
-            "data_offsets": [offset, offset + info.nbytes],
-        }
-        offset += info.nbytes
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _read_header(path: Path) -> _SegmentHeader:
-    """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
-    with _open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise DiskError("its header is too long")
-        text = file.read(length)
-        status = os.fstat(file.fileno())
+    metadata = {"segment": description, "checksum": _crc32(description.encode())}
+    new_path = folder / (segment.name + _NEW_SUFFIX)
     try:
-        metadata = from_json(text)["__metadata__"]
-        description, sums = metadata["segment"], metadata["checksums"]
-        if _checksum((description + sums).encode()) != metadata["own"]:
-            raise DiskError("its header is damaged")
-        segment = Segment.model_validate_json(description)
-        checksums: dict[str, str] = from_json(sums)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DiskError("its header cannot be read") from error
-    if status.st_size != 8 + length + segment.nbytes:
-        raise DiskError("it is too short or too long")
+        save_file(arrays, new_path, metadata)
+        _sync(new_path)
+        new_path.replace(folder / (segment.name + _SEGMENT_SUFFIX))
+        _sync(folder)
+    except Exception:
+        with suppress(OSError):
+            new_path.unlink(missing_ok=True)
+        raise
+    return segment
+
+
+def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
+    """What a file contains, and the arrays whose names begin with one of `prefixes`.
+
+    Raises DiskError: it is damaged, or not ours; OSError: it cannot be read now.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
+        raise DiskError("it is no file")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    try:
+        with safe_open(path, "np", backend="pread") as file:
+            metadata = file.metadata()
+            description = metadata["segment"]
+            if _crc32(description.encode()) != metadata["checksum"]:
+                raise DiskError("its header is damaged")
+            segment = Segment.model_validate_json(description)
+            if set(file.keys()) != set(segment.checksums):
+                raise DiskError("its arrays have other names")
+            for name in segment.checksums:
+                if name.startswith(prefixes):
+                    arrays[name] = file.get_tensor(name)
+    except (SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise DiskError("it is not whole, or of another format") from error
     if path.name != segment.name + _SEGMENT_SUFFIX:
         raise DiskError("it has the name of another one")
-    return _SegmentHeader(segment, checksums, 8 + length, status.st_mtime)
+    for name, array in arrays.items():
+        if _checksum(array) != segment.checksums[name]:
+            raise DiskError(f"its array {name} is damaged")
+    return SegmentContents(segment, arrays)
 
 
-def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any]]:
-    """The bytes of arrays, with right checksums. Raises DiskError, OSError."""
-    header = _read_header(path)
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    with _open_file(path) as file:
-        file.seek(header.nbytes)
-        for name, info in header.segment.arrays.items():
-            if name not in names:
-                file.seek(info.nbytes, os.SEEK_CUR)
-                continue
-            data = np.empty(info.nbytes, dtype=np.uint8)
-            if file.readinto(memoryview(data)) < info.nbytes:
-                raise DiskError("it is too short")
-            if _checksum(data) != header.checksums[name]:
-                raise DiskError(f"its array {name} is damaged")
-            arrays[name] = data
-    return arrays
+def _checksum(array: npt.NDArray[Any]) -> str:
+    """Of the numbers of an array, and of their type and shape."""
+    kind = f"{array.dtype.str} {array.shape}".encode()
+    return _crc32(array.reshape(-1).view(np.uint8), zlib.crc32(kind))
 
 
-def _checksum(data: bytes | npt.NDArray[Any]) -> str:
-    return f"{zlib.crc32(data):08x}"
-
-
-class SegmentWriter:
-    """Writes one file after another, on a thread of its own.
-
-        begin -> add, add ... -> finish     the file is there, and take_written() has it
-                              -> abandon    there is none
-
-    Nobody waits for the disk: whoever adds looks at `unwritten_bytes` before.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._written: queue.SimpleQueue[Segment] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two counts
-        self.unwritten_bytes = 0  # that the disk does not have yet
-        self.n_unwritten_files = 0  # that were begun, and are not there yet
-        self.failure = ""  # why nothing is written now, in words
-        self._retry_at = 0.0  # on the clock of time.monotonic()
-        self._file: _NewFile | None = None  # of the thread alone
-        threading.Thread(target=self._run, name="disk", daemon=True).start()
-
-    def begin(self, segment: Segment) -> None:
-        """Begin a file; the one before is finished or abandoned."""
-        with self._lock:
-            self.n_unwritten_files += 1
-
-        def begin() -> None:
-            self._file = _NewFile(self._folder, segment)
-
-        self._orders.put(begin)
-
-    def add(self, data: npt.NDArray[Any]) -> None:
-        """Add the next array. It belongs to the writer from now on."""
-        with self._lock:
-            self.unwritten_bytes += data.nbytes
-
-        def add() -> None:
-            with self._lock:
-                self.unwritten_bytes -= data.nbytes
-            if self._file is not None:
-                self._file.add(data)
-
-        self._orders.put(add)
-
-    def finish(self) -> None:
-        """Let the file appear under its name, once the disk has it."""
-
-        def finish() -> None:
-            try:
-                if self._file is not None:
-                    self._file.finish()
-                    self._written.put(self._file.segment)
-                    self._file = None
-                    self._note_success()
-            finally:
-                self._count_end()
-
-        self._orders.put(finish)
-
-    def abandon(self) -> None:
-        """Forget the file that was begun."""
-
-        def abandon() -> None:
-            self._drop_file()
-            self._count_end()
-
-        self._orders.put(abandon)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until everything is done that was asked; whether it was in time."""
-        is_done = threading.Event()
-        self._orders.put(is_done.set)
-        return is_done.wait(timeout)
-
-    def take_written(self) -> list[Segment]:
-        """The segments whose files have appeared since the last call."""
-        segments: list[Segment] = []
-        while not self._written.empty():  # no other thread takes any
-            segments.append(self._written.get())
-        return segments
-
-    def _count_end(self) -> None:
-        with self._lock:
-            self.n_unwritten_files -= 1
-
-    def _drop_file(self) -> None:
-        if self._file is not None:
-            self._file.drop()
-        self._file = None
-
-    def _run(self) -> None:
-        while True:
-            order = self._orders.get()
-            try:
-                order()
-            except Exception as error:  # noqa: BLE001 - the server goes on without it
-                self.note_failure(error)
-                self._drop_file()
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether a file may be begun: nothing has failed, or a while ago (L-194)."""
-        return not self.failure or time.monotonic() >= self._retry_at
-
-    def note_failure(self, error: Exception) -> None:
-        """Write nothing for a while. What is there can still be read. For any thread.
-
-        why(L-194): a disk that is full now has room later.
-        """
-        reason = getattr(error, "strerror", None) or repr(error)
-        if not self.failure:
-            logger.warning("disk cache: nothing is written for now: %s", reason)
-        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
-        self.failure = reason
-
-    def _note_success(self) -> None:
-        if self.failure:
-            logger.info("disk cache: KV is written again")
-            self.failure = ""
-
-
-class _NewFile:
-    """A file that is being written."""
-
-    def __init__(self, folder: Path, segment: Segment) -> None:
-        """Raises OSError."""
-        self.segment = segment
-        self._path = folder / (segment.name + _SEGMENT_SUFFIX)
-        self._new_path = folder / (segment.name + _NEW_SUFFIX)
-        self._checksums = dict.fromkeys(segment.arrays, "0" * 8)
-        self._names = iter(segment.arrays)  # of the arrays that are not written yet
-        self._file = _open_private(self._new_path)
-        self._file.write(_write_header(segment, self._checksums))
-
-    def add(self, data: npt.NDArray[Any]) -> None:
-        """Write the next array. Raises OSError."""
-        name = next(self._names)
-        assert data.nbytes == self.segment.arrays[name].nbytes
-        self._checksums[name] = _checksum(data)
-        self._file.write(data)
-
-    def finish(self) -> None:
-        """Give the file its checksums and its name. Raises OSError."""
-        self._file.seek(0)
-        self._file.write(_write_header(self.segment, self._checksums))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._new_path.replace(self._path)
-        _sync_folder(self._path.parent)
-
-    def drop(self) -> None:
-        """Leave nothing of it."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._new_path.unlink()
+def _crc32(data: bytes | npt.NDArray[Any], start: int = 0) -> str:
+    return f"{zlib.crc32(data, start):08x}"
 
 
 def _open_file(path: Path) -> io.BufferedReader:
@@ -11612,9 +10952,9 @@ def _open_private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Let the disk have the names in a folder. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Let the disk have a file, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -11717,7 +11057,12 @@ class DiskCache:
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
-        self._read_speed: float | None = None  # bytes a second, of the fastest load
+        self.failure = ""  # why nothing is written now, in words
+        self._retry_at = 0.0  # on the clock of time.monotonic()
+        self._written_day = 0  # the day of `_written_bytes`
+        self._written_bytes = 0
+        self._executor = ThreadPoolExecutor(1, "disk")
+        self._new_file: Future[Segment] | None = None  # that is being written
         self._clock = clock
         self._segments: dict[str, Segment] = {}  # by name, as all that follow
         self._used_at: dict[str, float] = {}  # Unix seconds
@@ -11727,31 +11072,32 @@ class DiskCache:
         os.utime(folder / "lock")  # see _drop_other_folders
         self._scan()
         self.image_secret = self._read_secret()
-        self._written_day, self._written_bytes = self._read_written()
-        self.writer = SegmentWriter(folder)
 
     def close(self) -> None:
         """Let another server have the folder."""
+        self._executor.shutdown(wait=False)
         self._lock_file.close()
 
     # -- the folder --------------------------------------------------------------------
 
     def _scan(self) -> None:
         """Read what there is; delete what is damaged, half written or alone."""
-        for path in self.folder.glob("*" + _NEW_SUFFIX):
-            with suppress(OSError):
-                path.unlink()
+        # safetensors writes to another new file before that has its name.
+        for pattern in ("*" + _NEW_SUFFIX, ".tmp*"):
+            for path in self.folder.glob(pattern):
+                with suppress(OSError):
+                    path.unlink()
         found: list[Segment] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                header = _read_header(path)
+                segment = read_segment(path).segment
+                self._used_at[segment.name] = path.stat().st_mtime
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
             except OSError:
                 continue  # it cannot be read now
-            self._used_at[header.segment.name] = header.used_at
-            found.append(header.segment)
+            found.append(segment)
         # A parent begins before its children do, so it is there first.
         for segment in sorted(found, key=lambda segment: segment.start):
             self._add(segment)
@@ -11769,36 +11115,77 @@ class DiskCache:
             file.write(secret)
         return secret
 
-    def _read_written(self) -> tuple[int, int]:
-        """The day that was written on last, and how many bytes."""
-        with (
-            suppress(OSError, ValueError, DiskError),
-            _open_file(self.folder / "written") as file,
-        ):
-            day, n_bytes = file.read().split()
-            return int(day), int(n_bytes)
-        return 0, 0
+    # -- writing -----------------------------------------------------------------------
+    # One file at a time: what comes after it may continue it, so it has to be in the
+    # index first.
+
+    def write(self, segment: Segment, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Begin to write a file, on another thread; `collect` has had the last one."""
+        assert self._new_file is None
+        self._new_file = self._executor.submit(
+            write_segment, self.folder, segment, arrays
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a file is not on the disk yet."""
+        return self._new_file is not None and not self._new_file.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the file that is being written; whether it was in time."""
+        if self._new_file is not None:
+            wait_for_futures([self._new_file], seconds)
+        return not self.is_writing
+
+    def collect(self) -> None:
+        """Take over the file that was written since the last call, and make room."""
+        file = self._new_file
+        if file is not None and file.done():
+            self._new_file = None
+            try:
+                self._note_written(file.result())
+            except Exception as error:  # noqa: BLE001 - the server goes on without it
+                self.note_failure(error)
+        self._make_room()
+
+    def _note_written(self, segment: Segment) -> None:
+        if self.failure:
+            logger.info("disk cache: KV is written again")
+            self.failure = ""
+        self._written_bytes = self.written_today_bytes + segment.nbytes
+        self._written_day = self._today()
+        if segment.name not in self._segments:
+            self._add(segment)
+        self._note_use(self._segments.get(segment.name))
+
+    def note_failure(self, error: Exception) -> None:
+        """Write nothing for a while. What is there can still be read.
+
+        why(L-194): a disk that is full now has room later.
+        """
+        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        if not self.failure:
+            logger.warning("disk cache: nothing is written for now: %s", reason)
+        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
+        self.failure = reason
 
     @property
     def written_today_bytes(self) -> int:
-        """Bytes of files since midnight UTC, also of earlier servers."""
-        is_today = self._written_day == self._today()
-        return self._written_bytes if is_today else 0
+        """Bytes of files that this server has written since midnight UTC."""
+        return self._written_bytes if self._written_day == self._today() else 0
 
     def _today(self) -> int:
         return int(self._clock() // _SECONDS_A_DAY)
 
-    def _count_written(self, segment: Segment) -> None:
-        self._written_bytes = self.written_today_bytes + segment.nbytes
-        self._written_day = self._today()
-        with suppress(OSError), _open_private(self.folder / "written") as file:
-            file.write(f"{self._written_day} {self._written_bytes}\n".encode())
-
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
-        if not self.writer.may_begin or n_bytes > self.max_bytes:
+        if self.failure and time.monotonic() < self._retry_at:
+            return False
+        if n_bytes > self.max_bytes:
             return False
         return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
+
+    # -- the index ---------------------------------------------------------------------
 
     def _path_of(self, segment: Segment) -> Path:
         return self.folder / (segment.name + _SEGMENT_SUFFIX)
@@ -11829,8 +11216,6 @@ class DiskCache:
         for path in list(self._undeleted):
             self._unlink(path)
 
-    # -- the index ---------------------------------------------------------------------
-
     def _add(self, segment: Segment) -> None:
         """Add a segment whose file is there; without its parent, it is deleted."""
         parent = self._segments.get(segment.parent)
@@ -11846,29 +11231,12 @@ class DiskCache:
         for landmark in segment.landmarks:
             self._by_landmark[landmark].append(segment)
 
-    def collect(self) -> None:
-        """Take over the files that were written since the last call, and make room."""
-        for segment in self.writer.take_written():
-            self._count_written(segment)
-            if segment.name not in self._segments:
-                self._add(segment)
-            self._note_use(self._segments.get(segment.name))
-        self._make_room()
-
     def _make_room(self) -> None:
+        """Delete what was used longest ago; what is before a segment is used with it."""
         while self.nbytes > self.max_bytes:
-            leaves = [
-                s for s in self._segments.values() if not self._children.get(s.name)
-            ]
-            self.remove(min(leaves, key=self._value_of))
-
-    def _value_of(self, segment: Segment) -> float:
-        """The prefill that a segment saves for each of its bytes, less by its age."""
-        age_seconds = self._clock() - self._used_at[segment.name]
-        age_days = max(0.0, age_seconds) / _SECONDS_A_DAY
-        n_tokens = segment.end - segment.start
-        work = n_tokens * (1.0 + segment.end / DOUBLE_COST_DEPTH)
-        return work / segment.nbytes / (1.0 + age_days)
+            leaves = [name for name in self._segments if not self._children.get(name)]
+            oldest = min(leaves, key=self._used_at.__getitem__)
+            self.remove(self._segments[oldest])
 
     def remove(self, segment: Segment) -> None:
         """Delete a segment, and those that continue it."""
@@ -11944,10 +11312,6 @@ class DiskCache:
         matches = [self._follow(segment, key, known) for segment in segments]
         return max(matches, key=lambda match: match.depth)
 
-    def has_segment(self, key: TokenKey, end: int) -> bool:
-        """Whether there is a file of the first `end` tokens, found by `find` or not."""
-        return _PromptNames(key).name_of(end) in self._segments
-
     def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
         """What a segment, its parents and those that continue it have of a prompt.
 
@@ -11986,29 +11350,20 @@ class DiskCache:
     def _common_depth(self, segment: Segment, key: TokenKey) -> int:
         """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
         try:
-            data = _read_arrays(self._path_of(segment), {"tokens"})["tokens"]
+            contents = read_segment(self._path_of(segment), ("tokens",))
         except (DiskError, OSError) as fault:
             self._note_fault(segment, fault)
             return 0
-        tokens = data.view("<i4")
         wanted = key.tokens[segment.start : segment.end]
-        return segment.start + common_prefix_length(tokens, wanted)
+        n_common = common_prefix_length(contents.arrays["tokens"], wanted)
+        return segment.start + n_common
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
-        if isinstance(fault, (DiskError, FileNotFoundError)):
+        # why(L-217): safetensors says of any file that it cannot open that it is gone.
+        if isinstance(fault, DiskError) or not self._path_of(segment).exists():
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
             self.remove(segment)
-
-    def expected_seconds(self, match: DiskMatch, start: int) -> float:
-        """How long it takes to load KV [start, depth), by the fastest load so far.
-
-        0.0 before any.
-        """
-        if self._read_speed is None:
-            return 0.0
-        n_bytes = sum(segment.nbytes for segment, end in match.parts() if end > start)
-        return n_bytes / self._read_speed
 
     def read(self, match: DiskMatch, start: int, end: int) -> LoadedKV | None:
         """KV [start, end) of a match, with the states where requests will go on.
@@ -12016,10 +11371,8 @@ class DiskCache:
         Those are the one at `end`, and the one where system prompt and tools end. None
         if a file cannot be read; a damaged one is deleted.
         """
-        began = time.monotonic()
         spans: list[KVSpan] = []
         states: dict[int, StateCheckpoint] = {}
-        n_bytes = 0
         for segment, part_end in match.parts():
             low, high = max(start, segment.start), min(end, part_end)
             if low >= high:
@@ -12030,18 +11383,17 @@ class DiskCache:
                 if low < position <= high and position in (end, segment.head_end)
             ]
             try:
-                arrays = _load_arrays(self._path_of(segment), segment, positions)
+                prefixes = ("kv.", *(f"state.{position}." for position in positions))
+                contents = read_segment(self._path_of(segment), prefixes)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
-            n_bytes += sum(array.nbytes for array in arrays.values())
+            arrays = {name: _to_mlx(a) for name, a in contents.arrays.items()}
             spans.append(_read_span(segment, arrays, low, high))
             for position in positions:
                 leaves = _state_from_json(segment.states[position], arrays)
                 states[position] = make_checkpoint(leaves)
             self._note_use(segment)
-        speed = n_bytes / max(time.monotonic() - began, 1e-6)
-        self._read_speed = max(speed, self._read_speed or 0.0)
         return LoadedKV(spans[0].join(*spans[1:]), states)
 
     def _note_use(self, segment: Segment | None) -> None:
@@ -12063,8 +11415,8 @@ class DiskCache:
             "written_today_bytes": self.written_today_bytes,
             "max_bytes_per_day": self.max_bytes_per_day,
         }
-        if self.writer.failure:
-            report["off"] = self.writer.failure
+        if self.failure:
+            report["off"] = self.failure
         if self.undeleted:
             report["undeleted"] = self.undeleted
         return report
@@ -12073,38 +11425,26 @@ class DiskCache:
 # -- 3 KV to bytes, and back -----------------------------------------------------------
 
 
-class _ArrayKind(NamedTuple):
-    """A type of arrays: in MLX, in numpy, which has no bfloat16, and its size."""
-
-    mlx_type: mx.Dtype
-    numpy_type: str
-    size: int  # bytes of one number
-
-
-_ARRAY_TYPES: Final[Mapping[str, _ArrayKind]] = {
-    "BF16": _ArrayKind(mx.bfloat16, "<u2", 2),
-    "F16": _ArrayKind(mx.float16, "<f2", 2),
-    "F32": _ArrayKind(mx.float32, "<f4", 4),
-    "U32": _ArrayKind(mx.uint32, "<u4", 4),
-    "U8": _ArrayKind(mx.uint8, "<u1", 1),
-    "I32": _ArrayKind(mx.int32, "<i4", 4),
-    "I64": _ArrayKind(mx.int64, "<i8", 8),
-    "BOOL": _ArrayKind(mx.bool_, "|b1", 1),
-}
-_NAMES_OF_TYPES: Final = {kind.mlx_type: name for name, kind in _ARRAY_TYPES.items()}
+# What a file can have. numpy has no bfloat16: its bits are written as uint16.
+_WRITTEN_TYPES: Final = frozenset(
+    {mx.bfloat16, mx.float16, mx.float32}
+    | {mx.uint32, mx.uint8, mx.int32, mx.int64, mx.bool_}
+)
 
 
-class _PlannedSegment(NamedTuple):
-    """A segment to be written, and what its arrays are, in their order."""
+class PlannedSegment(NamedTuple):
+    """A segment to be written, and what returns each of its arrays, by name.
+
+    A reader is called between two steps, when its array is copied: a request that
+    writes into KV that is held copies it first (L-03). States may be held: nobody
+    writes into them.
+    """
 
     segment: Segment
-    # Each returns one array of the entry. It is called between two steps, when that is
-    # copied: a request that writes into KV that is held copies it first (L-03). States
-    # may be held: nobody writes into them.
-    readers: list[Callable[[], mx.array]]
+    readers: dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegment:
+def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
@@ -12125,9 +11465,8 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
         tenant=entry.owner.tenant,
         session=entry.owner.session,
         states=states,
-        arrays={name: _describe_array(read()) for name, read in readers.items()},
     )
-    return _PlannedSegment(segment, list(readers.values()))
+    return PlannedSegment(segment, readers)
 
 
 def _find_readers(
@@ -12166,14 +11505,8 @@ def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
     return sorted(positions)
 
 
-def _describe_array(array: mx.array) -> ArrayInfo:
-    return ArrayInfo(
-        dtype=cast(_ArrayType, _NAMES_OF_TYPES[array.dtype]), shape=tuple(array.shape)
-    )
-
-
 def _copy_array(array: mx.array) -> npt.NDArray[Any]:
-    """The bytes of an array.
+    """A copy of an array, outside MLX.
 
     why(L-124): what the processor reads of an array in use moves out of a GPU's memory.
     So it is copied by the device first.
@@ -12181,7 +11514,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     device_copy = mx.where(mx.array(True), array, array)
     if device_copy.dtype == mx.bfloat16:
         device_copy = device_copy.view(mx.uint16)
-    return np.array(device_copy).reshape(-1).view(np.uint8)
+    return np.array(device_copy)
 
 
 def _state_to_json(
@@ -12219,7 +11552,7 @@ def can_write_state(part: Any) -> bool:
         case list() | tuple():
             return type(part) in (list, tuple) and all(map(can_write_state, part))
         case mx.array():
-            return part.dtype in _NAMES_OF_TYPES
+            return part.dtype in _WRITTEN_TYPES
     return type(part) in (int, float, str, bool, type(None))
 
 
@@ -12237,21 +11570,9 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def _load_arrays(
-    path: Path, segment: Segment, positions: Sequence[int]
-) -> dict[str, mx.array]:
-    """The KV of a file and its states at some positions. Raises DiskError, OSError."""
-    prefixes = ("kv.", *(f"state.{position}." for position in positions))
-    names = {name for name in segment.arrays if name.startswith(prefixes)}
-    arrays = _read_arrays(path, names)
-    return {name: _to_mlx(arrays[name], segment.arrays[name]) for name in arrays}
-
-
-def _to_mlx(data: npt.NDArray[Any], info: ArrayInfo) -> mx.array:
-    """The array of these bytes."""
-    kind = _ARRAY_TYPES[info.dtype]
-    numbers = data.view(kind.numpy_type)
-    return mx.array(numbers.reshape(info.shape)).view(kind.mlx_type)
+def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
+    is_bfloat16 = array.dtype == np.uint16
+    return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
 def _read_span(
@@ -12515,15 +11836,13 @@ class DiskTier:
         match: PrefixMatch,
         *,
         owner: RequestOwner,
-        prefill_speed: float | None,
     ) -> int:
         """Load what the disk has of a prompt beyond `match` into an entry at rest.
 
         There must be memory for the whole prompt. Returns how many tokens were loaded:
-        0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
-        tokens a second; None: not known.
+        0 if the disk has hardly more.
         """
-        plan = self.plan_load(key, match, prefill_speed=prefill_speed)
+        plan = self.plan_load(key, match)
         if plan is None:
             return 0
         found, start, depth = plan
@@ -12544,9 +11863,7 @@ class DiskTier:
         self._cache.add_loaded(entry)
         return depth - match.depth
 
-    def plan_load(
-        self, key: TokenKey, match: PrefixMatch, *, prefill_speed: float | None
-    ) -> LoadPlan | None:
+    def plan_load(self, key: TokenKey, match: PrefixMatch) -> LoadPlan | None:
         """What load() would load; None if it would load nothing."""
         n_known = len(key.tokens) - 1
         if n_known - match.depth < MIN_LOADED_TOKENS:
@@ -12555,14 +11872,10 @@ class DiskTier:
         depth = min(found.depth, n_known)
         if self._spec.has_state:
             depth = found.last_state(depth)
-        n_more = depth - match.depth
-        if n_more < MIN_LOADED_TOKENS:
+        if depth - match.depth < MIN_LOADED_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         start = match.cached_tokens if is_branch else 0
-        load_seconds = self.files.expected_seconds(found, start)
-        if prefill_speed and load_seconds > n_more / prefill_speed:
-            return None
         return LoadPlan(found, start, depth)
 
     def save_some(
@@ -12576,12 +11889,9 @@ class DiskTier:
         began = self._clock()
         if is_busy and began < self._not_before:
             return True
-        writer = self.files.writer
-        # What comes after a file may continue it, so it has to be in the index first.
-        is_file_ending = self._job is None and writer.n_unwritten_files > 0
-        if is_file_ending or writer.unwritten_bytes > MAX_UNWRITTEN_BYTES:
+        if self.files.is_writing:
             if not is_busy:
-                writer.wait(WRITER_WAIT_SECONDS)
+                self.files.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
             self._job = self._find_job(
@@ -12618,7 +11928,7 @@ class DiskTier:
         self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
-        if self.files.writer.failure:  # not all is there that was handed to it
+        if self.files.failure:  # not all is there that was handed to it
             self._saved.clear()
         entries = set(self._cache.entries)
         self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
@@ -12650,19 +11960,17 @@ class DiskTier:
         return None
 
     def _is_due(self, entry: CacheEntry, *, min_seconds: float) -> bool:
-        """Whether to write an entry: much that is new, or little that has rested long.
+        """Whether to write an entry: much is new, or it would be lost soon.
 
         `min_seconds`: of rest; 0.0 if it would be lost soon.
         """
-        # Of fewer than LANDMARK_TOKENS, no lookup would find a file.
-        min_end = MIN_SAVED_TOKENS if min_seconds else LANDMARK_TOKENS
-        rest_seconds = self._clock() - entry.last_used
-        if entry.end < min_end or rest_seconds < min_seconds:
+        if self._clock() - entry.last_used < min_seconds:
+            return False
+        # A shorter one is found by no lookup.
+        if entry.end < LANDMARK_TOKENS:
             return False
         n_new = entry.end - self._find_saved_end(entry)
-        if min_seconds and n_new < MIN_SAVED_TOKENS:
-            min_seconds = SAVE_SHORT_SECONDS
-        return n_new >= MIN_SEGMENT_TOKENS and rest_seconds >= min_seconds
+        return n_new >= (MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS)
 
     def _find_saved_end(self, entry: CacheEntry) -> int:
         """How many tokens of an entry the disk has; looked up when it has run."""
@@ -12677,49 +11985,38 @@ class DiskTier:
         self._saved[entry] = (entry.key, match.depth)
         return match
 
-    def _begin(
-        self, entry: CacheEntry, *, min_tokens: int = MIN_SEGMENT_TOKENS
-    ) -> Generator[None] | None:
+    def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
         match = self._find_on_disk(entry)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            return None if parent.is_running else self._begin(parent, min_tokens=1)
+            if parent.is_running or parent.end < LANDMARK_TOKENS:
+                return None
+            return self._begin(parent)
         end = min(entry.end, match.depth + self._max_tokens)
         n_tokens = end - match.depth
         n_bytes = n_tokens * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
-        if n_tokens < min_tokens or not self.files.may_write(n_bytes):
+        if not n_tokens or not self.files.may_write(n_bytes):
             return None
-        if self.files.has_segment(entry.key, end):  # too short for a lookup to find
-            self._saved[entry] = (entry.key, end)
-            return None
-        return self._write(entry, match, end)
+        return self._copy(entry, match, end)
 
-    def _write(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
-        """Hand a segment to the writer, an array at a time."""
+    def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
+        """Copy a segment, an array at a time, and let it be written."""
         key, entry_end = entry.key, entry.end
         segment, readers = _plan_segment(entry, match, end)
-        writer = self.files.writer
-        writer.begin(segment)
-        is_whole = False
-        try:
-            for read in readers:
-                # A request may have taken the KV since the last step, or it is evicted.
-                has_changed = entry.key is not key or entry.end != entry_end
-                if entry.span is None or has_changed:
-                    return
-                writer.add(_copy_array(read()))
-                yield
-            is_whole = True
-        finally:
-            if is_whole:
-                writer.finish()
-                self._saved[entry] = (key, end)
-            else:
-                writer.abandon()
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, read in readers.items():
+            # A request may have taken the KV since the last step, or it is evicted.
+            has_changed = entry.key is not key or entry.end != entry_end
+            if entry.span is None or has_changed:
+                return
+            arrays[name] = _copy_array(read())
+            yield
+        self.files.write(segment, arrays)
+        self._saved[entry] = (key, end)
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete what is of a session, or of a tenant (None), or is on its way.
@@ -12730,7 +12027,7 @@ class DiskTier:
             self._job.close()
             self._job = None
         fault = ""
-        if not self.files.writer.wait(FORGET_SECONDS):
+        if not self.files.wait(FORGET_SECONDS):
             self._forgotten.append((tenant, session))
             fault = "the disk does not answer"
         self.files.collect()
@@ -12747,11 +12044,6 @@ class DiskTier:
 # KV. (LEDGER compares the session id that a client sends; PREFIX CACHE shows and drops
 # entries by the one that session_id_for() returns.)
 #
-#     SessionIndex       figures of the last requests of each session
-#     SessionTurnStore   the messages that each session has sent: which ones are new?
-#     RequestHistory     answered requests as a whole, to compare the next one with
-#     explain_miss       from two requests to the reason in a sentence
-#
 # Two requests are compared by their tokens, and by their canonical messages:
 #
 #     earlier    [0 ............ common) ........ end)
@@ -12764,10 +12056,8 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SessionTurnStore, RequestHistory,
-#          SentRequest, MissReason, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
-# Owns     _sessions_lock, _turns_lock, _history_lock
+# Owns     _sessions_lock
 # Thread   any
 
 MIN_LOST_TOKENS: Final = 16  # so many, or fewer, are as a rule a generation prompt
@@ -12788,7 +12078,7 @@ def session_id_for(
     return f"sha1:{sha1(start, usedforsecurity=False).hexdigest()}"
 
 
-# -- figures and messages of each session ----------------------------------------------
+# -- what each session sent ------------------------------------------------------------
 
 
 class SessionRow(TypedDict):
@@ -12804,19 +12094,54 @@ class _SessionTurns(NamedTuple):
     turns: list[Mapping[str, object]]
 
 
+class SentRequest(NamedTuple):
+    """A request, as far as it takes to say how another one differs from it."""
+
+    session_id: str
+    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
+    messages: Sequence[CanonicalMessage]
+    context_key: bytes
+    answered_at: float = 0.0  # seconds, on the clock of SessionIndex
+    n_reply_tokens: int = 0  # the last ones of `tokens`
+    sent_hashes: Sequence[int] = ()  # of its messages as the client sent them
+    cost: int = 0  # see SessionIndex
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.tokens) - self.n_reply_tokens
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Those of its messages."""
+        return [message.digest for message in self.messages]
+
+
 class SessionIndex:
-    """Figures of the last requests of each session. Times: seconds on one clock."""
+    """Figures of the last requests of each session; chats, to compare the next with.
+
+    A session has several conversations: beside the main one, clients send requests for
+    a title, for a summary and for sub-agents under the same id. Of each conversation
+    the last chat is kept. All times are seconds on one clock.
+    """
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
+    MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
+    # What each chat costs, beside the larger of two figures. One is time: a new request
+    # is compared with all the others, token by token. One is memory, in words of 4
+    # bytes: what no template prints takes some, too (L-128).
+    REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
         # One setting for both: a session has as many rows here as cache entries.
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         max_idle_seconds = config.prompt_cache_session_max_idle_seconds
         self._max_idle_seconds = max_idle_seconds or math.inf
+        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
         self._sessions_lock = threading.Lock()
         # _SessionTurns by id. items() is a list, that used last first.
         self._sessions = LRUCache(self.MAX_SESSIONS)
+        self._requests: list[SentRequest] = []  # the oldest first
 
     def note(self, session_id: str, facts: Mapping[str, object], *, now: float) -> None:
         """Add the figures of a request that was answered."""
@@ -12825,17 +12150,53 @@ class SessionIndex:
             turns = [*session.turns, facts] if session else [facts]
             self._sessions[session_id] = _SessionTurns(now, turns[-self._max_turns :])
 
+    def add(self, request: SentRequest) -> None:
+        """Keep an answered chat, and drop those of its session that it continues.
+
+        One that is too large for all of the store is not kept, and leaves none of its
+        session: what comes next has no last request to be compared with.
+        """
+        digests = request.digests
+        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
+        n_bytes += 40 * len(request.sent_hashes)  # as Python keeps integers
+        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
+        is_too_large = cost > self.MAX_COST
+
+        def is_kept(earlier: SentRequest) -> bool:
+            if earlier.session_id != request.session_id:
+                return True
+            n_messages = len(earlier.messages)
+            return not is_too_large and digests[:n_messages] != earlier.digests
+
+        with self._sessions_lock:
+            requests = [r for r in self._requests if is_kept(r)]
+            if not is_too_large:
+                requests.append(request._replace(cost=cost))
+            total_cost = sum(r.cost for r in requests)
+            while total_cost > self.MAX_COST:
+                total_cost -= requests.pop(0).cost
+            self._requests = requests
+
     def __contains__(self, session_id: str | None) -> bool:
         """Whether a request of this session was answered."""
         with self._sessions_lock:
             return session_id in self._sessions
 
     def expire(self, now: float) -> None:
-        """Drop sessions that were idle for longer than the setting allows."""
+        """Drop idle sessions, and chats that are too old by the ledger's setting."""
+        oldest = now - self._max_age_seconds
         with self._sessions_lock:
             for session_id, session in self._sessions.items():
                 if now - session.last_used > self._max_idle_seconds:
                     del self._sessions[session_id]
+            self._requests = [r for r in self._requests if r.answered_at >= oldest]
+
+    def forget(self, session_id: str | None) -> None:
+        """Drop what a session has sent; None: what all have. Figures stay."""
+        with self._sessions_lock:
+            self._requests = [
+                r for r in self._requests if session_id not in (None, r.session_id)
+            ]
 
     def snapshot(self, now: float, *, newest: int) -> list[SessionRow]:
         """The sessions used last, the newest first."""
@@ -12850,55 +12211,29 @@ class SessionIndex:
             for session_id, session in sessions[:newest]
         ]
 
+    def requests(self, session_id: str | None) -> list[SentRequest]:
+        """The last chat of each conversation of a session; None: of all sessions.
 
-class SessionTurnStore:
-    """The messages that each session has sent, as digests.
+        The oldest first.
+        """
+        with self._sessions_lock:
+            return [r for r in self._requests if session_id in (None, r.session_id)]
 
-    A session has several conversations: beside the main one, clients send requests for
-    a title, for a summary and for sub-agents under the same id. In a record of its own,
-    the last request of a session is kept, whatever it was for: of the next request the
-    session log has only the messages that are new.
+
+def find_nearest(
+    request: SentRequest, earlier_requests: Sequence[SentRequest]
+) -> SentRequest | None:
+    """The one with most messages, and then most tokens, in common; of equal ones the last.
+
+    None if there is none to choose from; the nearest may have nothing in common.
     """
+    digests = set(request.digests)
 
-    MAX_SESSIONS: Final = 1_000  # beyond it, the least recently used is dropped
-    MAX_CONVERSATIONS: Final = 4  # of a session
+    def similarity(earlier: SentRequest) -> tuple[int, int]:
+        n_messages = len(digests.intersection(earlier.digests))
+        return n_messages, common_prefix_length(earlier.tokens, request.tokens)
 
-    def __init__(self) -> None:
-        self._turns_lock = threading.Lock()
-        # By session id: a list of conversations, the newest last; a request. Each of
-        # these is the digests of its messages.
-        self._conversations = LRUCache(self.MAX_SESSIONS)
-        self._last_requests = LRUCache(self.MAX_SESSIONS)
-
-    def advance(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many of its first messages the session had sent."""
-        n_stable = 0
-        others = []  # conversations that this request does not continue
-        with self._turns_lock:
-            for conversation in self._conversations.get(session_id, ()):
-                n_common = message_diff(conversation, digests)
-                n_stable = max(n_stable, n_common)
-                if n_common < len(conversation):
-                    others.append(conversation)
-            conversations = [*others, digests][-self.MAX_CONVERSATIONS :]
-            self._conversations[session_id] = conversations
-        return n_stable
-
-    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many messages it has in common with the one before."""
-        with self._turns_lock:
-            last_request = self._last_requests.get(session_id, ())
-            self._last_requests[session_id] = digests
-        return message_diff(last_request, digests)
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop what a session has sent; None: what all have."""
-        with self._turns_lock:
-            for sessions in (self._conversations, self._last_requests):
-                if session_id is None:
-                    sessions.clear()
-                elif session_id in sessions:
-                    del sessions[session_id]
+    return max(reversed(earlier_requests), key=similarity, default=None)
 
 
 def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
@@ -12909,105 +12244,6 @@ def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
             break
         n_same += 1
     return n_same
-
-
-# -- requests to compare with ----------------------------------------------------------
-
-
-class SentRequest(NamedTuple):
-    """A request, as far as it takes to say how another one differs from it."""
-
-    session_id: str
-    tokens: TokenIds  # of the prompt as far as it was read, and of the reply if any
-    messages: Sequence[CanonicalMessage]
-    context_key: bytes
-    answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
-    n_reply_tokens: int = 0  # the last ones of `tokens`
-    cost: int = 0  # see RequestHistory
-
-    @property
-    def n_prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's."""
-        return len(self.tokens) - self.n_reply_tokens
-
-    @property
-    def digests(self) -> list[bytes]:
-        """Those of its messages."""
-        return [message.digest for message in self.messages]
-
-
-class RequestHistory:
-    """The last answered request of each conversation; no completions."""
-
-    MAX_COST: Final = 2_000_000  # of all; beyond it, the oldest go first
-    # What each request costs, beside the larger of two figures. One is time: a new
-    # request is compared with all the others, token by token. One is memory, in words
-    # of 4 bytes: what no template prints takes some, too (L-128).
-    REQUEST_COST: Final = 4_000
-
-    def __init__(self, config: Config) -> None:
-        self._max_age_seconds = config.ledger_ttl_seconds or math.inf
-        self._history_lock = threading.Lock()
-        self._requests: list[SentRequest] = []  # the oldest first
-
-    def add(self, request: SentRequest) -> None:
-        """Keep an answered chat, and drop those of its session that it continues.
-
-        One that is too large for all of the history is not kept, nor drops any other.
-        """
-        digests = request.digests
-        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
-        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
-        if cost > self.MAX_COST:
-            return
-        request = request._replace(cost=cost)
-
-        def is_continued(earlier: SentRequest) -> bool:
-            if earlier.session_id != request.session_id:
-                return False
-            return digests[: len(earlier.messages)] == earlier.digests
-
-        with self._history_lock:
-            requests = [r for r in self._requests if not is_continued(r)]
-            requests.append(request)
-            total_cost = sum(r.cost for r in requests)
-            while total_cost > self.MAX_COST:
-                total_cost -= requests.pop(0).cost
-            self._requests = requests
-
-    def expire(self, now: float) -> None:
-        """Drop requests that were answered too long ago, by the ledger's setting."""
-        oldest = now - self._max_age_seconds
-        with self._history_lock:
-            self._requests = [r for r in self._requests if r.answered_at >= oldest]
-
-    def forget(self, session_id: str | None) -> None:
-        """Drop the requests of a session; None: all."""
-        with self._history_lock:
-            self._requests = [
-                r for r in self._requests if session_id not in (None, r.session_id)
-            ]
-
-    def find_nearest(
-        self, request: SentRequest, *, session_only: bool
-    ) -> SentRequest | None:
-        """The request with most messages, and then most tokens, in common.
-
-        `session_only`: of the same session. None if there is no request to choose from;
-        the nearest may have nothing in common.
-        """
-        with self._history_lock:
-            candidates = self._requests[::-1]  # of equal ones max() takes the newest
-        if session_only:
-            candidates = [r for r in candidates if r.session_id == request.session_id]
-        digests = set(request.digests)
-
-        def similarity(earlier: SentRequest) -> tuple[int, int]:
-            n_messages = len(digests.intersection(earlier.digests))
-            n_tokens = common_prefix_length(earlier.tokens, request.tokens)
-            return n_messages, n_tokens
-
-        return max(candidates, key=similarity, default=None)
 
 
 # -- why not more ----------------------------------------------------------------------
@@ -13180,10 +12416,18 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # mlx-vlm remembers the shift of its last call, which may be another conversation's. So
 # positions are stated in each call.
 #
-# Public   ImageTokens, ImagePositions, VlmModel, VisionModel, has_vision_tower
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
 # Thread   model, mlx; image_tokens: any
+
+
+# What the layers take beside tokens, by the names of their arguments.
+type LayerInputs = dict[str, mx.array]
+_LAYER_INPUTS: Final = frozenset(
+    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+)
+# What is made here for each call, or no layer reads.
+_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 class ImageTokens(NamedTuple):
@@ -13196,6 +12440,19 @@ class ImageTokens(NamedTuple):
     model_ids: TokenIds  # tokens of all of `text`
     image_slice: slice  # its own in `model_ids`, from the first to the last
     grid: Any  # its rows and columns, where the processor counts them
+
+
+class _Features(NamedTuple):
+    """What the vision tower made of an image, kept for when the image comes again."""
+
+    inputs: LayerInputs
+    used_at: float  # time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays: Any = dict(tree_flatten(self.inputs)).values()
+        return sum(array.nbytes for array in arrays)
 
 
 class ImagePositions(NamedTuple):
@@ -13226,7 +12483,18 @@ class VlmModel(Module):  # type: ignore[misc]
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
         self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
-        self._rope_index = find_rope_index(self.whole)
+        # What gives images positions in rows and columns, if anything does:
+        # (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
+        # `(3, 1, n)`, the shift of what follows `(1, 1)`). Pinned by test_vision.py
+        layers = self.whole.language_model
+        self._rope_index: Callable[..., tuple[mx.array, mx.array]] | None = None
+        if hasattr(layers, "get_rope_index"):
+            two_tokens = mx.array([[0, 0]])
+            positions = mx.zeros((3, 1, 2), mx.int32)
+            caches = make_prompt_cache(layers)
+            with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
+                layers(two_tokens, cache=caches, position_ids=positions)
+                self._rope_index = layers.get_rope_index
         self._uncounted: frozenset[int] = frozenset()
         self._uncounted = self._find_uncounted()
 
@@ -13294,10 +12562,20 @@ class VisionModel(VlmModel):
 
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
-        self._processor: Any = load_image_processor(
-            path, trust_remote_code=trust_remote_code
+        from mlx_vlm import utils
+
+        # Makes tokens and pixels of text and images. Pinned by test_vision_families.py,
+        # whose tokenizers add a token in front: or each image would begin with a <bos>.
+        self._processor: Any = utils.load_processor(
+            path, add_detokenizer=False, trust_remote_code=trust_remote_code
         )
-        self.image_token = image_token_id(self.whole)
+        self._processor.tokenizer.backend_tokenizer.post_processor = None
+        # The token that stands for each part of an image.
+        names = ("image_token_id", "image_token_index")
+        token_ids = [getattr(self.whole.config, name, None) for name in names]
+        self.image_token = next((n for n in token_ids if n is not None), -1)
+        if self.image_token < 0:
+            raise ValueError("its config.json names no token for images")
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
         # It is in the digest of each image, so that nobody can write markers, or find
         # two images whose markers are alike. ENGINE puts that of a disk cache here.
@@ -13305,11 +12583,10 @@ class VisionModel(VlmModel):
 
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest, the oldest use first. `_image_tokens` is for any thread, the others
-        # for the model thread.
+        # By digest. `_image_tokens` is for any thread, the others for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = OrderedDict()
+        self._features: OrderedDict[str, _Features] = OrderedDict()  # as last used
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
         # why(L-112): one image is unpacked at a time. Connection threads first queue in
         # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
@@ -13319,8 +12596,7 @@ class VisionModel(VlmModel):
     @property
     def feature_bytes(self) -> int:
         """Bytes of what the tower made of images, as far as it is kept."""
-        arrays: Any = dict(tree_flatten(self._features)).values()
-        return sum(array.nbytes for array in arrays)
+        return sum(features.nbytes for features in self._features.values())
 
     # -- any thread: images as tokens --------------------------------------------------
 
@@ -13420,13 +12696,14 @@ class VisionModel(VlmModel):
 
         features = self._features.pop(image.digest, None)
         metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
-        if features is None:
-            features = self._run_tower(image)
-        self._features[image.digest] = features  # now used last
+        inputs = features.inputs if features else self._run_tower(image)
+        features = _Features(inputs, time.monotonic())
+        if features.nbytes <= self.max_bytes:  # a larger one would leave no other
+            self._features[image.digest] = features
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
-        inputs = self._layer_inputs(features, model_ids, n_text=n_text)
+        inputs = self._layer_inputs(inputs, model_ids, n_text=n_text)
         if self._rope_index is not None:
             text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
             image_positions = self.image_positions(image).positions + n_text
@@ -13438,20 +12715,37 @@ class VisionModel(VlmModel):
         return metric
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
-        """What the layers take of an image. It does not depend on what is before it."""
+        """What the layers take of an image. It does not depend on what is before it.
+
+        Raises NotImplementedError if layers want what is not fed here.
+        """
         # Pixels are made again here: nobody keeps those of all images that wait.
         pixels: dict[str, mx.array] = {}
         for name, value in self._process(image.source).items():
             if name != "input_ids":
                 pixels[name] = mx.array(value)
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
-        features = embed_image(self.whole, token_ids, pixels)
-        mx.eval(features)
-        return features
+        # Pinned by test_vision_families.py
+        mask = mx.ones_like(token_ids)
+        embedded = self.whole.get_input_embeddings(token_ids, mask=mask, **pixels)
+        inputs: LayerInputs = {}
+        for name, value in embedded.to_dict().items():
+            if value is None or name in _IGNORED_INPUTS:
+                continue
+            if name not in _LAYER_INPUTS:
+                raise NotImplementedError(
+                    f"its layers want {name}, which nothing here feeds"
+                )
+            inputs[name] = value
+        mx.eval(inputs)
+        return inputs
 
-    def forget_features(self) -> None:
-        """Let the tower run again for all images: what it made may be wrong (L-114)."""
-        self._features.clear()
+    def forget_features(self, *, unused_seconds: float = 0.0) -> None:
+        """Let the tower run again for images that were not used for so long."""
+        latest = time.monotonic() - unused_seconds
+        for digest, features in list(self._features.items()):
+            if features.used_at <= latest:
+                del self._features[digest]
 
     def _layer_inputs(
         self,
@@ -13464,9 +12758,9 @@ class VisionModel(VlmModel):
         inputs = dict(features)
         if n_text:
             text_ids = mx.array(model_ids[:n_text])[None]
-            text_inputs = embed_text(self.whole, text_ids)
+            text_inputs = self.whole.get_input_embeddings(text_ids).to_dict()
             for name in ("inputs_embeds", "per_layer_inputs"):
-                if name in text_inputs:
+                if text_inputs.get(name) is not None:
                     parts = [text_inputs[name], features[name]]
                     inputs[name] = mx.concatenate(parts, axis=1)
         # A copy: Gemma 3 changes it in place.
@@ -13538,7 +12832,6 @@ class VisionModel(VlmModel):
 # in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
 # ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
 #
-# Public   RankPlace, find_rank, RanksEnd, Lockstep, ALONE, ClusterRank, join_ranks
 # Uses     OPTIONS, CONFIG, LOGGING
 # Thread   main: find_rank, join_ranks; rank, one for each connection: _read_all, which
 #          calls on_end; any: leave; model: all else; mlx
@@ -13552,7 +12845,6 @@ _LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to 
 _MAX_HELLO_BYTES: Final = 65_536
 _MAX_GREETED: Final = 64  # that rank 0 asks who they are; then the oldest has to go
 _ACCEPT_SECONDS: Final = 0.1  # between two looks at who has proved to be a rank
-_LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
 _ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to send
 
 # Settings that a rank keeps; it takes all others from rank 0, except for secrets.
@@ -13635,18 +12927,23 @@ class RanksEnd(BaseException):
         self.is_failure = is_failure
 
 
-class Lockstep(Protocol):
-    """What keeps the steps of all ranks the same."""
+class Lockstep:
+    """What keeps the steps of all ranks the same.
 
-    rank: int
-    n_ranks: int
+    This is that of a single rank, a machine that has the whole model: there is nobody
+    to keep step with. ClusterRank does what the docstrings promise.
+    """
 
-    def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
+    rank: int = 0
+    n_ranks: int = 1
+
+    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
         """What `read` returns on rank 0.
 
         Every rank calls this at the same point of the same step; on other ranks `read`
         is not called. The value passes through JSON: no tuples, no NumPy.
         """
+        return read()
 
     def now(self) -> float:
         """time.monotonic() of rank 0."""
@@ -13663,39 +12960,13 @@ class Lockstep(Protocol):
 
     def agree(self, tokens: mx.array) -> mx.array:
         """The tokens that rank 0 has sampled; they are not computed yet."""
+        return tokens
 
     def end_ranks_on(self, error: Exception) -> None:
         """With several ranks, raise RanksEnd: the others may not have met this."""
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is read inside is this rank's own, and is not sent."""
-        yield
 
-
-class SingleRank(Lockstep):
-    """A machine that has the whole model: there is nobody to keep step with."""
-
-    rank = 0
-    n_ranks = 1
-
-    def from_rank_0[T](self, _name: str, read: Callable[[], T]) -> T:
-        return read()
-
-    def compare(self, _name: str, _read: Callable[[], object]) -> None:
-        pass
-
-    def begin_steps(self) -> None:
-        pass
-
-    def agree(self, tokens: mx.array) -> mx.array:
-        return tokens
-
-    def end_ranks_on(self, _error: Exception) -> None:
-        pass
-
-
-ALONE: Final = SingleRank()
+ALONE: Final = Lockstep()
 
 
 class ClusterRank(Lockstep):
@@ -13709,13 +12980,11 @@ class ClusterRank(Lockstep):
         self.n_ranks = place.n_ranks
         # On rank 0: where it reaches each of them.
         self.hosts = [place.host, *(link.host for link in links)]
-        self.link_report = ""  # how fast ranks exchange sums, for people
         # Called with why all ranks end, on any thread, once or more.
         self.on_end: Callable[[RanksEnd], None] = lambda _end: None
         self._links = links
         self._max_silence = max_silence
         self._is_loading = True  # until begin_steps(); till then `_read_all` sends
-        self._is_apart = False
         self._end: RanksEnd | None = None
         self._group: Any = None
         for link in links:
@@ -13727,8 +12996,6 @@ class ClusterRank(Lockstep):
     # -- what is sent ------------------------------------------------------------------
 
     def from_rank_0[T](self, name: str, read: Callable[[], T]) -> T:
-        if self._is_apart:
-            return read()
         if self.rank == 0:
             value = read()
             self._broadcast([name, value])
@@ -13757,15 +13024,6 @@ class ClusterRank(Lockstep):
 
     def end_ranks_on(self, error: Exception) -> None:
         raise RanksEnd(f"an exception, which ends all ranks: {error!r}") from error
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        was_apart = self._is_apart
-        self._is_apart = True
-        try:
-            yield
-        finally:
-            self._is_apart = was_apart
 
     def _diverge(self, sentence: str) -> NoReturn:
         raise RanksEnd(f"the ranks are not in step: {sentence}")
@@ -13838,20 +13096,7 @@ class ClusterRank(Lockstep):
 
     def connect(self) -> Any:
         """MLX's group of all ranks, for the parts of a model. Raises RanksEnd."""
-        self._wait_for_all()
-        try:
-            with _ending_after(_CONNECT_SECONDS):
-                self._group = mx.distributed.init(strict=True)
-        except RuntimeError as error:
-            raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
-        if self._group.size() != self.n_ranks:
-            raise RanksEnd("MLX has connected another number of ranks")
-        self.link_report = self._measure_link()
-        logger.info("%d ranks are connected: %s", self.n_ranks, self.link_report)
-        return self._group
-
-    def _wait_for_all(self) -> None:
-        """Return when all ranks have come so far."""
+        # All ranks begin at the same time.
         if self.rank:
             self._broadcast(["ready", None])
         else:
@@ -13859,38 +13104,26 @@ class ClusterRank(Lockstep):
                 self._next_message(link)
         self.from_rank_0("all are ready", lambda: True)
 
-    def _measure_link(self) -> str:
-        """How long a sum over all ranks takes: of one number, and of many bytes."""
-        seconds = min(self._time_sum(n_numbers=1) for _ in range(3))
-        many_seconds = self._time_sum(n_numbers=_LINK_BYTES // 4)
-        speed = _LINK_BYTES / max(many_seconds, 1e-6) / 1e6
-        return f"a sum takes {1e3 * seconds:.2f} ms, {speed:,.0f} MB a second"
-
-    def _time_sum(self, *, n_numbers: int) -> float:
-        numbers = mx.zeros(n_numbers)
-        mx.eval(numbers)
-        began = time.monotonic()
-        mx.eval(mx.distributed.all_sum(numbers, group=self._group))
-        return time.monotonic() - began
-
-
-@contextmanager
-def _ending_after(seconds: float) -> Iterator[None]:
-    """End the process if what is inside takes longer.
-
-    MLX waits for its connections without end and holds the GIL meanwhile, so no other
-    thread of this process runs, and what is to be read must be written before.
-    """
-    sentence = f"MLX connects the ranks; this one ends if that takes {seconds:g} s"
-    sys.stderr.write(f"start-llm: {sentence}\n")
-    if isinstance(sys.stderr, ConsoleStream):
-        sys.stderr.drain(seconds=_LINE_SECONDS)
-    with open(os.devnull, "w", encoding="ascii") as nowhere:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        # MLX waits for its connections without end and holds the GIL meanwhile, so no
+        # other thread of this process runs: what is to be read must be written before.
+        sys.stderr.write(
+            "start-llm: MLX connects the ranks; this one ends if that takes"
+            f" {_CONNECT_SECONDS:g} s\n"
+        )
+        if isinstance(sys.stderr, ConsoleStream):
+            sys.stderr.drain(seconds=_LINE_SECONDS)
+        with open(os.devnull, "w", encoding="ascii") as nowhere:
+            faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=nowhere)
+            try:
+                self._group = mx.distributed.init(strict=True)
+            except RuntimeError as error:
+                raise RanksEnd(f"MLX cannot connect the ranks: {error}") from error
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if self._group.size() != self.n_ranks:
+            raise RanksEnd("MLX has connected another number of ranks")
+        logger.info("%d ranks are connected", self.n_ranks)
+        return self._group
 
 
 # -- how ranks join --------------------------------------------------------------------
@@ -14231,12 +13464,10 @@ def _connect_to_rank_0(
 # has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
 # know. The model's chat template is probed, and the facts are gathered.
 #
-# Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
-#          resolve_model, load_or_demo, load_model, load_part, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
 #          KV STATE, VISION MODEL, CLUSTER
-# Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
-#          model; the rest any; mlx
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the rest
+#          any; mlx
 
 
 class ModelError(Exception):
@@ -14478,8 +13709,11 @@ def _fetch(setting: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
-# thinking, then of a call. A model has them if the last one is in its vocabulary.
+# mlx-lm's tokenizer has the tags of a reply as read-only properties, `think_start`,
+# `think_start_tokens`, and so on: None where a model has no such tag.
+REPLY_TAGS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+# Those that mlx-lm does not know (L-88), in this order. A model has them if the last
+# one is in its vocabulary.
 _MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
 _GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
@@ -14503,20 +13737,25 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
-def load_part(path: Path, config: Config, cluster: ClusterRank) -> LoadedModel:
-    """load_model() of this rank's part of a text model. Raises RanksEnd, too."""
-    _prepare_device(config)
-    cluster.compare("the model", lambda: _weights_digest(path))
-    return _load_or_explain(path, config, kind="text", cluster=cluster)
-
-
-def load_model(path: Path, config: Config) -> LoadedModel:
+def load_model(
+    path: Path, config: Config, cluster: ClusterRank | None = None
+) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
     A model whose images cannot be read is served as a text model, with a warning,
-    unless MODEL_KIND insists.
+    unless MODEL_KIND insists. With `cluster`, this rank's part of a text model is
+    loaded; raises RanksEnd, too.
     """
-    _prepare_device(config)
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
+
+    if cluster is not None:
+        cluster.compare("the model", lambda: _weights_digest(path))
+        return _load_or_explain(path, config, kind="text", cluster=cluster)
     if not config.draft_model or config.speculation == "off":
         return _load_kind(path, config)
     name = _HUB_URL.sub(r"\1", config.draft_model)
@@ -14527,9 +13766,14 @@ def load_model(path: Path, config: Config) -> LoadedModel:
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
+    """Load a model as MODEL_KIND says, by default for images if it can read some."""
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
-    if not _has_vision_tower(path):
+    try:
+        can_see = has_vision_tower(path)
+    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
+        can_see = False
+    if not can_see:
         return _load_or_explain(path, config, kind="text")
     try:
         return _load_or_explain(path, config, kind="vision")
@@ -14546,23 +13790,6 @@ def _load_kind(path: Path, config: Config) -> LoadedModel:
         vision_error,
     )
     return loaded
-
-
-def _prepare_device(config: Config) -> None:
-    """Choose the device of MLX_BACKEND, and set what a GPU needs."""
-    if config.mlx_backend == "cpu":
-        mx.set_default_device(mx.cpu)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
-        read_gated_delta_in_chunks()
-    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
-        mx.set_memory_limit(memory_limit(config))
-
-
-def _has_vision_tower(path: Path) -> bool:
-    try:
-        return has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        return False
 
 
 def _load_or_explain(
@@ -14608,8 +13835,7 @@ def _load(
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     if cluster is not None:
-        _check_heads(facts, cluster.n_ranks)
-        divide_model(model, cluster.connect())
+        _divide_model(model, facts, cluster)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -14625,7 +13851,11 @@ def _load(
     pack_caches(model, choose_packing(config))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-    _test_layers(model)
+    # Raises what layers do that cannot be served, or ValueError.
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -14654,22 +13884,30 @@ def _load(
     )
 
 
-def _test_layers(model: Any) -> None:
-    """Raise what layers do that cannot be served, or ValueError."""
-    if isinstance(model, VlmModel):
-        model.self_test()
-    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
-        check_copies(model)
+# Pinned by test_cluster.py
+def _divide_model(model: Any, facts: JsonObject, cluster: ClusterRank) -> None:
+    """Keep this rank's part of each layer, of weights that are not computed yet.
 
-
-def _check_heads(facts: JsonObject, n_ranks: int) -> None:
-    """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
+    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
+    """
+    n_ranks = cluster.n_ranks
     for kind in ("num_attention", "linear_num_key", "linear_num_value"):
         n_heads = facts.get(f"{kind}_heads")
+        # If a head was cut, mlx-lm's sums might go wrong unseen.
         if isinstance(n_heads, int) and n_heads % n_ranks:
             raise ValueError(
                 f"{n_ranks} ranks cannot divide {n_heads} heads of a layer"
             )
+    if not hasattr(model, "shard"):
+        raise ValueError("a model of this kind cannot be divided among ranks")
+
+    group = cluster.connect()
+    try:
+        model.shard(group)
+        mx.eval(model.parameters())
+        mx.eval(model(mx.array([[0, 0]])))
+    except ValueError as error:
+        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
 
 
 def _load_parts(
@@ -14782,8 +14020,11 @@ def _teach_tags(tokenizer: Any) -> None:
     if call_end in vocabulary and not tokenizer.tool_call_start:
         texts = _GPT_OSS_TAGS
         tokenizer.add_eos_token(call_end)
+    # Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
     for tag, text in zip(REPLY_TAGS, texts, strict=False):
-        set_reply_tag(tokenizer, tag, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        setattr(tokenizer, f"_{tag}", text)
+        setattr(tokenizer, f"_{tag}_tokens", tuple(token_ids))
 
 
 # -- weights on the CPU ----------------------------------------------------------------
@@ -14798,18 +14039,16 @@ def _teach_tags(tokenizer: Any) -> None:
 # So weights are made float32 where memory allows. Those of 16 bits keep their values
 # exactly, and quantized ones become what they stand for.
 
-_NARROW_TYPES: Final = (mx.float16, mx.bfloat16)
-
 
 def widen_weights(model: Any, *, max_bytes: int) -> None:
     """Make all weights of a model float32, if they take no more than `max_bytes`.
 
     One layer at a time: at no time do all weights exist twice.
     """
-    n_bytes = _count_bytes(model)
-    n_wide_bytes = _count_wide_bytes(model)
-    if n_wide_bytes == n_bytes:
+    if all(array.dtype == mx.float32 for array in _weights_of(model)):
         return
+    n_bytes = _count_bytes(model)
+    n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)
     if n_wide_bytes > max_bytes:
         logger.info(
             "weights stay as they are, which is slow on a CPU: as float32 they would"
@@ -14823,7 +14062,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
     mlx_lm.utils.dequantize_model(model)  # not computed yet
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
     for _, module in [*modules, ("", model)]:
-        module.apply(_as_float32)
+        module.set_dtype(mx.float32)
         mx.eval(module.parameters())
     logger.info(
         "weights are computed as float32, which is fast on a CPU: %s, stored as %s;"
@@ -14832,26 +14071,6 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
         in_bytes(n_bytes),
         time.monotonic() - began,
     )
-
-
-def _as_float32(weights: mx.array) -> mx.array:
-    return weights.astype(mx.float32) if weights.dtype in _NARROW_TYPES else weights
-
-
-def _count_wide_bytes(model: Any) -> int:
-    """Bytes of all weights, were they float32."""
-    n_bytes = sum(_wide_bytes(array) for array in _weights_of(model))
-    modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
-    for _, module in modules:
-        if "scales" in module:  # quantized: one array will take the place of three
-            n_bytes += 4 * (module.weight.nbytes * 8 // module.bits)
-            for name in ("weight", "scales", "biases"):
-                n_bytes -= _wide_bytes(module[name]) if name in module else 0
-    return n_bytes
-
-
-def _wide_bytes(weights: mx.array) -> int:
-    return weights.nbytes * (2 if weights.dtype in _NARROW_TYPES else 1)
 
 
 # -- facts -----------------------------------------------------------------------------
@@ -14994,10 +14213,12 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     for tag in REPLY_TAGS:
         shown_ids |= set(getattr(tokenizer, f"{tag}_tokens") or ())
 
-    # A special token that the parser of calls names is part of a call, as gemma4's
+    # A special token that mlx-lm's parser of calls names is part of a call, as gemma4's
     # <|"|> is. [CALL_ID] is, too, though Mistral's parser does not name it (L-90).
-    grammar = read_tool_parser_source(tokenizer)
-    if grammar:
+    # Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
+    grammar = ""
+    if tokenizer.tool_parser is not None:
+        grammar = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
         grammar += "[CALL_ID]"
     special_ids: set[int] = set()
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -15034,10 +14255,9 @@ def memory_limit(config: Config) -> int:
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
-# mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
-# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
-# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
+# As in mlx-lm, the first line is done by "logits processors", the last two by a
+# "sampler", and top-p comes before the temperature; in vLLM it comes after. But top-k
+# is first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -15047,9 +14267,14 @@ def memory_limit(config: Config) -> int:
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
 #                 REPLY GRAMMAR chooses the constraints of a request.
+#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
+#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
+#                 stop sequences and lengths, too, and no drafts.
 #
-# Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
+#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
+#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
+#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -15060,6 +14285,11 @@ _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
+
+# log-probabilities `(1, vocab)` -> token `(1,)`
+type Sampler = Callable[[mx.array], mx.array]
+# (the tokens so far, logits `(1, vocab)`) -> logits
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
@@ -15189,25 +14419,18 @@ def forbid_tokens(ids: Sequence[int]) -> ConstraintSteps:
 
 
 def limit_thinking(
-    n_tokens: int,
-    *,
-    start: Sequence[int],
-    ends: Sequence[int],
-    white_space: Sequence[int] = (),
+    n_tokens: int, *, start: Sequence[int], ends: Sequence[int]
 ) -> ConstraintSteps:
     """After `n_tokens` of thinking the first of `ends`, unless any of them came before.
 
     `start`: the tokens with which a reply opens thinking; [] if the prompt has done so.
-    One token of `white_space` may come before them. Thinking that opens later in the
-    reply has no limit.
+    One token may come before them, which counts: GLM writes a line break. Thinking that
+    opens later in the reply has no limit.
     why(L-82): after a tool call the tag that ends thinking would be a part of the call.
     """
-    reply_ids = yield AllowedTokens(n_steps=len(start) + n_tokens)
-    if start and reply_ids[0] in white_space:
-        # The white space took a step: wait for one token more.
-        last_ids = yield AllowedTokens()
-        reply_ids = reply_ids[1:] + last_ids
-    is_thinking = reply_ids[: len(start)] == list(start)
+    n_start = len(start)
+    reply_ids = yield AllowedTokens(n_steps=n_start + n_tokens)
+    is_thinking = list(start) in (reply_ids[:n_start], reply_ids[1 : 1 + n_start])
     if is_thinking and set(ends).isdisjoint(reply_ids):
         yield AllowedTokens(_flag_ids(ends[:1]), others=False)
     yield AllowedTokens(n_steps=_FOREVER)
@@ -15300,6 +14523,212 @@ def make_processors(
     return [*processors, *map(_ConstraintProcessor, constraints)]
 
 
+# -- 3 generation ----------------------------------------------------------------------
+
+
+class TokenChoice(NamedTuple):
+    """How the tokens of one row are chosen."""
+
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    context: TokenBuffer  # what the processors read: all tokens that were fed
+
+
+def choose_tokens(
+    choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+
+    `fed`: the token of each row that its logits come after. All greedy rows without
+    processors may have one choice. Nothing is computed yet.
+    """
+    if any(choice.processors for choice in choices):
+        processed = []
+        for row, choice in enumerate(choices):
+            row_logits = logits[row : row + 1]
+            if choice.processors:
+                context = choice.context.update_and_fetch(fed[row : row + 1])
+                for processor in choice.processors:
+                    row_logits = processor(context, row_logits)
+            processed.append(row_logits)
+        logits = mx.concatenate(processed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    if all(choice.sampler is greedy_sampler for choice in choices):
+        return greedy_sampler(logprobs), logprobs
+    tokens = []
+    for row, choice in enumerate(choices):
+        tokens.append(choice.sampler(logprobs[row : row + 1]))
+    return mx.concatenate(tokens), logprobs
+
+
+class SampledToken(NamedTuple):
+    """A token, and what it was sampled from."""
+
+    token_id: int
+    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
+
+
+class TokenGenerator:
+    """Rows that decode together, one token a step.
+
+    A token that a step returns is being fed already (L-10): the KV of all rows then
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        tokens: mx.array,
+        layer_caches: LayerCaches,
+        choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
+        makes the tokens of another rank of those sampled here.
+        """
+        self._model = model
+        self._choices = list(choices)
+        self._agree = agree
+        self.layer_caches = layer_caches
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        self._launch(tokens)
+
+    def _launch(self, tokens: mx.array) -> None:
+        """Feed tokens `(rows, n)`, and begin to compute those that come next."""
+        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
+        if self._agree is not None:
+            next_tokens = self._agree(next_tokens)
+        self._next_tokens = next_tokens
+        self._next_logprobs = list(logprobs)
+        # With the buffers: each is made of the one before.
+        buffers = [choice.context.state for choice in self._choices]
+        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            self._model(mx.array([self.pending_ids]), cache=self.layer_caches)
+            mx.eval([layer.state for layer in self.layer_caches])
+            self.pending_ids = []
+
+    def next_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: Any = self._next_tokens.tolist()
+        return list(map(SampledToken, token_ids, self._next_logprobs))
+
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
+        (token,) = self.next_tokens()
+        return token.token_id
+
+    def step(self) -> list[SampledToken]:
+        """Feed the token sampled last of each row, return it, and sample the next."""
+        fed, fed_logprobs = self._next_tokens, self._next_logprobs
+        tokens = fed[:, None]
+        if self.pending_ids:
+            pending = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([pending, tokens], axis=1)
+            self.pending_ids = []
+        self._launch(tokens)
+
+        mx.eval(fed, fed_logprobs)  # the device computes the next ones meanwhile
+        token_ids: Any = fed.tolist()
+        return list(map(SampledToken, token_ids, fed_logprobs))
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the first token of the draft is wrong, that is what `step` returns.
+        """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
+        (first,) = self.next_tokens()
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(self.layer_caches)
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(leaf_fields, to_put_back))
+        pending_ids = self.pending_ids
+        self.pending_ids = []
+        tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
+        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_fed_right = len(sampled)
+        n_to_trim = len(fed_ids) - n_fed_right
+        if n_to_trim and to_put_back:
+            n_to_trim = tokens.size  # as far as what is put back
+            self.pending_ids = pending_ids + fed_ids[:n_fed_right]
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_to_trim)
+
+        *right, last = sampled
+        self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)
+        self._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        (choice,) = self._choices
+        fed = mx.array(fed_ids, self._next_tokens.dtype)
+        # One by one, unless no choice changes the next.
+        is_free = choice.sampler is greedy_sampler and not choice.processors
+        n_at_once = len(fed_ids) if is_free else 1
+        sampled: list[SampledToken] = []
+        for start in range(0, len(fed_ids), n_at_once):
+            place = slice(start, start + n_at_once)
+            chosen = choose_tokens([choice] * n_at_once, fed[place], logits[place])
+            mx.eval(chosen)
+            token_ids: Any = chosen[0].tolist()
+            for token_id, logprobs in zip(token_ids, chosen[1], strict=True):
+                sampled.append(SampledToken(token_id, logprobs))
+                n_sampled = len(sampled)
+                if n_sampled < len(fed_ids) and fed_ids[n_sampled] != token_id:
+                    return sampled
+        return sampled
+
+    def extend(self, newcomers: TokenGenerator) -> None:
+        """Add the rows of another generator, which must not be used afterwards.
+
+        The caches of both must be in batch form (KV STATE: `to_batch`).
+        """
+        layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
+        for layer, newcomer_layer in layers:
+            layer.extend(newcomer_layer)
+        self._choices += newcomers._choices
+        tokens = [self._next_tokens, newcomers._next_tokens]
+        self._next_tokens = mx.concatenate(tokens)
+        self._next_logprobs += newcomers._next_logprobs
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows, and their KV."""
+        for layer in self.layer_caches:
+            layer.filter(rows)
+        self._choices = [self._choices[row] for row in rows]
+        self._next_tokens = self._next_tokens[mx.array(rows)]
+        self._next_logprobs = [self._next_logprobs[row] for row in rows]
+
+
 # region REPLY GRAMMAR =========================================================
 # A reply that must be tool calls, or JSON of a schema, follows a grammar.
 #
@@ -15344,10 +14773,10 @@ def make_processors(
 #  3 Text         The rules of a grammar, as a text.
 #  4 Compiler     Text -> LLMatcher, kept for the next request.
 #  5 Constraints  What a request demands, and what is left of it where it is too much.
-#  6 Faults       What a client is told of a schema that cannot be enforced.
 #
 # Public   Blanks, JsonValue, TextValue, Argument, ArgumentList, CallPart, CallParts,
-#          CallForm, find_excess, make_constraints
+#          CallForm, MAX_GRAMMAR_CHARACTERS, GrammarCompiler, grammar_compiler,
+#          make_constraints
 # Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
 # Thread   any
 
@@ -15367,13 +14796,11 @@ class JsonValue(NamedTuple):
 
 
 class TextValue(NamedTuple):
-    """A text without quotes, and the tag that ends it; what is None sets no bound."""
+    """A text without quotes, and the tag that ends it."""
 
     end: str  # a line break in it stands for any white space
+    pattern: str  # a regular expression without a slash, which fits the whole text
     drops_line_break: bool = False  # that before the end is no part of the text
-    min_length: int | None = None
-    max_length: int | None = None
-    pattern: str | None = None  # a regular expression that fits a part of the text
     is_no_container: bool = False  # it must not look like an array or object in JSON
 
 
@@ -15431,9 +14858,6 @@ _AFTER_THINKING: Final = {
 }
 _AFTER_OTHER_THINKING: Final = ("\n\n", "")
 
-# What may come before the tag that opens thinking, as one token: GLM writes "\n".
-_WHITE_SPACE: Final = ("\n", "\n\n", " ")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplyForm:
@@ -15441,7 +14865,6 @@ class _ReplyForm:
 
     in_reasoning: bool  # the prompt has opened thinking
     think_start: list[int]  # [] unless the reply may open thinking itself
-    white_space: list[int]  # one of these may come before it, unless a grammar rules
     think_end: list[int]
     call_start: list[int]
     before_call: list[int]  # after thinking
@@ -15464,11 +14887,9 @@ class _ReplyForm:
         before_call, before_text = _AFTER_THINKING.get(
             tags.think_end, _AFTER_OTHER_THINKING
         )
-        white_space = [encode(text) for text in _WHITE_SPACE]
         return cls(
             in_reasoning=in_reasoning,
             think_start=encode(tags.think_start or "") if opens_thinking else [],
-            white_space=[ids[0] for ids in white_space if len(ids) == 1],
             think_end=list(tags.think_end_tokens or ()),
             call_start=encode(call_start),
             before_call=encode(before_call),
@@ -15538,47 +14959,72 @@ _MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
 # Without "no_forcing" llguidance itself writes what is certain to come. It would spell
 # <tool_call> in a JSON string, where it is text, by the token of the tag.
 _GRAMMAR_HEAD: Final = '%llguidance {"no_forcing": true}'
-_BLANKS_RULE: Final = r"/[ \t\r\n]{1,8}/"
+
+# A schema of 200,000 characters takes a second to compile.
+MAX_GRAMMAR_CHARACTERS: Final = 200_000
 
 
-def _write_grammar(
-    start: str,
-    calls: Sequence[CallForm],
-    *,
-    schema: JsonObject | None,
-    encode: Callable[[str], list[int]],
-) -> str:
-    """The text of a grammar. In `start`, "calls" are these and "json" is the schema."""
-    grammar = _GrammarText(start, encode)
-    if calls:
-        grammar.add_calls(calls)
-    if schema is not None:
-        grammar.rules["json"] = f"%json {json.dumps(schema)}"
-    grammar.rules["BLANKS"] = _BLANKS_RULE
-    rules = [f"{name}: {rule}" for name, rule in grammar.rules.items()]
-    return "\n".join([_GRAMMAR_HEAD, *rules])
+class _GrammarFault(Exception):
+    """A grammar is not compiled; the text says why."""
+
+    def __init__(self, text: str, *, is_too_large: bool = False) -> None:
+        super().__init__(text)
+        self.is_too_large = is_too_large
 
 
 class _GrammarText:
     """The rules of one grammar, by name, each before those that it is made of."""
 
-    def __init__(self, start: str, encode: Callable[[str], list[int]]) -> None:
-        self.rules = {"start": start}
-        self._encode = encode
-        self._numbers = count()
+    def __init__(
+        self,
+        start: str,
+        calls: Sequence[CallForm],
+        *,
+        schema: JsonObject | None,
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """In `start`, "calls" is one of these calls or more, and "json" the schema.
 
-    def add_calls(self, calls: Sequence[CallForm]) -> None:
+        Raises _GrammarFault: it is too large.
+        """
+        self._rules: dict[str, str] = {}
+        self._n_characters = 0
+        self._numbers = count()
+        self._encode = encode
+
+        self._add("start", start)
+        if calls:
+            self._add_calls(calls)
+        if schema is not None:
+            self._add("json", f"%json {json.dumps(schema)}")
+        self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
+
+    def __str__(self) -> str:
+        """What llguidance compiles."""
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        return "\n".join([_GRAMMAR_HEAD, *rules])
+
+    def _add(self, name: str, rule: str) -> None:
+        """Set a rule. A first, empty one keeps the place of one that comes later."""
+        self._rules[name] = rule
+        self._n_characters += len(rule)
+        if self._n_characters > MAX_GRAMMAR_CHARACTERS:
+            limit = f"{MAX_GRAMMAR_CHARACTERS:,} characters"
+            raise _GrammarFault(f"it has more than {limit}", is_too_large=True)
+
+    def _add_calls(self, calls: Sequence[CallForm]) -> None:
         """Add the rule "calls": one call or more."""
-        self.rules["calls"] = "call (BLANKS? call)*"
+        self._add("calls", "call (BLANKS? call)*")
         openings = [_tokens(self._encode(call.opening)) for call in calls]
-        self.rules["call"] = " | ".join(
-            f"{opening} arguments{index}" for index, opening in enumerate(openings)
-        )
+        ways = [f"{opening} arguments{i}" for i, opening in enumerate(openings)]
+        self._add("call", " | ".join(ways))
         for index, call in enumerate(calls):
             name = f"arguments{index}"
-            self.rules[name] = "<[*]>*"  # also: its place, before its parts
-            if call.parts is not None:
-                self.rules[name] = self._sequence(call.parts)
+            if call.parts is None:
+                self._add(name, "<[*]>*")
+                continue
+            self._add(name, "")
+            self._add(name, self._sequence(call.parts))
 
     def _sequence(self, parts: Iterable[CallPart]) -> str:
         """These parts in their order, for a rule."""
@@ -15593,7 +15039,7 @@ class _GrammarText:
             case JsonValue():
                 name = f"schema{next(self._numbers)}"
                 schema = _guide(part.schema, is_lenient=part.is_lenient)
-                self.rules[name] = f"%json {json.dumps(schema)}"
+                self._add(name, f"%json {json.dumps(schema)}")
                 return name
             case TextValue():
                 return self._text_value(part)
@@ -15617,7 +15063,8 @@ class _GrammarText:
         may_end = True  # no argument that follows is required
         follows = ""  # the rule of those that follow
         names = [f"{name}_{index}" for index in range(len(part.arguments))]
-        self.rules.update(dict.fromkeys(names, ""))  # their place, before their parts
+        for rule_name in names:
+            self._add(rule_name, "")
         for index in reversed(range(len(part.arguments))):
             argument = part.arguments[index]
             next_rules = {}  # by the tag that comes after the value
@@ -15633,7 +15080,7 @@ class _GrammarText:
             if follows and not argument.is_required:
                 rule += f" | {follows}"
             follows = names[index]
-            self.rules[follows] = rule
+            self._add(follows, rule)
             may_end = may_end and not argument.is_required
         if not follows:
             return self._spell(part.end)
@@ -15677,26 +15124,26 @@ class _GrammarText:
         ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
         """
         name = f"VALUE{next(self._numbers)}"
-        self.rules[f"{name}_TEXT"] = _text_terminal(value)
+        text = f"/{value.pattern}/"
+        if value.is_no_container:
+            text += r" & ~/\s*[\[\{](?s:.*)/"
+        self._add(f"{name}_TEXT", text)
         tag = _MARKUP.match(value.end)
         if tag is not None and self._is_token(tag[0]):
             end = " BLANKS? ".join(map(self._spell, value.end.split("\n")))
             return f"{name}_TEXT {end}"
-        return self._lazy_value(name, value)
 
-    def _lazy_value(self, name: str, value: TextValue) -> str:
-        """The same where the end is no token."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
-        self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
-        choices = f"{name}_TEXT {name}_END"
+        self._add(f"{name}_END", f"/{end_pattern.replace('/', r'\/')}/")
+        ways = f"{name}_TEXT {name}_END"
         if value.drops_line_break:
             # A text that itself ends with a line break comes with a second one.
-            self.rules[f"{name}_LINE"] = rf"{name}_TEXT & /(?s:(.*[^\n])?)/"
-            choices = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
+            self._add(f"{name}_LINE", rf"{name}_TEXT & /(?s:(.*[^\n])?)/")
+            ways = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
 
         lazy_name = name.lower()
-        self.rules[f"{lazy_name}[lazy]"] = choices
+        self._add(f"{lazy_name}[lazy]", ways)
         return lazy_name
 
 
@@ -15705,61 +15152,15 @@ def _tokens(ids: Iterable[int]) -> str:
     return " ".join(f"<[{token_id}]>" for token_id in ids)
 
 
-def _text_terminal(value: TextValue) -> str:
-    """A terminal of Lark: the texts that a value may be."""
-    max_length = "" if value.max_length is None else str(value.max_length)
-    length = f"{{{value.min_length or 0},{max_length}}}"
-    patterns = [f"(?s:.{length})"]
-    if value.pattern is not None:
-        patterns.append(_whole_pattern(value.pattern))
-    terminal = " & ".join(_lark_pattern(pattern) for pattern in patterns)
-    if value.is_no_container:
-        terminal += r" & ~/\s*[\[\{](?s:.*)/"
-    return terminal
-
-
-_ANCHORED_END: Final = re.compile(r"(?s:(?:[^\\]|\\.)*)\$")
-
-
-def _whole_pattern(pattern: str) -> str:
-    """A pattern of JSON schema, which fits a part of a text, for the whole of it.
-
-    It is without `|`, for CALL FORMS refuses one: in "^a|b" only `a` is anchored.
-    """
-    # "^a" -> "(a)(?s:.*)". What ends with an escaped dollar sign is not anchored there.
-    before = after = "(?s:.*)"
-    if pattern.startswith("^"):
-        before = ""
-        pattern = pattern[1:]
-    if _ANCHORED_END.fullmatch(pattern):
-        after = ""
-        pattern = pattern[:-1]
-    return f"{before}({pattern}){after}"
-
-
-def _lark_pattern(source: str) -> str:
-    """A regular expression as Lark writes it, between slashes."""
-    slashed = re.sub(
-        r"(\\.)|/", lambda match: match[1] or r"\/", source, flags=re.DOTALL
-    )
-    return f"/{slashed}/"
-
-
 # -- 4 compiler ------------------------------------------------------------------------
 
-# What is compiled: of one schema, of all calls together, and of a regular expression.
-# A schema of the largest size takes a second.
-MAX_SCHEMA_CHARACTERS: Final = 100_000
-MAX_CALLS_CHARACTERS: Final = 200_000
-MAX_PATTERN_CHARACTERS: Final = 10_000
 
-
-class _GrammarCompiler:
-    """Makes LLMatchers for one tokenizer."""
+class GrammarCompiler:
+    """Makes LLMatchers for one tokenizer, and keeps them for the next request."""
 
     # For each character of a grammar, as measured: 300 of properties, 400 of patterns.
     MATCHER_BYTES: Final = 400
-    MEMO_BYTES: Final = 2 * MATCHER_BYTES * MAX_CALLS_CHARACTERS  # the largest fits
+    MEMO_BYTES: Final = 2 * MATCHER_BYTES * MAX_GRAMMAR_CHARACTERS  # the largest fits
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's wrapper of one."""
@@ -15781,30 +15182,44 @@ class _GrammarCompiler:
         backend.add_special_tokens(
             [tag for tag in tags if tag and backend.token_to_id(tag) is not None]
         )
-        vocabulary = llguidance.LLTokenizer(
+        self._vocabulary = llguidance.LLTokenizer(
             backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids)
         )
-        self._make_matcher = partial(llguidance.LLMatcher, vocabulary, log_level=0)
         self.memo: Memo[Any] = Memo(
             self.MEMO_BYTES, lambda text, _matcher: self.MATCHER_BYTES * len(text)
         )
 
     def compile(self, grammar: str, *, tenant: str) -> Any:
         """An LLMatcher of the replies that a grammar describes. It may be in error."""
-        return self.memo.get_or_make(
-            grammar, lambda: self._compile(grammar), tenant=tenant
-        )
+        import llguidance
 
-    def _compile(self, grammar: str) -> Any:
-        return self._make_matcher(grammar)
+        make = partial(llguidance.LLMatcher, self._vocabulary, grammar, log_level=0)
+        return self.memo.get_or_make(grammar, make, tenant=tenant)
 
 
-_grammar_compiler: Final = lru_cache(maxsize=1)(_GrammarCompiler)
+grammar_compiler: Final = lru_cache(maxsize=1)(GrammarCompiler)
 
 
 # -- 5 constraints ---------------------------------------------------------------------
 
 _SCHEMA_FIELD: Final = "response_format.json_schema.schema"
+
+# What an error of llguidance has beside its reason: where it is, a pattern that it
+# quotes, and lines of the grammar. Of this one, "regex parse error: unclosed group"
+# stays, and of others "Invalid type: objekt" or 'Unimplemented keys: ["not"]':
+#     at 7(10): failed to compile JSON schema: regex parse error:
+#         ab(
+#           ^
+#     error: unclosed group
+#        6 | schema0: %json {"type": "string", "pattern": "ab("}
+#                     ^
+_ERROR_DETAILS: Final = re.compile(
+    r"""(?xs:
+        \A at\ \d+\(\d+\):\ (?: failed\ to\ compile\ JSON\ schema:\  )?
+      | (?<= regex\ parse\ error: ) \n .* \nerror:
+      | \n \ + \d+ \ \| .*
+    )"""
+)
 
 
 def make_constraints(
@@ -15822,8 +15237,14 @@ def make_constraints(
     if the reply must be one, or if one may come and some tool is strict; else none.
     Raises BadRequest: a schema cannot be compiled, or the call cannot be forced.
     """
-    if request.kind == "completion":
-        return ()  # its body has no field that demands anything of the reply
+    demands = (
+        request.tool_choice.mode != "auto",
+        request.thinking_budget is not None,
+        request.json_schema is not None,
+        call_forms,
+    )
+    if request.kind == "completion" or not any(demands):
+        return ()
     form = _ReplyForm.of(
         loaded, request, in_reasoning=in_reasoning, call_start=call_start
     )
@@ -15867,7 +15288,6 @@ def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint |
         budget,
         start=form.think_start,
         ends=[*form.think_end, *form.call_id],
-        white_space=form.white_space,
     )
 
 
@@ -15898,18 +15318,17 @@ class _ReplyGrammars:
 
     def compile_schema(self, schema: JsonObject, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
-        if fault := find_excess(schema):
-            raise BadRequest(fault, field=_SCHEMA_FIELD)
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         guided = _guide(schema, is_lenient=is_lenient)
         # First without the schemas of the tools: a fault is that of this schema, then.
         any_call = self._form.any_call() if can_call else ""
         start = self._form.json_or_calls(any_call)
-        matcher = self._compile(start, (), guided)
-        if matcher.is_error():
-            fault = _describe_fault(matcher.get_error(), schema)
-            raise BadRequest(fault, field=_SCHEMA_FIELD, quote=fault)
+        try:
+            matcher = self._compile(start, (), guided)
+        except _GrammarFault as fault:
+            quote = str(fault)
+            raise BadRequest(quote, field=_SCHEMA_FIELD, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
         start = self._form.json_or_calls("calls")
@@ -15925,28 +15344,31 @@ class _ReplyGrammars:
             a call that does not compile by itself may have any arguments
             each call may have any arguments, but only these tools may be called
         """
-        for calls in self._weaker_calls():
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-        sentence = "the tools are too many for a call to be forced"
-        raise BadRequest(sentence, field="tool_choice")
+        calls = self._calls
+        try:
+            return self._compile(start, calls, schema)
+        except _GrammarFault as fault:
+            is_too_large = fault.is_too_large
+        if not is_too_large:  # or each of them by itself would take seconds
+            calls = [self._free_if_faulty(call) for call in calls]
+            with suppress(_GrammarFault):
+                return self._compile(start, calls, schema)
 
-    def _weaker_calls(self) -> Iterator[Sequence[CallForm]]:
-        """These calls, then weaker ones, but none that are too large to be compiled."""
-        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
-        if n_characters <= MAX_CALLS_CHARACTERS:
-            yield self._calls
-            yield [self._free_if_faulty(call) for call in self._calls]
-        fault = "with the other tools it is too large to be enforced"
-        free_calls = [self._free(call, fault) for call in self._calls]
-        if sum(len(call.opening) for call in free_calls) <= MAX_CALLS_CHARACTERS:
-            yield free_calls
+        reason = "with the other tools it is too large to be enforced"
+        free_calls = [self._free(call, reason) for call in calls]
+        try:
+            return self._compile(start, free_calls, schema)
+        except _GrammarFault:
+            sentence = "the tools are too many for a call to be forced"
+            raise BadRequest(sentence, field="tool_choice") from None
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
-        error = self._compile("calls", [call]).get_error()
-        return self._free(call, _describe_fault(error)) if error else call
+        try:
+            self._compile("calls", [call])
+        except _GrammarFault as fault:
+            return self._free(call, str(fault))
+        return call
 
     def _free(self, call: CallForm, fault: str) -> CallForm:
         """The call with any arguments. Raises BadRequest with `fault`: it is strict."""
@@ -15957,13 +15379,15 @@ class _ReplyGrammars:
     def _compile(
         self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
     ) -> Any:
+        """The LLMatcher of a grammar. Raises _GrammarFault."""
         template = self._loaded.template  # as one tenant has it: it has the tenant's id
-        grammar = _write_grammar(start, calls, schema=schema, encode=template.encode)
-        compiler = _grammar_compiler(self._loaded.tokenizer)
-        return compiler.compile(grammar, tenant=template.tenant)
-
-
-# -- 6 faults --------------------------------------------------------------------------
+        grammar = _GrammarText(start, calls, schema=schema, encode=template.encode)
+        compiler = grammar_compiler(self._loaded.tokenizer)
+        matcher = compiler.compile(str(grammar), tenant=template.tenant)
+        if error := matcher.get_error():
+            reason = " ".join(_ERROR_DETAILS.sub("", error).split())
+            raise _GrammarFault(f"{reason:.300}")
+        return matcher
 
 
 def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
@@ -15973,130 +15397,6 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
         "lenient": is_lenient,
     }
     return {**schema, "x-guidance": guidance}
-
-
-def find_excess(schema: Mapping[str, Any]) -> str:
-    """What of a schema is too large to be compiled; "" if nothing is."""
-    n_characters = len(json.dumps(schema))
-    if n_characters > MAX_SCHEMA_CHARACTERS:
-        return (
-            f"a schema of {n_characters:,} characters cannot be enforced, one of"
-            f" {MAX_SCHEMA_CHARACTERS:,} can"
-        )
-    for path, value in _walk_schema(schema):
-        for pattern in _patterns_of(value):
-            if len(pattern) > MAX_PATTERN_CHARACTERS:
-                return (
-                    f"a pattern of {len(pattern):,} characters ({path:.100}) cannot"
-                    f" be enforced, one of {MAX_PATTERN_CHARACTERS:,} can"
-                )
-    return ""
-
-
-def _patterns_of(schema: object) -> list[str]:
-    """The regular expressions of a schema, without those of its parts."""
-    if not isinstance(schema, dict):
-        return []
-    names = schema.get("patternProperties")
-    patterns = [schema.get("pattern"), *(names if isinstance(names, dict) else ())]
-    return [pattern for pattern in patterns if isinstance(pattern, str)]
-
-
-# In a schema: what has schemas by names that somebody chose, and what has none.
-_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES: Final = ("enum", "const", "default", "examples")
-
-
-def _walk_schema(schema: object) -> Iterator[tuple[str, object]]:
-    """A schema and all that is in it, each after its path: "properties.tags.anyOf[1]".
-
-    What is less deep comes first.
-    """
-    places: deque[tuple[str, object]] = deque([("", schema)])
-    while places:
-        path, value = places.popleft()
-        yield path.removeprefix("."), value
-        for step, part in _schema_parts(value):
-            places.append((path + step, part))
-
-
-def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
-    """The parts of a schema, or of a list of schemas, each after its step to it."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield f"[{index}]", item
-    if not isinstance(value, dict):
-        return
-    for name, part in value.items():
-        if name in _NAMED_SCHEMAS and isinstance(part, dict):
-            for key, schema in part.items():
-                yield f".{name}.{key}", schema
-        elif name not in _VALUES:
-            yield f".{name}", part
-
-
-# An error of llguidance says where it is, and quotes these lines of the grammar:
-#     at 7(10): failed to compile JSON schema: Invalid type: objekt
-#        6 | schema0: %json {"type": "objekt"}
-#                     ^
-_ERROR_PLACE: Final = re.compile(
-    r"""(?xs:
-        \A .*? failed\ to\ compile\ JSON\ schema:\ # for a pattern of ours there is none
-      | \n \ + \d+ \ \| .*
-    )"""
-)
-
-# What it says of keywords such as "uniqueItems".
-_UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
-
-# What else it says, and what a client is told.
-_SCHEMA_FAULTS: Final[Mapping[str, str]] = {
-    r"Resource '(?:json-schema:///)?(.*?)' is not present": (
-        "{} is another document, and none is fetched: put what it says into $defs"
-    ),
-    r"Pointer '(.*?)' does not exist": "the $ref #{} leads to nothing",
-    r"Invalid type: (.*)": "{} is no type of JSON",
-    r"Unknown format: (.*)": "the format {} is not known",
-    r"Unsatisfiable schema: ([^:]*)": "no value can fit it: {}",
-    r"for (?:float|integer) range": "this minimum or maximum cannot be enforced",
-    r"error: (.*)": "a pattern cannot be read: {}",  # after lines that quote it
-    r"multiple ?of": "multipleOf should be a number above 0 with few digits",
-    r"Expected .* for '(\w+)'": "{} has a value of a wrong type",
-    r"^schema must be": "what should be a schema in it is no object",
-    r"^(\$?\w+) must be": "{} has a value of a wrong type",
-    r"oneOf constraints": "oneOf cannot be enforced where two branches overlap",
-    r"(?i)recursion": "it is nested too deeply",
-}
-
-
-def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
-    """What cannot be enforced, and where in the schema, in one sentence of ours."""
-    error = _ERROR_PLACE.sub("", error)
-    match = _UNKNOWN_KEYWORDS.search(error)
-    if match is not None:
-        keywords = match[1]
-        place = _find_keyword(schema or {}, _read_keywords(keywords))
-        where = f" of {place:.100}" if place else ""
-        return f"{keywords:.100}{where} cannot be enforced: leave it out"
-    for pattern, sentence in _SCHEMA_FAULTS.items():
-        match = re.search(pattern, error)
-        if match is not None:
-            return sentence.format(*(f"{text:.100}" for text in match.groups()))
-    return "it cannot be enforced as it is: make it simpler"
-
-
-def _read_keywords(text: str) -> set[str]:
-    """The names in a list as Rust writes it: U+200B as \\u{200b}."""
-    plain = re.sub(r"\\u\{(\w+)\}", lambda code: chr(int(code[1], 16)), text)
-    return set(re.findall(r'"([^"]*)"', plain))
-
-
-def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
-    """Where the first of these keywords stands: "properties.tags"; "": at the top."""
-    for path, value in _walk_schema(schema):
-        if isinstance(value, dict) and keywords & value.keys():
-            return path
-    return ""
 
 
 # region DRAFTS ================================================================
@@ -16111,8 +15411,7 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # would have been sampled in its place. So a reply is the same with drafts and without,
 # greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
 # as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
-# says whether a draft is expected to pay, and how long it may be; a Drafter finds its
-# tokens.
+# says whether there may be a draft, and how long; a Drafter finds its tokens.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
@@ -16120,7 +15419,11 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
 # there is one, for all requests. It reads the conversation that it was asked about
 # last. A draft need not be accepted, so of a long conversation it reads the tail only:
-# its KV has a bound.
+# its KV has a bound. A third kind, a head that guesses from hidden states (MTP), would be
+# a Drafter, too, and get those of what was accepted from TokenGenerator's calls.
+#
+# Dropped: an expected speed by the share of tokens that were accepted, three lengths,
+# and pauses. On real edits (draft_edits.py) the account alone is as good or better.
 #
 # Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
 #          DraftCosts, can_draft
@@ -16135,19 +15438,11 @@ _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look thr
 _ROOM_TOKENS: Final = 4096  # that a full history grows by
 _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 
-# Lengths: with y before them, copies take calls of 32, 16 and 8 tokens. A model's are
-# shorter, since each of their tokens takes a call of it.
-_COPY_LENGTHS: Final = (31, 15, 7)
-_MODEL_LENGTHS: Final = (7, 4, 2)
-
-# Whether a draft pays. The share of its tokens that are accepted begins with a guess,
-# and is a moving mean. Costs are in plain steps.
-_FIRST_SHARE: Final = 0.9
-_FIRST_MODEL_SHARE: Final = 0.7
-_SHARE_FACTOR: Final = 0.99  # on each measured share: it must stay below 1
-_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_UNKNOWN_COST: Final = 2.0  # of a step with a draft, until it was measured
-_FADING: Final = 0.98  # of a cost at each long pause, until it is measured again
+# Lengths: the usual one, and that after a draft that was right to its end. With y before
+# them, copies take calls of 16 and 32 tokens. A model's are shorter, since each of their
+# tokens takes a call of it.
+_COPY_LENGTHS: Final = (15, 31)
+_MODEL_LENGTHS: Final = (4, 7)
 
 # A reply's account of plain steps: what it begins with, what is spent, what it earns. A
 # model first has to read the conversation.
@@ -16155,8 +15450,8 @@ _FIRST_BALANCE: Final = 8.0
 _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
-_PAUSE_TOKENS: Final = 4  # without a draft, after such a y
-_LONG_PAUSE_TOKENS: Final = 256  # where no length is expected to pay
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
 _MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
@@ -16182,11 +15477,11 @@ class DraftCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
-        self._fading: dict[int, float] = {}  # what faded since it was measured
+        self._n_measured = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether plain steps were measured; `plain_steps` needs it."""
+        """Whether plain steps were measured; `in_plain_steps` needs it."""
         return 1 in self._seconds
 
     def measure(self, n_fed: int, seconds: float) -> bool:
@@ -16194,34 +15489,26 @@ class DraftCosts:
         if n_fed not in self._begun:
             self._begun.add(n_fed)  # the first may have compiled kernels
             return False
-        has_faded = self._fading.pop(n_fed, None) is not None
-        mean = seconds if has_faded else self._seconds.get(n_fed, seconds)
+        mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        self._n_measured += 1
+        if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
+            self._seconds = {1: self._seconds[1]}
         return True
-
-    def plain_steps(self, *, n_draft: int) -> float:
-        """How many plain steps take as long as one with so long a draft."""
-        n_fed = n_draft + 1
-        if n_fed not in self._seconds:
-            return _UNKNOWN_COST
-        return self.in_plain_steps(self._seconds[n_fed] * self._fading.get(n_fed, 1.0))
 
     def in_plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long."""
         return seconds / self._seconds[1]
 
-    def fade(self) -> None:
-        """Take costs for smaller, so that what was slow once is tried again some day.
-
-        A length that takes 30 plain steps is, after 57 fadings.
-        """
-        for n_fed in self._seconds:
-            if n_fed > 1:
-                self._fading[n_fed] = self._fading.get(n_fed, 1.0) * _FADING
+    def can_pay(self, n_draft: int) -> bool:
+        """Whether a draft of this length would pay if it were right to its end."""
+        n_fed = n_draft + 1
+        seconds = self._seconds.get(n_fed)
+        return seconds is None or self.in_plain_steps(seconds) < n_fed
 
 
 class DraftBudget:
-    """Whether the next draft of a reply is expected to pay, and how long it may be.
+    """Whether there may be another draft in this reply, and how long it may be.
 
     Drafts may lose what they have gained in this reply, and a hundredth of its time.
     `balance` counts that in plain steps; there is no draft while it is below 0:
@@ -16232,42 +15519,18 @@ class DraftBudget:
     """
 
     def __init__(
-        self, costs: DraftCosts, *, first_share: float, balance: float
+        self, costs: DraftCosts, *, lengths: tuple[int, int], balance: float
     ) -> None:
-        """`first_share`: of draft tokens, how many are accepted, until it is known."""
+        """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = balance
-        self._first_share = first_share
-        self._share_accepted = first_share
-        self._pauses_until = 0  # this length of the history
-        self._chosen_length = 0
+        self._lengths = lengths
+        self._length = lengths[0]  # of the next draft
 
-    def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
-        """The length that pays best; 0 during a pause, and where none pays."""
-        is_pausing = n_history < self._pauses_until or self.balance < 0
-        if is_pausing or not self.costs.is_known:
-            return 0
-        length = max(lengths, key=self.speedup)
-        if self.speedup(length) > 1.0:
-            self._chosen_length = length
-            return length
-        self.pause(n_history + _LONG_PAUSE_TOKENS)
-        self._share_accepted = self._first_share
-        self.costs.fade()
-        return 0
-
-    def speedup(self, n_draft: int) -> float:
-        """Expected speed with drafts of this length; 1.0: as fast as plain steps.
-
-        A token of a draft is tried when the one before it was accepted.
-        """
-        share = self._share_accepted
-        n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
-        return n_expected / self.costs.plain_steps(n_draft=n_draft)
-
-    def pause(self, until: int) -> None:
-        """Allow no draft before the history has this length."""
-        self._pauses_until = max(self._pauses_until, until)
+    def choose_length(self) -> int:
+        """How long the next draft may be; 0: there is none."""
+        is_allowed = self.costs.is_known and self.balance >= 0
+        return self._length if is_allowed and self.costs.can_pay(self._length) else 0
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
@@ -16279,11 +15542,11 @@ class DraftBudget:
 
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
-        n_tried = min(n_accepted + 1, n_draft)  # what comes after says nothing
-        share = _SHARE_FACTOR * n_accepted / n_tried
-        self._share_accepted += _NEW_WEIGHT * (share - self._share_accepted)
-        if self.costs.measure(self._chosen_length + 1, seconds):
+        if self.costs.measure(self._length + 1, seconds):
             self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+        usual, long = self._lengths
+        was_right = n_accepted == n_draft
+        self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
@@ -16344,11 +15607,6 @@ class Drafter:
         self._metrics.bump("draft_tokens_accepted", n_accepted)
         self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
-    def _choose_length(self, lengths: Iterable[int], max_tokens: int) -> int:
-        """How long the next draft may be; 0: there is none."""
-        n_draft = self.budget.choose_length(lengths, n_history=self._n_history)
-        return max(0, min(n_draft, max_tokens))
-
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
         for place, token_id in enumerate(token_ids):
@@ -16376,7 +15634,7 @@ class CopyDrafter(Drafter):
         super().__init__(
             _join(prompt, others),
             end_ids=end_ids,
-            budget=DraftBudget(costs, first_share=_FIRST_SHARE, balance=_FIRST_BALANCE),
+            budget=DraftBudget(costs, lengths=_COPY_LENGTHS, balance=_FIRST_BALANCE),
             metrics=metrics,
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
@@ -16385,8 +15643,8 @@ class CopyDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
-        n_draft = self._choose_length(_COPY_LENGTHS, max_tokens)
-        if not n_draft:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0:
             return []
 
         y_and_draft = self._find_copy(1 + n_draft)
@@ -16394,7 +15652,6 @@ class CopyDrafter(Drafter):
             return []
         if y_and_draft[0] != wait_for_y():
             self.budget.balance -= _WAIT_COST
-            self.budget.pause(self._n_history + _PAUSE_TOKENS)
             return []
         return y_and_draft[1:]
 
@@ -16445,22 +15702,20 @@ class ModelDrafter(Drafter):
         metrics: CacheMetrics,
     ) -> None:
         budget = DraftBudget(
-            draft_model.costs,
-            first_share=_FIRST_MODEL_SHARE,
-            balance=_FIRST_MODEL_BALANCE,
+            draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
         )
         super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
         self._tenant = tenant
         self._drafting_seconds = 0.0  # that the last draft took
+        self._has_drafted = False
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self._choose_length(_MODEL_LENGTHS, max_tokens)
-        if not n_draft or self._draft_model.has_failed:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0 or self._draft_model.has_failed:
             return []
         if not self._draft_model.can_read(self._history):
-            self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
             return []
 
         y = wait_for_y()
@@ -16478,6 +15733,9 @@ class ModelDrafter(Drafter):
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
+        if not self._has_drafted:  # what reading has left is not for wrong drafts
+            self._has_drafted = True
+            self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
@@ -16659,12 +15917,11 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # A request joins a batch when it begins to decode, not later. Requests that have only a
 # short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
+# tokens needs its KV twice).
 #
-# Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
-#          PrefillTimes, Scheduler
+# Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
+#          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
+#          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -16673,9 +15930,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 # -- 1 requests ------------------------------------------------------------------------
 
-MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
-
-RequestState = Literal["waiting", "prefilling", "decoding"]
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16719,38 +15973,13 @@ class DroppedKV(NamedTuple):
     fault: str  # which files are not deleted yet, and why; "" if all are
 
 
-class Reuse(NamedTuple):
-    """What of a prompt was in the cache when the model began with it."""
-
-    hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
-    cached_tokens: int = 0
-    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
-    disk_tokens: int = 0  # that were loaded from the disk for it
-
-
-class StateSeconds(NamedTuple):
-    """How long a request was in each state."""
-
-    waiting: float = 0.0
-    prefilling: float = 0.0
-    decoding: float = 0.0
-
-
-class FinishedEvent(NamedTuple):
-    """The request is over; its KV is in the cache, unless that failed."""
-
-    reason: EndReason
-    reuse: Reuse = Reuse()
-    seconds: StateSeconds = StateSeconds()
-    saved_steps: int = 0  # by drafts
-
-
 class SecondTryEvent(NamedTuple):
     """The request begins again, without the cache. There was no token yet."""
 
 
-# An int: KV of so many tokens of the prompt is there. An error ends the request.
-type EngineEvent = int | TokenEvent | SecondTryEvent | FinishedEvent | ServerError
+# An int: KV of so many tokens of the prompt is there. The last two end the request; its
+# KV is in the cache then, unless it has failed.
+type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
 
 
 class WaitCause(NamedTuple):
@@ -16765,8 +15994,8 @@ class WaitCause(NamedTuple):
     request_id: str | None = None  # whose prefix it waits for
 
 
-# None: the request has just come, or come again, and the scheduler has not seen it yet.
-type Activity = WaitCause | Literal["prefilling", "decoding"] | None
+# None: it has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
 
 
 class RequestTimes(NamedTuple):
@@ -16778,19 +16007,14 @@ class RequestTimes(NamedTuple):
 
     since: float  # when `activity` began; time.monotonic()
     activity: Activity = None
-    ended: Mapping[Activity, float] = {}  # seconds of what it did before
+    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
 
     @property
-    def state(self) -> RequestState:
-        """The state that it is in."""
+    def phase(self) -> Literal["queued", "prefill", "decode"]:
+        """What it does. One that has ended decodes, until its connection knows."""
         if self.activity is None or isinstance(self.activity, WaitCause):
-            return "waiting"
-        return self.activity
-
-    @property
-    def cause(self) -> WaitCause | None:
-        """What it waits for; None: it does not wait, or nobody knows yet for what."""
-        return self.activity if isinstance(self.activity, WaitCause) else None
+            return "queued"
+        return "prefill" if self.activity == "prefill" else "decode"
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
         """Its times if it does something else from `now` on.
@@ -16801,34 +16025,28 @@ class RequestTimes(NamedTuple):
             return self._replace(activity=activity)
         if self.activity == activity:
             return self
-        return RequestTimes(now, activity, self._until(now))
+        return RequestTimes(now, activity, self.seconds(now))
 
-    def seconds(self, now: float) -> StateSeconds:
-        """How long it has been in each state."""
-        seconds = self._until(now)
-        prefilling = seconds.pop("prefilling", 0.0)
-        decoding = seconds.pop("decoding", 0.0)
-        return StateSeconds(sum(seconds.values()), prefilling, decoding)
+    def seconds(self, now: float) -> defaultdict[Activity, float]:
+        """How long it has done what."""
+        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
+        seconds[self.activity] += now - self.since
+        return seconds
 
     def wait_seconds(self, now: float) -> dict[WaitCause, float]:
         """How long it has waited for each cause."""
         return {
             activity: seconds
-            for activity, seconds in self._until(now).items()
+            for activity, seconds in self.seconds(now).items()
             if isinstance(activity, WaitCause)
         }
 
-    def _until(self, now: float) -> dict[Activity, float]:
-        seconds = dict(self.ended)
-        seconds[self.activity] = seconds.get(self.activity, 0.0) + now - self.since
-        return seconds
-
 
 class RequestHandle:
-    """A submitted request, for its connection: events come out, a stop reason goes in.
+    """A submitted request: what is asked, and what is told of it until it has ended.
 
-    Any thread may use it. Only the scheduler changes `times`, `reuse`, `saved_steps`
-    and `is_second_try`.
+    Any thread may read it. Its connection takes events, and may set `stop_reason`. Only
+    the scheduler changes anything else.
     """
 
     def __init__(
@@ -16838,9 +16056,13 @@ class RequestHandle:
         self.request = request
         self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
-        self.reuse = Reuse()
-        self.saved_steps = 0  # by tokens of drafts
         self.is_second_try = False  # without the cache, after an error
+        # What of the prompt was cached when the model began with it; "-": it has not.
+        self.hit_kind: HitKind | Literal["-"] = "-"
+        self.cached_tokens = 0
+        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
+        self.disk_tokens = 0  # of those cached: loaded from the disk for it
+        self.saved_steps = 0  # by tokens of drafts
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
@@ -16852,32 +16074,22 @@ class RequestHandle:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
         self.begin(None, now)
-        self.reuse = Reuse()
+        self.hit_kind = "-"
+        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
         self.put(SecondTryEvent())
 
-    def finished_event(self, reason: EndReason) -> FinishedEvent:
-        """What is known of the request when it ends, now."""
-        seconds = self.times.seconds(time.monotonic())
-        return FinishedEvent(reason, self.reuse, seconds, self.saved_steps)
+    def end(self, end: EndReason | ServerError) -> None:
+        """Note that it is over, or has failed, and tell its connection."""
+        self.begin("ended", time.monotonic())
+        self.put(end)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
         self._events.put(event)
 
-    def put_end(self, end: EndReason | ServerError) -> None:
-        """Add the last event: it is over, or it has failed."""
-        self.put(end if isinstance(end, ServerError) else self.finished_event(end))
-
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
-
-    def read_stop_reason(self) -> EndReason | None:
-        """Why its connection wants it to end, or does not read it; None: it goes on."""
-        if self.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16896,13 +16108,16 @@ LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
 SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
-MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
+SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 
 # Who reads next, and whether that may be now.
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before that decoding
-MAX_SOON_DEBT: Final = 3.0  # unless more seconds of it are owed
+MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short, too
+BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
@@ -16912,19 +16127,25 @@ MIN_WAIT_GAIN_TOKENS: Final = 64
 class SchedulingPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    There are two accounts, in seconds of model time:
+    There are three accounts, in seconds of model time:
 
-        decode_debt    How long others must decode before the next slice is read. Each
-                       second of prefill adds DECODE_SHARE seconds, each second of
-                       decoding takes one off. A prompt that ends soon may be read
-                       before the debt is paid.
+        decode_debt    How long others must decode before a long prompt reads its next
+                       slice. Each second of prefill adds DECODE_SHARE seconds, each
+                       second of decoding takes one off.
+        burst_seconds  For how long prompts were read that decoding has not been paid
+                       for. Short ones may be read until these are BURST_SECONDS.
         oldest_credit  While it is positive, the oldest request is next: each second
                        that it reads takes several off. Else the one that ends first is
                        next: each second adds one.
 
-    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest,
-    which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
-    short prompts have 1.4 s before the oldest reads again.
+    For example eight prompts come at once that take 0.6 s each. The first one decodes
+    after 0.6 s, in steps of 0.2 s. The others are not made to wait until it has had
+    1.2 s for each of them: two are read, then comes a step, and so on. Short prompts
+    that come without end have a third of the time, as long ones have.
+
+    And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
+    takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short
+    prompts have 1.4 s before the oldest reads again.
 
     Near its end the oldest pays less: 2 for each second if one second of it is left,
     and all of MAX_OTHERS_SHARE only if four or more are.
@@ -16932,7 +16153,9 @@ class SchedulingPolicy:
 
     def __init__(self) -> None:
         self.decode_debt = 0.0
+        self.burst_seconds = 0.0
         self.oldest_credit = 0.0
+        self.step_seconds = 0.0  # of the last decode step of all batches
 
     def next_prefill(self, candidates: Sequence[RunningRequest]) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
@@ -16944,21 +16167,37 @@ class SchedulingPolicy:
             return min(candidates, key=lambda candidate: candidate.submitted_at)
         return min(candidates, key=lambda candidate: candidate.n_to_prefill)
 
-    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
-        """Whether this one may prefill a slice now. `is_decoding`: others decode.
+    def is_short(self, candidate: RunningRequest) -> bool:
+        """Whether so little of a prompt is left that others wait for it (L-68).
 
-        They wait for a prompt that ends soon: a step of a batch costs the same with one
-        request more (L-68).
+        A step of a batch costs nearly the same with one request more.
         """
+        n_tokens = candidate.n_to_prefill
+        seconds_left = n_tokens / candidate.prefill_speed
+        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+
+    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
+        """Whether this one may prefill now. `is_decoding`: others decode."""
         if not is_decoding:
             return True
-        seconds_left = candidate.n_to_prefill / candidate.prefill_speed
-        max_debt = MAX_SOON_DEBT if seconds_left < SOON_SECONDS else 0.0
-        return self.decode_debt <= max_debt
+        if self.is_short(candidate):
+            return self.burst_seconds < BURST_SECONDS
+        return self.decode_debt <= 0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long short prompts are read before others decode a step again (L-220).
+
+        Two steps fall into the pause besides: that one, and the first of who was read.
+        """
+        longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
+        return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
 
     def charge_decode(self, seconds: float) -> None:
-        """All batches have decoded, for so long."""
+        """All batches have decoded a step, for so long."""
+        self.step_seconds = seconds
         self.decode_debt = max(0.0, self.decode_debt - seconds)
+        self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
 
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
         """A request has read, for so long. `is_decoding`: others decode, and waited.
@@ -16967,8 +16206,10 @@ class SchedulingPolicy:
         counts all the same: the request itself may decode from now on.
         """
         if not is_decoding:
-            self.decode_debt = 0.0
-        self.decode_debt += seconds * DECODE_SHARE
+            self.decode_debt = self.burst_seconds = 0.0
+        debt = self.decode_debt + seconds * DECODE_SHARE
+        self.decode_debt = min(debt, MAX_DECODE_DEBT)
+        self.burst_seconds += seconds
 
     def charge_prefill(
         self, reader: RunningRequest, seconds: float, *, is_alone: bool
@@ -16994,11 +16235,13 @@ def choose_companions(
     *,
     max_tokens: float,
     max_padding: float,
+    free_padding: float = 0.0,
 ) -> list[RunningRequest]:
     """Who is read in one call with `chosen`: rests that are most like it in length.
 
     `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
     tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
+    `free_padding`: so many tokens of it cost less than the call that each one saves.
     """
 
     def difference(candidate: RunningRequest) -> int:
@@ -17008,10 +16251,14 @@ def choose_companions(
     for candidate in sorted(candidates, key=difference):
         wider_group = [*group, candidate]
         n_to_prefill = [member.n_to_prefill for member in wider_group]
-        n_prompt = [member.n_prompt for member in wider_group]
-        padding = max(_padding(n_to_prefill), _padding(n_prompt))
-        fits = max(n_to_prefill) * len(wider_group) <= max_tokens
-        if fits and padding <= max_padding:
+        n_fed = max(n_to_prefill) * len(wider_group)
+        n_padding = n_fed - sum(n_to_prefill)
+        may_pad = _padding(n_to_prefill) <= max_padding or n_padding <= free_padding * (
+            len(wider_group) - 1
+        )
+        # No buffer has fewer places than BUFFER_STEP_TOKENS.
+        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
+        if n_fed <= max_tokens and may_pad and _padding(n_places) <= max_padding:
             group = wider_group
     return group[1:]
 
@@ -17192,13 +16439,21 @@ class RunningRequest:
         self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
-        self.lease = cache.start(
+        self.cache = cache
+        self.source = match.kv_owner  # the entry that its cached KV came from
+        self.entry, span = cache.start(
             match,
             request.key,
-            running=self,
+            read_span=self.read_span,
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
+        if span is not None:
+            try:
+                self.load_kv(span, match.state)
+            except Exception:
+                cache.drop(self.entry)
+                raise
 
     @property
     def has_begun(self) -> bool:
@@ -17214,6 +16469,11 @@ class RunningRequest:
     def n_to_prefill(self) -> int:
         """How many tokens `remaining_prefill` has."""
         return self.n_prompt - 1 - self.num_computed_tokens
+
+    @property
+    def seconds_left(self) -> float:
+        """How long reading the rest of its prompt takes, by the speed so far."""
+        return self.n_to_prefill / self.prefill_speed
 
     def remaining_prefill(self) -> TokenIds:
         """The tokens of the prompt that are left, but the last.
@@ -17234,7 +16494,7 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
+        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
         return is_short and not self.handle.is_second_try
 
     @property
@@ -17248,13 +16508,13 @@ class RunningRequest:
         return self.output_ids[-1:] == [NO_TOKEN]
 
     def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over KV and state from the cache (PREFIX CACHE: RunningKV)."""
+        """Take over KV and state from the cache."""
         load_span(self.layer_caches, span)
         if state is not None:
             restore_state(self.layer_caches, state)
 
     def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end), wherever it is now (PREFIX CACHE: RunningKV)."""
+        """A copy of KV [0, end), wherever it is now."""
         if self.batch is None:
             return copy_span(self.layer_caches, end, row=0)
         row = self.batch.requests.index(self)
@@ -17392,13 +16652,6 @@ class AcceptedTokens(NamedTuple):
     token_ids: list[int]
 
 
-class PreviousState(NamedTuple):
-    """The state of a request before the last step of its batch."""
-
-    position: int
-    state: StateCheckpoint
-
-
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch.
 
@@ -17419,9 +16672,10 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._held_state: LayerCaches | None = None  # before the last step
-        # By request: its row in that state, and its position then.
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Before the last step; None: the model has none, or none is known. Of windows
+        # none is held.
+        self.held_state: LayerCaches | None = None
+        self.held_positions: list[int] = []  # of its rows
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -17487,11 +16741,10 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        self.held_state = hold_recurrent_state(self._generator.layer_caches)
+        self.held_positions = [
+            running.num_computed_tokens - n_pending for running in self.requests
+        ]
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -17577,23 +16830,13 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._held_state = None
+        self.held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> PreviousState | None:
-        """Give a request its KV back, and take it out of the batch.
-
-        None: the model has no state, or none is known from before the last step. Of
-        windows none is held.
-        """
-        previous = None
-        if self._held_state is not None:
-            previous_row, position = self._held_rows[running]
-            state = copy_state(self._held_state, row=previous_row)
-            previous = PreviousState(position, state)
-
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
         row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
@@ -17607,7 +16850,6 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -17616,7 +16858,8 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
     if processors:
         prompt_ids = request.key.tokens[:-1]
         context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    return TokenChoice(make_sampler(request.sampling), processors, context)
+    sampler = make_sampler(request.sampling)
+    return TokenChoice(sampler, processors, TokenBuffer(context))
 
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
@@ -17726,7 +16969,7 @@ class MemoryBudget:
             few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
             opaque_bytes = running.n_prompt * self._spec.opaque_token_bytes
             few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
-            checkpoint_bytes += min(running.lease.state_bytes, few_checkpoints)
+            checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
@@ -17837,7 +17080,7 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     # Without a tap there are none. With one there may be one more than was asked for,
     # at the end of the call.
     for position, state in zip(positions, states, strict=False):
-        running.lease.add_checkpoint(position, state)
+        running.cache.add_checkpoint(running.entry, position, state)
 
 
 def _reserve(running: RunningRequest) -> None:
@@ -17901,7 +17144,8 @@ class PromptReader:
 
         if running.slice_ends and running.slice_ends[0] == end:
             running.slice_ends.pop(0)
-            running.lease.add_checkpoint(end, copy_state(running.layer_caches))
+            state = copy_state(running.layer_caches)
+            running.cache.add_checkpoint(running.entry, end, state)
 
     def read_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
         """Read the rests of prompts in one call, each but its last token (L-123).
@@ -17927,12 +17171,12 @@ class PromptReader:
         now = self._loaded.lockstep.now()
         with ExitStack() as taking:
             for running in requests:
-                running.handle.begin("decoding", now)
+                running.handle.begin("decode", now)
                 end = running.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
         for running in batch.requests:
-            running.lease.advance(running.num_computed_tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
 
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
         """How many tokens are read in so many seconds, if memory allows as many.
@@ -17951,6 +17195,12 @@ class PromptReader:
         n_tokens = min(running.prefill_speed * seconds, affordable)
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
         return min(max_tokens, self._config.prefill_step_size)
+
+    def estimate_speeds(self, requests: Sequence[RunningRequest]) -> None:
+        """Let those that have read nothing expect the speed of the last slice."""
+        for running in requests:
+            if not running.has_begun and self.measured_speed is not None:
+                running.prefill_speed = self.measured_speed
 
     def note_peak(self) -> None:
         """Keep MLX's peak of memory, which each prefill slice sets back."""
@@ -18023,7 +17273,7 @@ class PromptReader:
                 self._metrics.of_tenant(tenant).bump(counter)
             evaluate_caches(layer_caches)
         running.num_computed_tokens = start + len(tokens)
-        running.lease.advance(running.num_computed_tokens)
+        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -18135,32 +17385,45 @@ class Scheduler:
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
         reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+            "stop", lambda: [handle.stop_reason for handle in handles]
         )
         stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_waiting(now, stop_reasons)
-        self._end_running(now, stop_reasons)
+        self._end_some(now, stop_reasons)
         self._admit_waiting(now)
 
         began = self._now()
         for batch in self.batches:
             self._decode(batch)
         self.policy.charge_decode(self._now() - began)
-        self._prefill_next(began)
+        self._prefill_next()
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(
+    def _end_some(
         self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
     ) -> None:
-        """End waiting requests that are cancelled, or that have waited too long."""
+        """End requests that are cancelled, overdue or not read any more."""
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if stop_reasons[handle] is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
-                handle.put_end(end)
+                handle.end(end)
+
+        max_seconds = self.config.generation_watchdog_seconds or math.inf
+        for running in list(self.running):
+            end = stop_reasons[running.handle]
+            if end is None and not running.has_begun:
+                end = self._find_timeout(running.handle, now)
+            # why(L-87): the deadline does not count the wait for the first slice.
+            elif end is None and now - running.started_at > max_seconds:
+                logger.warning(
+                    "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
+                )
+                end = "deadline"
+            if end is not None:
+                self._finish(running, end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -18171,30 +17434,6 @@ class Scheduler:
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
 
-    def _end_running(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End running requests that are cancelled, overdue or not read any more."""
-        for running in list(self.running):
-            end = stop_reasons[running.handle] or self._find_end(running, now)
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_end(
-        self, running: RunningRequest, now: float
-    ) -> EndReason | ServerError | None:
-        """Why a request must end that nobody has stopped; None: it goes on."""
-        if not running.has_begun:
-            return self._find_timeout(running.handle, now)
-
-        # why(L-87): the deadline does not count the wait for the first slice.
-        max_seconds = self.config.generation_watchdog_seconds
-        if max_seconds and now - running.started_at > max_seconds:
-            setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
-            logger.warning("a reply ends after %s", setting)
-            return "deadline"
-        return None
-
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
 
@@ -18204,57 +17443,49 @@ class Scheduler:
             return
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
-            running.lease.drop_checkpoint(running.reply_checkpoint)
-        previous = self._take_out(running)
+            self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+        self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
-        self._leave(running, previous)
-        running.handle.put_end(end)
+        self._leave(running)
+        running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> PreviousState | None:
-        """Take a request out of its batch, if any; its state before the last step.
+    def _take_out(self, running: RunningRequest) -> None:
+        """Take a request out of its batch, if any.
 
         An exception ends the whole batch: the request does not run any more then.
         """
-        previous = None
         if running.batch is not None:
             with self.guard(*running.batch.requests):
-                previous = running.batch.remove(running)
-        return previous
+                running.batch.remove(running)
 
-    def _leave(
-        self, running: RunningRequest, previous: PreviousState | None = None
-    ) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more. If its KV cannot be kept, that is all it loses."""
         try:
-            self._put_back(running, previous)
+            self._put_back(running)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            running.lease.drop()
+            self.cache.drop(running.entry)
             self._free_memory(error)
         self.running.remove(running)
 
-    def _put_back(
-        self, running: RunningRequest, previous: PreviousState | None
-    ) -> None:
-        """Let the cache have the KV, and the state before the last step.
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV, and the state that belongs to it.
 
         This comes before the end is reported: the client's next request must find it.
         """
-        lease = running.lease
+        entry = running.entry
         n_tokens = running.num_computed_tokens
         if n_tokens == 0 or running.has_failed:
             # Nothing was read, or the KV is wrong. (A first token without numbers fails
             # the request after the next step only; its client may leave before that.)
-            lease.drop()
+            self.cache.drop(entry)
             return
-        if previous is not None:
-            lease.add_checkpoint(previous.position, previous.state)
-        lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
+        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
-        lease.put_back(key, take_span(running.layer_caches, n_tokens))
+        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -18297,7 +17528,7 @@ class Scheduler:
                 if self._may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
-                    handle.put(explanation)
+                    handle.end(explanation)
 
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
@@ -18317,7 +17548,7 @@ class Scheduler:
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
-        handle.put(self.budget.shortage(n_prompt, self.running))
+        handle.end(self.budget.shortage(n_prompt, self.running))
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
@@ -18332,7 +17563,7 @@ class Scheduler:
         Returns the id of the request that reads the prefix.
         """
         for running in self.running:
-            if running.lease.entry is match.entry:
+            if running.entry is match.entry:
                 last_position = running.n_prompt - 1
                 running.add_slice_ends([min(match.pending_tokens, last_position)])
                 return running.request.request_id
@@ -18357,6 +17588,7 @@ class Scheduler:
         n_in_memory = match.cached_tokens
         if self._load_more(handle, match):
             match = self._find_prefix(handle)
+        running: RunningRequest | None = None
         try:
             running = RunningRequest(
                 handle,
@@ -18365,27 +17597,20 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-        except Exception as error:
-            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
-                self.cache.drop_source(match)
-            raise
-        running.lockstep = self._lockstep
-        try:  # why(L-34): it has a lease by now, and others would wait for it
+            running.lockstep = self._lockstep
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
-            if _is_out_of_memory(error):
-                running.lease.drop()
-            else:
-                running.lease.drop_with_source()
+            if running is not None:  # why(L-34): others would wait for its entry
+                self.cache.drop(running.entry)
+            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
+                self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(
-            match.hit_kind,
-            match.cached_tokens,
-            match.matched_tokens,
-            disk_tokens=max(0, match.cached_tokens - n_in_memory),
-        )
+        handle.hit_kind = match.hit_kind
+        handle.cached_tokens = match.cached_tokens
+        handle.matched_tokens = match.matched_tokens
+        handle.disk_tokens = max(0, match.cached_tokens - n_in_memory)
         self.running.append(running)
         handle.put(offset)
 
@@ -18433,8 +17658,7 @@ class Scheduler:
         match = self.cache.find(key)
         if self.disk is None:
             return match
-        speed = self.reader.measured_speed
-        plan = self.disk.plan_load(key, match, prefill_speed=speed)
+        plan = self.disk.plan_load(key, match)
         if plan is None:
             return match
         return match._replace(
@@ -18452,7 +17676,6 @@ class Scheduler:
             request.key,
             match,
             owner=request.owner,
-            prefill_speed=self.reader.measured_speed,
         )
         if n_tokens:
             metrics = self.metrics.of_tenant(request.owner.tenant)
@@ -18462,36 +17685,53 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------
 
-    def _prefill_next(self, step_began: float) -> None:
-        """Prefill one slice, or more as long as each ends a prompt (L-68)."""
+    def _prefill_next(self) -> None:
+        """Prefill one slice, or short prompts as long as others may pause (L-220)."""
+        pause_ends = self._now() + self.policy.pause_seconds
+        has_read = False
         while self.prefilling:
+            self.reader.estimate_speeds(self.prefilling)
             running = self.policy.next_prefill(self.prefilling)
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
-            companions: list[RunningRequest] = []
-            with self.guard():  # it changes no KV: if it fails, this one reads alone
-                companions = self._find_companions(running)
-            self._prefill([running, *companions])
-            if running.batch is None or self._now() - step_began > SLICE_SECONDS:
+            pause_left = pause_ends - self._now()
+            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
+            if has_read and not fits:
                 return
+            self._prefill_turn(running, pause_left)
+            if running.batch is None:
+                return
+            has_read = True
 
-    def _prefill(self, requests: Sequence[RunningRequest]) -> None:
+    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
+        """Prefill what is next, with others whose prompts are short, too."""
+        if self.batches and self.policy.is_short(running):
+            seconds = joint_seconds = pause_left
+        else:
+            has_company = len(self.running) + len(self.waiting) > 1
+            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+            joint_seconds = MAX_JOINT_SECONDS
+        companions: list[RunningRequest] = []
+        with self.guard():  # it changes no KV: if it fails, this one reads alone
+            companions = self._find_companions(running, max_seconds=joint_seconds)
+        self._prefill([running, *companions], seconds=seconds)
+
+    def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
         Those whose prompts need no further slice decode from now on, as one batch.
+        `seconds`: of the slice.
         """
         chosen = requests[0]
         began = self._now()
         with self.guard(*requests):
             for running in requests:
                 running.started_at = min(running.started_at, began)
-                running.handle.begin("prefilling", began)
+                running.handle.begin("prefill", began)
             joint_caches: LayerCaches | None = None
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
             elif chosen.needs_slice:
-                has_company = len(self.running) + len(self.waiting) > 1
-                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
@@ -18508,7 +17748,9 @@ class Scheduler:
         others = [running for running in self.prefilling if running not in requests]
         self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
-    def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
+    def _find_companions(
+        self, running: RunningRequest, *, max_seconds: float
+    ) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
 
         For example sub-agents, with one system prompt that is cached. Only where every
@@ -18518,17 +17760,20 @@ class Scheduler:
         can_pad = has_attention_alone and self.loaded.vision is None
         if not can_pad or not running.can_read_with_others:
             return []
+        if self.batches and self.reader.measured_speed is None:
+            return []  # nobody knows for how long they would pause
         others = [
             other
             for other in self.prefilling
             if other is not running and other.can_read_with_others
         ]
-        seconds = SOON_SECONDS if self.batches else MAX_JOINT_SECONDS
         companions = choose_companions(
             running,
             others,
-            max_tokens=self.reader.max_slice_tokens(running, seconds=seconds),
+            max_tokens=self.reader.max_slice_tokens(running, seconds=max_seconds),
             max_padding=self.config.batch_padding_max,
+            # Who is read alone has a batch of its own, whose first step is a call.
+            free_padding=self.policy.step_seconds * running.prefill_speed,
         )
         if not companions:
             return []
@@ -18571,41 +17816,50 @@ class Scheduler:
             if self.spec.has_state:
                 self._keep_reply_states(batch, accepted)
         for running, token_ids in accepted:
-            self._end_if_complete(running, token_ids)
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            end = self._find_reply_end(running, token_ids)
+            if running.has_failed:
+                error = GenerationFailed("the model computed NaN or infinity")
+                self._fail_alone(running, error)
+            elif end is not None:
+                self._finish(running, end)
 
-    def _end_if_complete(
+    def _find_reply_end(
         self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> None:
-        """End a request that its last accepted tokens have completed, or broken.
-
-        Does nothing for one that a failure of its batch has ended already.
-        """
-        if running not in self.running:
-            return
-        if running.has_failed:
-            error = GenerationFailed("the model computed NaN or infinity")
-            self._fail_alone(running, error)
-        elif not self.loaded.eos_ids.isdisjoint(token_ids):
-            self._finish(running, "stop")
-        elif len(running.output_ids) >= running.request.max_tokens:
-            self._finish(running, "length")
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
 
     def _keep_reply_states(
         self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). And one
+        One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        client that cancels the reply (L-121). And where the reply ends, in their place,
+        that of before the last step: a client may send it back without its last token.
         """
-        for running, token_ids in accepted:
+        for row, (running, token_ids) in enumerate(accepted):
+            if self._find_reply_end(running, token_ids) is not None:
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                running.reply_checkpoint = 0
+                if batch.held_state is not None:
+                    state = copy_state(batch.held_state, row=row)
+                    position = batch.held_positions[row]
+                    self.cache.add_checkpoint(running.entry, position, state)
+                continue
+
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
-                running.lease.add_checkpoint(position, state)
+                self.cache.add_checkpoint(running.entry, position, state)
             elif n_since_spaced < len(token_ids):  # one of them is at a multiple
                 if self.spec.is_opaque:
                     # why(L-173): a copy would be one of all KV. why(L-172): but what
@@ -18613,8 +17867,8 @@ class Scheduler:
                     evaluate_caches(batch.layer_caches)
                     continue
                 state = batch.read_state(running)
-                running.lease.drop_checkpoint(running.reply_checkpoint)
-                running.lease.add_checkpoint(position, state)
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                self.cache.add_checkpoint(running.entry, position, state)
                 running.reply_checkpoint = position
 
     # -- failures ----------------------------------------------------------------------
@@ -18651,11 +17905,12 @@ class Scheduler:
         running.layer_caches = []
         running.batch = None
         if not running.has_replied and self._may_try_again(running.handle, error):
-            running.lease.drop_with_source()
+            self.cache.drop(running.entry)
+            self.cache.drop(running.source)
             self._try_again(running.handle)
         else:
-            running.lease.drop()
-            running.handle.put(error)
+            self.cache.drop(running.entry)
+            running.handle.end(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
         """Whether a request that failed without a token gets a second try.
@@ -18664,7 +17919,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18686,16 +17941,16 @@ class Scheduler:
         """Bring some KV to the disk; whether there is more to do."""
         if self.disk is None:
             return False
-        writer = self.disk.files.writer
+        files = self.disk.files
         try:
             running_bytes = self.budget.running_bytes(self.running)
             return self.disk.save_some(
                 is_busy=self.is_busy, running_bytes=running_bytes
             )
         except Exception as error:
-            if not writer.failure:
+            if not files.failure:
                 logger.exception("disk cache: a fault while KV was copied")
-            writer.note_failure(error)
+            files.note_failure(error)
             return False
 
     def describe_cache(
@@ -18712,15 +17967,19 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.loaded.vision is not None and ttl_seconds:
+            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
         if self.draft_model is not None and not self.cache.entries:
             self.draft_model.forget()
-        ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
         n_entries = self.cache.evict_session(tenant, session)
+        if self.loaded.vision is not None:  # nobody knows whose images they are of
+            self.loaded.vision.forget_features()
         if self.draft_model is not None:
             self.draft_model.forget()
         n_files, fault = 0, ""
@@ -18767,12 +18026,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 # took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
 # requests of our own before the server lets others in:
 #
-#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it in the middle    KV that is copied, a checkpoint
-#     3  sampled, with penalties                 all that chooses a token
-#     4  held to a constraint                    masks
-#     5  two, four, eight at once                decode batches that grow and shrink
+#     a prompt of more than one slice         prefill
+#     one that parts from it in the middle    KV that is copied, a checkpoint
+#     two, four, eight short ones at once     decode batches that grow and shrink
 #
+# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
 # Public   WarmUpProgress, is_warm_up_wanted, warm_up
@@ -18781,9 +18039,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
-_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
 _SHORT_PROMPT_TOKENS: Final = 300
-_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
 _SAMPLED: Final = SamplingParams(
     temperature=0.7,
     top_p=0.9,
@@ -18848,13 +18104,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
     n_vocab = scheduler.loaded.vocab_size
     block_size = scheduler.config.prompt_cache_block_size
 
-    def request(
-        number: int,
-        n_tokens: int,
-        *,
-        sampling: SamplingParams = _GREEDY,
-        constraints: tuple[Constraint, ...] = (),
-    ) -> EngineRequest:
+    def request(number: int, n_tokens: int) -> EngineRequest:
         """One whose prompt parts from all others after their first half."""
         ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
         ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
@@ -18863,18 +18113,12 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
             key=TokenKey(b"", ids, hashes),
             checkpoint_positions=(n_tokens // 2, n_tokens - 1),
             max_tokens=_WARM_REPLY_TOKENS,
-            sampling=sampling,
-            constraints=constraints,
+            sampling=_SAMPLED,
+            constraints=(partial(forbid_tokens, [0]),),
         )
 
-    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
-    steps = [
-        [request(0, n_long)],
-        [request(1, n_long)],
-        [request(2, n_short, sampling=_SAMPLED)],
-        [request(3, n_short, constraints=masked)],
-    ]
-    for n_requests in _WARM_BATCHES:
+    steps = [[request(0, n_long)], [request(1, n_long)]]
+    for n_requests in (2, 4, 8):
         numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
@@ -19308,8 +18552,7 @@ class Engine:
                 reported_at = lockstep.now()
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
-                with lockstep.apart():
-                    self._faults.guard(partial(self._publish, scheduler))
+                self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all tasks of the inbox; wait for the first one, if there is none."""
@@ -19323,11 +18566,7 @@ class Engine:
         if lockstep.n_ranks > 1:
             _share_tasks(self._tasks, scheduler)
         for task in self._tasks:
-            if isinstance(task, _SharedTask):
-                task(scheduler)
-                continue
-            with lockstep.apart():
-                task(scheduler)
+            task(scheduler)
         self._tasks = []
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
@@ -19411,7 +18650,7 @@ class Engine:
             if isinstance(task, _SharedTask) and task.handle is not None:
                 handles.append(task.handle)
         for handle in handles:
-            handle.put(self._explain_end())
+            handle.end(self._explain_end())
 
 
 def _check_room(scheduler: Scheduler) -> None:
@@ -22214,8 +21453,8 @@ def call_forms(
         (opening,) = tool_call_prefixes(tool_format, tools, name=tool_name)
         form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
         try:
-            if fault := find_excess(parameters):
-                raise _NoForm(fault)
+            if len(json.dumps(parameters)) > MAX_GRAMMAR_CHARACTERS:
+                raise _NoForm(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
             is_lenient = not form.schema_path  # it is no strict tool
             parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
         except _NoForm as error:
@@ -22245,7 +21484,7 @@ def _call_parts(
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
     if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
-        parts.append(TextValue(end="[ARGS]", pattern="^[a-zA-Z0-9]{9}$"))
+        parts.append(TextValue(end="[ARGS]", pattern="[a-zA-Z0-9]{9}"))
     parts += [Blanks(), JsonValue(schema, is_lenient)]
     for piece in re.split(r"(\n)", syntax.end_spelling):
         parts.append(Blanks() if piece == "\n" else piece)
@@ -22263,7 +21502,7 @@ class _TaggedForm:
         self._is_lenient = is_lenient
         # What ends JSON or a constant: the tag that ends a text, after no text.
         self._value_end = TextValue(
-            end=tags.close, drops_line_break=tags.is_on_lines, max_length=0
+            tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
         )
 
     def argument_list(self, *, end: str, gap: str) -> ArgumentList:
@@ -22348,15 +21587,13 @@ class _TaggedForm:
         raise _NoForm("a property has no type")
 
     def _text(self, schema: Schema) -> CallParts:
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and "|" in pattern:
-            raise _NoForm("a pattern with alternatives cannot be enforced here")
-        value = self._value_end._replace(
-            min_length=schema.get("minLength"),
-            max_length=schema.get("maxLength"),
-            pattern=pattern,
-        )
-        return (value,)
+        if "pattern" in schema and not self._is_lenient:
+            raise _NoForm("'pattern' cannot be enforced for these arguments")
+        shortest, longest = schema.get("minLength"), schema.get("maxLength")
+        if not isinstance(shortest, int | None) or not isinstance(longest, int | None):
+            raise _NoForm("a length of a text is no integer")
+        lengths = f"{shortest or 0},{'' if longest is None else longest}"
+        return (self._value_end._replace(pattern=f"(?s:.{{{lengths}}})"),)
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
@@ -22437,9 +21674,7 @@ class TenantStores:
 
     ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
     planner: PromptPlanner  # makes prompts from it
-    session_index: SessionIndex  # figures of the last requests
-    session_turn_store: SessionTurnStore  # digests of the last messages
-    history: RequestHistory  # requests to compare the next one with
+    session_index: SessionIndex  # the last requests, to compare the next one with
     # Of requests that have not ended, by request id: what makes their row.
     live: dict[str, Callable[[], RequestRow]]
     recent: deque[RequestRow]  # that have ended, the oldest first
@@ -22456,8 +21691,6 @@ class TenantStores:
             ledger=ledger,
             planner=PromptPlanner(config, metrics, ledger),
             session_index=SessionIndex(config),
-            session_turn_store=SessionTurnStore(),
-            history=RequestHistory(config),
             live={},
             recent=deque(maxlen=MAX_RECENT),
             divergences=deque(maxlen=MAX_DIVERGENCES),
@@ -22472,7 +21705,6 @@ class TenantStores:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
         self.session_index.expire(now)
-        self.history.expire(now)
 
 
 class Tenants:
@@ -22763,6 +21995,11 @@ def _replace_images(
     return replace(request, image_tokens=texts), images
 
 
+def _hash_messages(messages: Sequence[Message]) -> list[int]:
+    """A hash of each message, as the client sent it."""
+    return [hash(marshal.dumps(message, 2)) for message in messages]
+
+
 class PreparedRequest(NamedTuple):
     """A request that can be submitted."""
 
@@ -22780,19 +22017,20 @@ class PreparedRequest(NamedTuple):
     def as_sent(
         self, reply_ids: Sequence[int] = (), *, n_read: int | None = None
     ) -> SentRequest:
-        """What RequestHistory keeps of it once it is answered.
+        """What SessionIndex keeps of it once it is answered.
 
         `n_read`: so many tokens of its prompt were read; None: all.
         """
         prompt_ids = self.engine_request.key.tokens[:n_read]
         conversation = self.plan.conversation
         return SentRequest(
-            self.session_id,
-            np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
-            conversation.messages,
-            conversation.context_key,
-            time.monotonic(),
+            session_id=self.session_id,
+            tokens=np.concatenate([prompt_ids, np.asarray(reply_ids, np.int32)]),
+            messages=conversation.messages,
+            context_key=conversation.context_key,
+            answered_at=time.monotonic(),
             n_reply_tokens=len(reply_ids),
+            sent_hashes=_hash_messages(self.request.messages),
         )
 
     def in_client_terms(self, reason: MissReason | None) -> MissReason | None:
@@ -22916,7 +22154,7 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = plan.transcript.block_hashes()
         first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()
@@ -23251,14 +22489,6 @@ class SessionRecord(SessionTurn):
 
 # -- a request that runs ---------------------------------------------------------------
 
-# The states of a request, as the status page names them.
-_PHASES: Final[Mapping[RequestState, str]] = {
-    "waiting": "queued",
-    "prefilling": "prefill",
-    "decoding": "decode",
-}
-
-
 MAX_PERIOD: Final = 96  # tokens that are looked for as repeated
 MIN_REPEATS: Final = 4
 MIN_REPEATED_TOKENS: Final = 64  # of all repeats together
@@ -23310,7 +22540,7 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._event: FinishedEvent | None = None  # None: it goes on
+        self._end_reason: EndReason | None = None  # None: it goes on
         self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
@@ -23322,7 +22552,7 @@ class ReplyGeneration:
         self._state.stores.live.pop(self._request.request_id, None)
         try:
             if self._ending is None:
-                self._end(self._handle.finished_event("cancelled"))
+                self._end("cancelled")
             if self._request.stream and not self._is_sent:
                 self._record_left()
         except Exception:
@@ -23340,7 +22570,7 @@ class ReplyGeneration:
             raise
         except Exception:  # of our own; close() would take it for a leaving
             if self._ending is None:
-                self._end(self._handle.finished_event("failed"))
+                self._end("failed")
             raise
         self._is_sent = True
 
@@ -23364,12 +22594,12 @@ class ReplyGeneration:
                 has_started = True
             if has_started and n_read > n_shown:
                 n_shown = n_read
-                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                seconds = self._handle.times.seconds(time.monotonic())
                 progress = PromptProgress(
                     total=self._prepared.engine_request.n_prompt,
-                    cache=self._handle.reuse.cached_tokens,
+                    cache=self._handle.cached_tokens,
                     processed=n_read,
-                    time_ms=round(1000 * prefill_seconds),
+                    time_ms=round(1000 * seconds["prefill"]),
                 )
                 events += self._formatter.progress_events(progress)
             for delta in deltas:
@@ -23401,16 +22631,16 @@ class ReplyGeneration:
                     case SecondTryEvent():
                         self._n_read = None
                         yield []
-                    case FinishedEvent(reason="cancelled"):
+                    case "cancelled":
                         raise ClientGone
-                    case FinishedEvent():
-                        is_whole = event.reason == "stop"
+                    case str():
+                        is_whole = event == "stop"
                         closes = is_whole or self._formatter.closes_cut_calls
                         deltas = self._decoder.finish(closes=closes)
                         self._end(event)
                         yield deltas
                     case ServerError():
-                        self._end(self._handle.finished_event("failed"))
+                        self._end("failed")
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
@@ -23455,7 +22685,7 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._handle.reuse.cached_tokens,
+            cached_tokens=self._handle.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )
@@ -23476,19 +22706,21 @@ class ReplyGeneration:
         now = time.monotonic()
         engine_request = self._prepared.engine_request
         prefill_times = self._state.engine.prefill_times
-        times = self._handle.times
-        has_ended = self._event is not None
-        event = self._event or self._handle.finished_event("stop")  # as if it were now
-
+        handle = self._handle
+        times = handle.times
+        seconds = times.seconds(now)
         waits = times.wait_seconds(now)
+        waited_seconds = round(sum(waits.values()) + seconds[None], 3)
         longest = max(waits, key=lambda cause: waits[cause], default=None)
-        phase = "ended" if has_ended else _PHASES[times.state]
-        cause = None
-        if phase == "queued":  # or the scheduler has not looked at it yet
-            cause = times.cause or WaitCause("queue")
+
+        phase = "ended" if self._end_reason else times.phase
+        cause: WaitCause | None = None
+        if phase == "queued":
+            cause = WaitCause("queue")  # if the scheduler has not looked at it yet
+            if isinstance(times.activity, WaitCause):
+                cause = times.activity
         n_out = len(self._decoder.token_ids)  # a client that left was not sent all
-        cached_tokens = event.reuse.cached_tokens
-        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+        decode_speed = n_out / seconds["decode"] if seconds["decode"] else 0.0
 
         return {
             "id": engine_request.request_id,
@@ -23496,18 +22728,18 @@ class ReplyGeneration:
             "session": self._prepared.session_id,
             "prompt": engine_request.n_prompt,
             "out": n_out,
-            "cached": cached_tokens,
-            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
-            "match": event.reuse.hit_kind,
-            "finish": event.reason if has_ended else "",
-            "prefill": round(event.seconds.prefilling, 3),
-            "decode": round(event.seconds.decoding, 3),
-            "waited": round(event.seconds.waiting, 3),
+            "cached": handle.cached_tokens,
+            "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
+            "match": handle.hit_kind,
+            "finish": self._end_reason or "",
+            "prefill": round(seconds["prefill"], 3),
+            "decode": round(seconds["decode"], 3),
+            "waited": waited_seconds,
             "waited_for": longest.reason if longest else None,
             "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
             "replayed": self._prepared.plan.n_replayed,
             "fallback": self._prepared.plan.refusal or None,
-            "time": time.time() if has_ended else None,
+            "time": time.time() if self._end_reason else None,
             "started_at": self._came_at,
             "seconds": round(now - self._began_at, 1),
             "phase": phase,
@@ -23515,15 +22747,15 @@ class ReplyGeneration:
             "done": self._n_read or 0,
             "first_token_seconds": self._first_token_seconds,
             "tokens_per_second": round(decode_speed, 1) or None,
-            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_seconds": waited_seconds,
             "waited_for_request": longest.request_id if longest else None,
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
             "prefill_left_seconds": (
                 self._prefill_left_seconds(now) if phase == "prefill" else None
             ),
-            "disk_tokens": event.reuse.disk_tokens,
-            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "disk_tokens": handle.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(handle.cached_tokens),
             "client": self._client,
             "title": self._title,
         }
@@ -23534,7 +22766,7 @@ class ReplyGeneration:
         It waits while others prefill and decode: as much in the rest as until now.
         """
         times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
+        n_cached = self._handle.cached_tokens
         n_read = max(self._n_read or 0, n_cached)
         seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
         if seconds is None:
@@ -23546,15 +22778,15 @@ class ReplyGeneration:
 
     # -- what is recorded of it --------------------------------------------------------
 
-    def _end(self, event: FinishedEvent) -> None:
+    def _end(self, reason: EndReason) -> None:
         """Note how it has ended, and put it wherever it belongs."""
         decoder = self._decoder
         if decoder.end == "broken":
             logger.warning("a call cannot be read: the reply ends there, as cut")
-        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
-        reason: EndReason = "length" if is_read_only else event.reason
+        self._end_reason = reason
+        if self._request.max_tokens == 0 and reason == "stop":
+            reason = "length"  # the prompt was read, and that was all
         n_calls = decoder.reader.n_calls
-        self._event = event
         self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
         try:
             self._record(self._ending.kind)
@@ -23663,7 +22895,8 @@ class ReplyGeneration:
         session_id = self._prepared.session_id
         plan = self._prepared.plan
         digests = [message.digest for message in plan.conversation.messages]
-        n_stable = stores.session_turn_store.advance(session_id, digests)
+        earlier = stores.session_index.requests(session_id)
+        n_stable = max((message_diff(r.digests, digests) for r in earlier), default=0)
         names = RequestFacts.__annotations__
         facts = {name: value for name, value in row.items() if name in names}
         turn: SessionTurn = {
@@ -23687,11 +22920,12 @@ class ReplyGeneration:
             "n_messages": len(request.messages),
             "rules": count_rules(plan.conversation.messages),
         }
-        # The log has messages as they were sent: these are compared, by hashes.
-        sent_hashes = [hash(marshal.dumps(m, 2)) for m in request.messages]
-        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
         content: dict[str, object] = {}
-        if config.enable_request_logging:
+        if config.enable_request_logging:  # those that are not in the line before
+            n_logged = 0
+            if earlier:
+                sent_hashes = _hash_messages(request.messages)
+                n_logged = message_diff(earlier[-1].sent_hashes, sent_hashes)
             content["messages"] = request.messages[n_logged:]
         if config.log_prompt_tokens:
             content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
@@ -23701,24 +22935,23 @@ class ReplyGeneration:
     def _compare_with_history(self, row: RequestRow) -> None:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
-        reuse = self._handle.reuse
-        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        cached_tokens = self._handle.cached_tokens
+        n_read = max(row["done"], cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
+        index = stores.session_index
+        earlier = find_nearest(request, index.requests(request.session_id))
+        index.add(request)
         if earlier is None:
             return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=reuse.cached_tokens
-        )
+        n_reread = count_reread_tokens(earlier, request, cached_tokens=cached_tokens)
         if n_reread < MIN_REPORTED_TOKENS:
             return
 
         reason = explain_miss(
             earlier,
             request,
-            cached_tokens=reuse.cached_tokens,
-            matched_tokens=reuse.matched_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=self._handle.matched_tokens,
         )
         reason = self._prepared.in_client_terms(reason)
         sentence = (
@@ -24064,8 +23297,7 @@ def status_body(state: ServerState) -> StatusBody:
             },
         }
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
-            ranks = model.lockstep
-            body["ranks"] = {"hosts": ranks.hosts, "link": ranks.link_report}
+            body["ranks"] = {"hosts": model.lockstep.hosts}
     return body
 
 
@@ -24141,11 +23373,10 @@ def _explain_match(
     """Why no more of the nearest earlier request would be reused."""
     if not prepared.plan.can_be_recorded:
         return None
-    history = state.stores.history
     request = prepared.as_sent()
-    earlier = history.find_nearest(request, session_only=True)
-    if earlier is None:
-        earlier = history.find_nearest(request, session_only=False)
+    index = state.stores.session_index
+    requests = index.requests(request.session_id) or index.requests(None)
+    earlier = find_nearest(request, requests)
     if earlier is None:
         return MissReason("no request was answered before this one")
     reason = explain_miss(
@@ -24194,7 +23425,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     is_all = session is None and not state.tenant
     if is_all:  # why(L-193): files are deleted without room, records are not
         try:
-            state.records.erase(_FORGET_SECONDS)
+            state.records.erase()
         except OSError as fault:
             faults.append(fault.strerror or "the disk does not answer")
     else:
@@ -24205,8 +23436,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
             continue
         stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
-        stores.history.forget(session)
-        stores.session_turn_store.forget(session)
+        stores.session_index.forget(session)
     dropped = state.engine.drop_kv(state.tenant, session)
     faults.append(dropped.fault)
     if is_all:
@@ -25206,9 +24436,7 @@ def build_state(
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
-        if cluster is not None:
-            return load_part(resolve_model(config), config, cluster)
-        return load_model(resolve_model(config), config)
+        return load_model(resolve_model(config), config, cluster)
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
@@ -25674,7 +24902,7 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     engine = Engine(
         config,
         CacheMetrics(),
-        load=lambda: load_part(resolve_model(config), config, cluster),
+        load=lambda: load_model(resolve_model(config), config, cluster),
         cluster=cluster,
     )
     engine.start()

@@ -125,12 +125,9 @@ def growth(model: Path, scratch: Path) -> float:
         n_kv = reply.n_prompt + reply.n_out
         texts += [str(reply.message.get("content") or "-"), words(300, number)]
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    module = start_llm()
     (first, *_) = sorted(folder.rglob("*.safetensors"), key=lambda p: p.stat().st_mtime)
-    segment = module._read_header(first).segment
-    kv_bytes = sum(
-        info.nbytes for name, info in segment.arrays.items() if name.startswith("kv.")
-    )
+    segment, arrays = start_llm().read_segment(first, ("kv.",))
+    kv_bytes = sum(array.nbytes for array in arrays.values())
     token_bytes = kv_bytes / (segment.end - segment.start)
     return n_bytes / (n_kv * token_bytes)
 
@@ -144,19 +141,16 @@ def start(scratch: Path, n_files: int = 10_000) -> float:
         tokens = np.full(600, number, "<i4")
         key = module.TokenKey(b"r", tokens, [])
         names = module._PromptNames(key)
-        info = module.ArrayInfo(dtype="I32", shape=(600,))
         segment = module.Segment(
             name=names.name_of(600),
             start=0,
             end=600,
             landmarks=names.landmarks_in(0, 600),
-            arrays={"tokens": info},
         )
-        checksums = {"tokens": module._checksum(tokens)}
-        data = module._write_header(segment, checksums) + tokens.tobytes()
-        (folder / (segment.name + ".safetensors")).write_bytes(data)
+        module.write_segment(folder, segment, {"tokens": tokens})
+    own_folder = module._OwnFolder(folder, module._take_lock(folder))
     began = time.perf_counter()
-    disk = module.DiskCache(folder, max_bytes=1 << 40, max_bytes_per_day=1 << 40)
+    disk = module.DiskCache(own_folder, max_bytes=1 << 40, max_bytes_per_day=1 << 40)
     seconds = time.perf_counter() - began
     assert disk.report()["files"] == n_files
     disk.close()

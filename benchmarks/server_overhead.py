@@ -269,7 +269,7 @@ def without_checkpoints() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (server, "_find_slice_ends", lambda *_, **__: []),
-            (server.CacheLease, "add_checkpoint", lambda *_: None),
+            (server.PrefixCache, "add_checkpoint", lambda *_: None),
             (server, "copy_state", lambda *_, **__: nothing),
             (server, "hold_recurrent_state", lambda _: None),
         ):

@@ -152,7 +152,9 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
             if "messages" not in record:
                 hint = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
                 raise LogError(f"turn {number} has no messages: {hint}")
-            earlier = turns[-1].messages if turns else []
+            # A completion has none: what the next chat has new is told of the last one.
+            with_messages = (t.messages for t in reversed(turns) if t.messages)
+            earlier = next(with_messages, [])
             turns.append(read_turn(record, number=number, earlier=earlier))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise LogError(
@@ -162,7 +164,7 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
 
 
 def read_turn(record: Body, *, number: int, earlier: Conversation) -> Turn:
-    """`earlier`: the conversation of the line before, which has the messages not repeated."""
+    """`earlier`: the conversation of a line before, which has the messages not repeated."""
     logged: list[Body] = record["messages"]
     n_taken = record.get("n_messages", len(logged)) - len(logged)
     earlier_messages = earlier[:n_taken]

@@ -39,7 +39,11 @@ SYNTAXES = {
 PROPERTIES: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 9},
     {"type": "string", "minLength": 2, "maxLength": 4},
-    {"type": "string", "pattern": "^[a-f]{1,5}/x$"},
+    {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^[a-f]{1,5}/x$"},
+        "maxItems": 2,
+    },
     {"enum": ["left", "right", 3, None]},
     {"type": "string", "enum": ["1", "two"]},
     {"const": "a b"},
@@ -178,6 +182,29 @@ def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(
     tools = [{"type": "function", "function": function}]
 
     (form,) = s.call_forms(SYNTAXES[syntax], tools, strict_tools={})
+
+    assert form.fault and not form.parts
+
+
+def test_a_pattern_between_tags_is_passed_over_unless_the_tool_is_strict():
+    schema = {"type": "string", "pattern": "^a$", "maxLength": 4}
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (free,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+    (strict,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+
+    assert free.parts and not free.fault
+    assert "pattern" in strict.fault and not strict.parts
+
+
+@pytest.mark.parametrize("length", ["4", "0}|x)/ /", 1.5])
+def test_a_length_that_is_no_integer_has_no_form(length):
+    schema = {"type": "string", "maxLength": length}
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
 
     assert form.fault and not form.parts
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance
 import mlx.core as mx
 import numpy as np
 import openai
@@ -98,32 +99,18 @@ def write(*parts: s.CallPart, token_ids: dict[str, int]) -> list[str]:
         return [token_ids[text]] if text in token_ids else [1, 2]
 
     form = s.CallForm("<tool_call>", parts)
-    return s._write_grammar("calls", [form], schema=None, encode=encode).split("\n")
+    grammar = s._GrammarText("calls", [form], schema=None, encode=encode)
+    return str(grammar).split("\n")
 
 
 def test_the_end_of_a_text_is_written_whole_if_it_begins_with_a_token():
     """Behind </parameter> comes the first character of the next tag."""
-    value = s.TextValue(end="</parameter>\n<")
+    value = s.TextValue(end="</parameter>\n<", pattern="a{2}")
 
     rules = write(value, token_ids={"</parameter>": 11})
 
     assert 'arguments0: VALUE0_TEXT <[11]> BLANKS? "<"' in rules
-
-
-@pytest.mark.parametrize(
-    ("pattern", "whole"),
-    [
-        ("^a$", "(a)"),
-        ("a", "(?s:.*)(a)(?s:.*)"),
-        (r"^\d+\$", r"(\d+\$)(?s:.*)"),
-        (r"a\\$", r"(?s:.*)(a\\)"),
-    ],
-)
-def test_a_pattern_is_anchored_only_where_it_says_so(pattern, whole):
-    """An escaped dollar sign is a character."""
-    rules = write(s.TextValue(end="</arg>", pattern=pattern), token_ids={"</arg>": 11})
-
-    assert f"VALUE0_TEXT: /(?s:.{{0,}})/ & /{whole}/" in rules
+    assert "VALUE0_TEXT: /a{2}/" in rules
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -184,7 +171,7 @@ def grow(schemas):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.recursive(leaves, grow, max_leaves=4),
     st.sampled_from([0, 1.0]),
@@ -289,6 +276,7 @@ def test_in_a_batch_the_others_say_what_they_say_alone(served):
     assert replies == replies_alone
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_with_tools_the_reply_is_json_or_calls(served, seed):
     (call,) = served.scribe.ids("<tool_call>")
@@ -335,17 +323,21 @@ def test_without_tools_nothing_but_json_comes_where_none_may_be_called(served):
     jsonschema.validate(json.loads(exchange.answer["content"]), TITLE)
 
 
+# By what llguidance says of them.
 WRONG = {
-    "objekt is no type of JSON": {"type": "objekt"},
-    "a pattern cannot be read: look-around": {"type": "string", "pattern": "(?=a)b"},
-    "a pattern cannot be read: unclosed group": {"type": "string", "pattern": "("},
-    "not": {"not": {}},
-    "the format zzz is not known": {"type": "string", "format": "zzz"},
-    "$ref #/$defs/none leads to nothing": {"$ref": "#/$defs/none"},
-    "s.json is another document": {"$ref": "https://example.org/s.json"},
-    "no value can fit it": {"type": "integer", "minimum": 5, "maximum": 1},
-    "minimum or maximum": {"type": "number", "minimum": 1e308},
-    "enum has a value of a wrong type": {"enum": 3},
+    "Invalid type: objekt": {"type": "objekt"},
+    "regex parse error: look-around": {"type": "string", "pattern": "(?=a)b"},
+    "regex parse error: unclosed group": {"type": "string", "pattern": "x" * 999 + "("},
+    'Unimplemented keys: ["not"]': {"not": {}},
+    'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
+    "Unknown format: zzz": {"type": "string", "format": "zzz"},
+    "Pointer '/$defs/none' does not exist": {"$ref": "#/$defs/none"},
+    "Resource 'https://example.org/s.json' is not": {
+        "$ref": "https://example.org/s.json"
+    },
+    "Unsatisfiable schema: minimum": {"type": "integer", "minimum": 5, "maximum": 1},
+    "float range": {"type": "number", "minimum": 1e308},
+    "enum must be an array": {"enum": 3},
 }
 
 
@@ -357,68 +349,33 @@ def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, reas
         error = refused.value.body
         assert error["param"] == "response_format.json_schema.schema"
         assert reason in error["message"]
-        assert "\n" not in error["message"] and "Some(" not in error["message"]
+        assert f"schema: {reason}" in error["message"] or reason == "float range"
+        assert len(error["message"]) < 400 and "\n" not in error["message"]
+        assert "%json" not in error["message"] and "compile" not in error["message"]
     assert dense.ask(ASKED, max_tokens=3).n_generated == 3
 
 
-@pytest.mark.parametrize(
-    ("keyword", "rest"),
-    [
-        ("uniqueItems", {"type": "array", "uniqueItems": True}),
-        ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}),
-        ("contains", {"type": "array", "contains": {"type": "string"}}),
-    ],
-)
-def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(
-    dense, keyword, rest
-):
-    # A property may be called like a keyword, and a value look like a schema with it.
-    outer = {
-        "type": "object",
-        "properties": {
-            keyword: {"const": {keyword: 1}},
-            "tags": {"anyOf": [{"type": "null"}, rest]},
-        },
-    }
-    places = {
-        f'"{keyword}" cannot be': rest,
-        f'"{keyword}" of properties.tags.anyOf[1] cannot be': outer,
-    }
-    for sentence, schema in places.items():
-        with pytest.raises(s.BadRequest) as refused:
-            constraints(dense, response_format=form(schema))
-        assert str(refused.value) == (
-            f"response_format.json_schema.schema: {sentence} enforced: leave it out"
-        )
-        function = {"name": "f", "parameters": {"properties": {"x": schema}}}
-        with pytest.raises(s.BadRequest, match=f'strict: "{keyword}" cannot be'):
-            constraints(
-                dense,
-                tools=[{"function": function, "strict": True}],
-                tool_choice="required",
-            )
+def test_a_strict_tool_is_refused_in_the_same_words(dense):
+    schema = {"type": "array", "uniqueItems": True}
+    function = {"name": "f", "parameters": {"properties": {"x": schema}}}
+    tools = [{"function": function, "strict": True}]
+
+    with pytest.raises(s.BadRequest) as refused:
+        constraints(dense, tools=tools, tool_choice="required")
+
+    sentence = (
+        'tools[0].function.parameters: strict: Unimplemented keys: ["uniqueItems"]'
+    )
+    assert str(refused.value) == sentence
 
 
 def property_of(**schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"p": schema}}
 
 
-TOO_LARGE = {
-    "a schema of": property_of(enum=[f"value {n}" for n in range(10_000)]),
-    "a pattern of 20,000 characters (properties.p)": property_of(
-        type="string", pattern="ab" * 10_000
-    ),
-    "a pattern of 15,000 characters": property_of(
-        type="object", patternProperties={"a" * 15_000: {}}
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", TOO_LARGE)
-def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(
-    dense, compiled, fault
-):
-    schema = TOO_LARGE[fault]
+def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(dense, compiled):
+    schema = property_of(enum=["value" * 40_000])
+    fault = "it has more than 200,000 characters"
     with pytest.raises(openai.BadRequestError) as refused:
         dense.ask(ASKED, response_format=form(schema))
     assert refused.value.body["param"] == "response_format.json_schema.schema"
@@ -432,10 +389,28 @@ def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(
     assert not compiled
 
 
+def test_a_definition_that_is_named_often_is_not_written_out_often(dense, compiled):
+    """Between tags each value has all definitions: 1,000 times 80,000 characters."""
+    definitions = {"side": {"enum": ["up" * 40_000]}}
+    side = {"type": "array", "items": {"$ref": "#/$defs/side"}}
+    properties = {f"p{n}": side for n in range(1_000)}
+    schema = {"properties": properties, "$defs": definitions, "type": "object"}
+    function = {"name": "f", "parameters": schema, "strict": True}
+
+    with pytest.raises(s.BadRequest, match="with the other tools"):
+        constraints(
+            dense,
+            tools=[{"type": "function", "function": function}],
+            tool_choice="required",
+        )
+
+    assert not compiled
+
+
 def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
     dense, compiled, monkeypatch
 ):
-    monkeypatch.setattr(s, "MAX_CALLS_CHARACTERS", 2_000)
+    monkeypatch.setattr(s, "MAX_GRAMMAR_CHARACTERS", 2_000)
     schema = property_of(enum=[f"value {n}" for n in range(60)])
     functions = [{"name": f"f{n}", "parameters": schema} for n in range(3)]
     tools = [{"type": "function", "function": function} for function in functions]
@@ -449,13 +424,14 @@ def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
 
 def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatch):
     """Their arguments are not freed: a client counts on them."""
-    compile_grammar = s._GrammarCompiler._compile
+    compile_grammar = llguidance.LLMatcher
 
-    def compile_one_schema(compiler, grammar):
+    def compile_one_schema(vocabulary, grammar, **options):
         n_values = grammar.count("[lazy]")
-        return compile_grammar(compiler, "start: (" if n_values > 1 else grammar)
+        text = "start: (" if n_values > 1 else grammar
+        return compile_grammar(vocabulary, text, **options)
 
-    monkeypatch.setattr(s._GrammarCompiler, "_compile", compile_one_schema)
+    monkeypatch.setattr(llguidance, "LLMatcher", compile_one_schema)
     schema = {"properties": {"p": {"type": "string"}}, "required": ["p"]}
     functions = [{"name": f"one_by_one{n}", "parameters": schema} for n in range(2)]
     free = [{"type": "function", "function": function} for function in functions]
@@ -473,7 +449,7 @@ def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatc
 
 
 def test_compiled_schemas_are_bounded_in_bytes(dense):
-    compiler = s._grammar_compiler(dense.state.engine.model.tokenizer)
+    compiler = s.grammar_compiler(dense.state.engine.model.tokenizer)
     for n in range(20):
         schema = json.dumps({"enum": [f"{n}" * 20_000]})
         compiler.compile(f"start: %json {schema}", tenant="")
@@ -482,10 +458,10 @@ def test_compiled_schemas_are_bounded_in_bytes(dense):
 
 
 def test_the_largest_grammar_is_compiled_once(dense, monkeypatch):
-    monkeypatch.setattr(s._GrammarCompiler, "_compile", lambda *_: object())
-    compiler = s._grammar_compiler(dense.state.engine.model.tokenizer)
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *_, **__: object())
+    compiler = s.grammar_compiler(dense.state.engine.model.tokenizer)
     compiler.memo.clear()
-    grammar = "x" * (s.MAX_SCHEMA_CHARACTERS + s.MAX_CALLS_CHARACTERS)
+    grammar = "x" * (s.MAX_GRAMMAR_CHARACTERS * 3 // 2)  # with the names of its rules
 
     matcher = compiler.compile(grammar, tenant="")
 
@@ -505,7 +481,9 @@ def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense):
     assert "too many" in refused.value.body["message"]
 
 
-@pytest.mark.parametrize("reason", ["not", "the format zzz is not known"])
+@pytest.mark.parametrize(
+    "reason", ['Unimplemented keys: ["not"]', "Unknown format: zzz"]
+)
 def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, reason):
     """pydantic's `Path` is a format that nothing enforces."""
     schema = {
@@ -532,13 +510,13 @@ def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, reason):
 def compiled(monkeypatch) -> list[str]:
     """The grammars that were compiled."""
     noted: list[str] = []
-    compile_grammar = s._GrammarCompiler._compile
+    compile_grammar = llguidance.LLMatcher
 
-    def note(compiler, grammar):
+    def note(vocabulary, grammar, **options):
         noted.append(grammar)
-        return compile_grammar(compiler, grammar)
+        return compile_grammar(vocabulary, grammar, **options)
 
-    monkeypatch.setattr(s._GrammarCompiler, "_compile", note)
+    monkeypatch.setattr(llguidance, "LLMatcher", note)
     return noted
 
 
@@ -549,7 +527,7 @@ def test_a_schema_is_compiled_once_and_every_row_has_its_own_matcher(dense, comp
 
     assert first.said == second.said
     assert len(compiled) == 1
-    assert s._grammar_compiler.cache_info().currsize == 1
+    assert s.grammar_compiler.cache_info().currsize == 1
 
 
 # -- thinking --------------------------------------------------------------------------------------
@@ -559,6 +537,7 @@ def n_thinking(exchange):
     return exchange.usage["completion_tokens_details"]["reasoning_tokens"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 3, 6])
 @pytest.mark.parametrize("has_schema", [True, False])
 def test_the_thinking_budget_is_kept_to_the_token(served, n, has_schema):
@@ -691,7 +670,7 @@ def test_thinking_ends_after_its_budget_and_only_if_it_thinks(reply, n, opens):
     place = len(start) + n
     # into a call no end of a thought is written
     has_ended = end in reply[:place] or call in reply[:place]
-    has_begun = reply[: len(start)] == start
+    has_begun = not opens or 6 in reply[:2]
     expected = [EVERY] * len(allowed)
     if len(reply) >= place and has_begun and not has_ended:
         expected[place] = {end}
@@ -699,14 +678,15 @@ def test_thinking_ends_after_its_budget_and_only_if_it_thinks(reply, n, opens):
     assert allowed == expected
 
 
-def test_white_space_before_the_tag_that_opens_thinking_is_no_thinking():
+def test_a_token_before_the_tag_that_opens_thinking_counts():
+    """GLM writes a line break there."""
+
     def constraint():
-        return s.limit_thinking(2, start=[6], ends=[7], white_space=[1])
+        return s.limit_thinking(3, start=[6], ends=[7])
 
     allowed = allowed_ids(constraint, [4], [1, 6, 3, 3, 7])
     assert allowed == [EVERY, EVERY, EVERY, EVERY, {7}, EVERY]
-    for reply in ([1, 3, 6, 3, 3], [3, 6, 3, 3, 3]):  # something else comes first
-        assert allowed_ids(constraint, [4], reply) == [EVERY] * 6
+    assert allowed_ids(constraint, [4], [1, 3, 6, 3, 3]) == [EVERY] * 6
 
 
 def test_white_space_keeps_no_model_from_thinking_before_json(self_opening):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
+import llguidance
 import pytest
 import start_llm as s
 from http_client import listening, status
@@ -55,7 +56,7 @@ class Work:
         self._watch(s, "render_sample", "sample")
         self._watch(s, "probe_generation_prompt", "generation prompt")
         self._watch(s.Renderer, "render", "text")
-        self._watch(s._GrammarCompiler, "_compile", "grammar")
+        self._watch(llguidance, "LLMatcher", "grammar")
         self._watch(s.VisionModel, "_run_tower", "image features")
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:

@@ -76,7 +76,8 @@ def digest_of(scheduler):
         for r in scheduler.running
     ]
     waiting = [(h.request.request_id, h.times) for h in scheduler.waiting]
-    accounts = (scheduler.policy.decode_debt, scheduler.policy.oldest_credit)
+    policy = scheduler.policy
+    accounts = (policy.decode_debt, policy.burst_seconds, policy.oldest_credit)
     costs = list(scheduler.reader._slice_costs)
     kept = repr((entries, running, waiting, accounts, costs))
     return hashlib.sha256(kept.encode()).hexdigest()[:16]
@@ -126,9 +127,9 @@ class Asking:
                 raise event
             if isinstance(event, s.TokenEvent):
                 ids.append(event.token_id)
-            elif isinstance(event, s.FinishedEvent):
-                self.cached[name] = event.reuse.cached_tokens
-                if event.reason != "cancelled":
+            elif isinstance(event, str):
+                self.cached[name] = handle.cached_tokens
+                if event != "cancelled":
                     self.replies[name] = ids
                 return ids
 
@@ -214,7 +215,7 @@ def main():
     engine = s.Engine(
         config,
         s.CacheMetrics(),
-        load=lambda: s.load_part(folder, config, cluster),
+        load=lambda: s.load_model(folder, config, cluster),
         cluster=cluster,
     )
     engine.start()

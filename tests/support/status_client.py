@@ -13,7 +13,7 @@ FIELDS = {"model": "any", "temperature": 0, "max_tokens": 20, "tools": TOOLS}
 def forget(served):
     """No KV, no recorded past, no request to compare with, and nothing told of any."""
     ask(served, "DELETE", "/v1/cache")
-    served.state.stores.history._requests.clear()
+    served.state.stores.session_index.forget(None)
     served.state.stores.divergences.clear()
 
 

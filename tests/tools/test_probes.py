@@ -674,10 +674,11 @@ TALK = [SYSTEM, user("one"), said("1"), user("two"), said("2"), user("three")]
 def log_of(folder: Path, *requests: tuple[list[JsonObject], int, int]) -> Path:
     """A log by the server's own code, of (messages, prompt, cached); replies have 10 tokens."""
     log = s.SessionLog(s.Config(log_root=str(folder)))
-    store = s.SessionTurnStore()
+    earlier: list[JsonObject] = []
 
     for messages, n_prompt, n_cached in requests:
-        n_known = store.exchange_last("session", list(map(str, messages)))
+        n_known = s.message_diff(earlier, messages)
+        earlier = messages
         record = {
             "prompt": n_prompt,
             "cached": n_cached,

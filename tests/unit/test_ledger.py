@@ -6,10 +6,11 @@ import random
 import re
 import sqlite3
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
@@ -276,31 +277,40 @@ class Conversation:
     truth: start_llm.RenderedPrompt
     end: int  # position of the token that ends the reply
 
+    n_tokens: int  # to the one that completes LAST
+
     @classmethod
     def of(cls, speaker: Spoken, shape: Shape) -> "Conversation":
         request = chat([*shape.old, *shape.new], **shape.fields)
         plan = planner().plan(request, speaker.template, room=PLENTY)
         ids = ids_of(plan)
-        end = 0
-        while ids[end] not in speaker.ends or LAST not in speaker.text(ids[:end]):
+        n_tokens = bisect_left(
+            range(len(ids)), True, key=lambda n: LAST in speaker.text(ids[:n])
+        )
+        end = n_tokens
+        while ids[end] not in speaker.ends:
             end += 1
-        return cls(speaker, shape, request, plan.rendered, end)
+        return cls(speaker, shape, request, plan.rendered, end, n_tokens)
+
+    @cached_property
+    def old_plan(self) -> start_llm.PromptPlan:
+        """The prompt that the reply answers."""
+        request = chat(self.shape.old[:-1], **self.shape.fields)
+        return planner().plan(request, self.speaker.template, room=PLENTY)
 
     def drafted(
         self, reply_ids: Sequence[int], ended: int | None
     ) -> start_llm.PromptPlan:
         """The prompt after a past of exactly these tokens, which end in the reply."""
         maker = planner()
-        old = self.shape.old
         template = self.speaker.template
-        fields = self.shape.fields
-        request = chat(old[:-1], **fields)
-        plan = maker.plan(request, template, room=PLENTY)
-        rendered = replace(plan.rendered, ids=np.array(reply_ids[:-1], np.int32))
-        [reply] = template.canonicalize(chat([old[-1]]).messages)
+        rendered = replace(
+            self.old_plan.rendered, ids=np.array(reply_ids[:-1], np.int32)
+        )
+        [reply] = template.canonicalize(chat([self.shape.old[-1]]).messages)
 
         maker.ledger.record(
-            replace(plan, rendered=rendered),
+            replace(self.old_plan, rendered=rendered),
             reply=reply,
             generated=generated(reply_ids[-1:], is_cut=ended is None),
             session_id="",
@@ -314,9 +324,9 @@ class Conversation:
         return "ok" if ids_of(draft) == self.truth.ids.tolist() else "WRONG"
 
 
-def conversations(model: str) -> Iterator[Conversation]:
-    for shape in shapes():
-        yield Conversation.of(shared(model), shape)
+@cache
+def conversations(model: str) -> tuple[Conversation, ...]:
+    return tuple(Conversation.of(shared(model), shape) for shape in shapes())
 
 
 def is_turned_round(model: str, shape: Shape) -> bool:
@@ -366,11 +376,8 @@ def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(
     model: str,
 ) -> None:
     for conversation in conversations(model):
-        ids = conversation.truth.ids.tolist()
-        n_tokens = 0
-        while LAST not in conversation.speaker.text(ids[:n_tokens]):
-            n_tokens += 1
-        verdict = conversation.verdict(conversation.drafted(ids[:n_tokens], None))
+        ids = conversation.truth.ids.tolist()[: conversation.n_tokens]
+        verdict = conversation.verdict(conversation.drafted(ids, None))
         is_call = "tool_calls" in conversation.shape.old[-1]
         assert verdict == ("fallback" if is_call else "ok"), conversation.shape.name
 
@@ -383,15 +390,13 @@ def test_a_reply_that_ended_with_its_call_is_replayed(model: str) -> None:
         if not is_call or is_turned_round(model, conversation.shape):
             continue
         ids = conversation.truth.ids.tolist()
-        text = conversation.speaker.text
-        n_tokens = 0
-        while LAST not in text(ids[:n_tokens]):
-            n_tokens += 1
-
-        for end in range(n_tokens + 1, conversation.end + 1):
+        text = conversation.speaker.text(ids)
+        for end in range(conversation.n_tokens + 1, conversation.end + 1):
             draft = conversation.drafted(ids[:end], None)
             assert draft.transcript is not None, name
-            assert text(ids_of(draft)) == text(ids), name
+            assert (
+                ids_of(draft) == ids or conversation.speaker.text(ids_of(draft)) == text
+            ), name
         assert conversation.verdict(draft) == "ok", name
 
 
@@ -399,10 +404,7 @@ def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
     """Checkpoints are taken there. Only of templates and shapes that leave the past as it was."""
     n_compared = 0
     for conversation in conversations(model):
-        old = conversation.shape.old[:-1]
-        template = shared(model).template
-        request = chat(old, **conversation.shape.fields)
-        plan = planner().plan(request, template, room=PLENTY)
+        plan = conversation.old_plan
         n_same = plan.rendered.positions.turn_starts[-1]
         ids = conversation.truth.ids.tolist()
         if ids_of(plan)[:n_same] != ids[:n_same]:
@@ -797,6 +799,38 @@ def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     draft = server.draft([*begin("Ann"), hello, said("user", "who am I?")])
     assert users_in(server, draft) == ["Ann"]
     assert draft.transcript
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_replayed"),
+    [("s1", "s2", False), ("s1", "", False), ("", "s2", False), ("s1", "s1", True)],
+)
+def test_a_note_of_another_session_is_in_no_prompt(
+    first: str, second: str, *, is_replayed: bool
+) -> None:
+    """Bob sends no note at all (L-216). Without any name, nobody can tell them apart."""
+    server = Server()
+    question = said("user", f"{note('The user is Ann')}\nhi")
+    server.answer([SYSTEM, question], FINE, session_id=first)
+
+    past = [SYSTEM, said("user", "hi"), FINE]
+    draft = server.draft([*past, said("user", "who am I?")], session_id=second)
+    assert ("The user is Ann" in server.text(draft)) == is_replayed
+    assert bool(draft.transcript) == is_replayed
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_replayed"), [("cd a && ", True), ("", True), ("cd b && ", False)]
+)
+def test_a_command_in_another_folder_is_another_one(
+    sent: str, *, is_replayed: bool
+) -> None:
+    """Claude Code may leave out the folder, and changes it never (L-216)."""
+    server = Server()
+    past = server.answer([SYSTEM, USER], asks("cd a && ls"))
+    draft = server.draft([SYSTEM, USER, asks(f"{sent}ls"), result("x")])
+    assert starts_with(draft, past) == is_replayed
+    assert is_replayed or f"{sent}ls" in server.text(draft)
 
 
 @pytest.mark.parametrize("knows_id", [True, False])
@@ -2548,6 +2582,29 @@ def test_a_row_has_only_what_is_new(tmp_path: Path) -> None:
     assert sizes[-1] < 2 * sizes[5]
 
 
+def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path: Path) -> None:
+    """A new time and a new reminder in each question, as agents send (L-215)."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = [SYSTEM]
+    for n in range(40):
+        time_and_note = f"[Fri 2026-11-20 14:{n:02} UTC] more\n{note(f'now {n} ' * 50)}"
+        messages.append(said("user", time_and_note))
+        server.answer(messages, FINE)
+        messages.append(FINE)
+
+    assert server.records
+    sizes = [len(row.value) for row in server.records.of_tenant("").load()]
+    assert sizes[-1] < 1.5 * sizes[5]
+    before = server.n_bytes()
+    server.restart(tmp_path / "records")
+    assert server.n_bytes() == pytest.approx(before, rel=0.1)
+    draft = server.draft([*messages, NEXT])
+    assert draft.transcript
+    assert server.text(draft).count("now 0 ") == 50
+    assert len(draft.transcript.stated().notes) == 40
+
+
 def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path: Path) -> None:
     """Its tokens stay for that session; it is not found, and has no name any more."""
     server = Server()
@@ -2585,7 +2642,7 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
     messages = fill(server, 0)
     assert server.records and server.records.flush(60.0)
     if by_whom == "here":
-        server.records.erase(60.0)
+        server.records.erase()
     else:
         (tmp_path / "records").unlink()
         server.draft(messages)  # is not saved
@@ -2595,6 +2652,26 @@ def test_a_file_that_was_begun_anew_has_the_whole_conversation_again(
 
     server.restart(tmp_path / "records")
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+
+
+def test_replies_around_the_loss_of_the_file_are_there_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first reply after it is in the new file before those that it continues."""
+    monkeypatch.setattr(start_llm, "_RETRY_SECONDS", 0.01)
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = fill(server, 0)
+    assert server.records and server.records.flush(60.0)
+
+    (tmp_path / "records").unlink()
+    server.answer(messages, FINE)
+    wait_until(lambda: server.records.number > 1)
+    longer = [*messages, FINE, NEXT]
+    past = server.answer(longer, FINE)
+    server.restart(tmp_path / "records")
+
+    assert starts_with(server.draft([*longer, FINE, NEXT]), past)
 
 
 def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None:

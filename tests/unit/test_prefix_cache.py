@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
+from nights import by_day
 
 ROOT = b"root"
 BLOCK = 16
@@ -85,11 +86,8 @@ class Running:
 
     tokens: list[int]
     filled: list[int] = field(default_factory=list)
-    lease: s.CacheLease | None = None
-
-    @property
-    def line(self):
-        return self.lease.entry
+    line: s.CacheEntry | None = None
+    source: s.CacheEntry | None = None
 
     def load_kv(self, span, state):
         self.filled = tokens_in(span)
@@ -119,7 +117,12 @@ def begin(cache, tokens, *, head_end=0, session=""):
     reuse = cache.find(prompt)
     row = Running(list(tokens))
     owner = s.RequestOwner("", session)
-    row.lease = cache.start(reuse, prompt, running=row, owner=owner, head_end=head_end)
+    row.source = reuse.kv_owner
+    row.line, span = cache.start(
+        reuse, prompt, read_span=row.read_span, owner=owner, head_end=head_end
+    )
+    if span is not None:
+        row.load_kv(span, reuse.state)
     assert len(row.filled) == reuse.cached_tokens == row.line.end
     assert (reuse.state is not None) == (cache._spec.has_state and row.filled != [])
 
@@ -128,9 +131,9 @@ def begin(cache, tokens, *, head_end=0, session=""):
 
 def advance(cache, row, count, checkpoint=False):
     row.filled = row.tokens[: min(len(row.tokens), len(row.filled) + count)]
-    row.lease.advance(len(row.filled))
+    cache.advance(row.line, len(row.filled))
     if checkpoint and row.filled:
-        row.lease.add_checkpoint(len(row.filled), state_of(row.filled))
+        cache.add_checkpoint(row.line, len(row.filled), state_of(row.filled))
 
 
 def end(cache, row, reply=()):
@@ -138,11 +141,11 @@ def end(cache, row, reply=()):
     if len(row.filled) == len(row.tokens):
         tokens = [*row.filled, *reply]
     if not tokens:
-        row.lease.drop()
+        cache.drop(row.line)
         return tokens
 
-    row.lease.add_checkpoint(len(tokens), state_of(tokens))
-    row.lease.put_back(prompt_of(tokens), span_of(tokens, len(tokens) + 7))
+    cache.add_checkpoint(row.line, len(tokens), state_of(tokens))
+    cache.put_back(row.line, prompt_of(tokens), span_of(tokens, len(tokens) + 7))
     return tokens
 
 
@@ -151,7 +154,7 @@ def check(cache, running):
     for line in cache.entries:
         path = line.key.tokens.tolist()
         assert line.end <= len(path)
-        if line.running_kv is None:
+        if not line.is_running:
             assert line.span is not None
             assert tokens_in(line.span) == path[line.start : line.end]
 
@@ -241,7 +244,7 @@ class History:
 
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("use_index", [True, False])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_day(6, of=12))
 def test_random_histories_get_the_deepest_prefix_and_never_alias(
     has_state, use_index, seed
 ):
@@ -389,7 +392,7 @@ def make_room(cache, tokens, n_more=0):
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_day(4, of=12))
 def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
     """Extended, branched, cut short; its line old or young, and by itself or among branches."""
     rng = random.Random(seed)
@@ -517,8 +520,8 @@ def test_checkpoints_give_way_before_any_kv_does_and_only_where_room_is_short(
         for position in range(reuse.cached_tokens + 15, len(tokens) + 1, 15):
             advance(cache, row, position - len(row.filled))
             snapshot = s.StateCheckpoint((tuple(tokens[:position]),), 2000)
-            row.lease.add_checkpoint(position, snapshot)
-        row.lease.put_back(prompt_of(tokens), span_of(tokens))
+            cache.add_checkpoint(row.line, position, snapshot)
+        cache.put_back(row.line, prompt_of(tokens), span_of(tokens))
         pasts[i] = tokens
         check(cache, [])
 
@@ -594,7 +597,7 @@ def test_where_the_largest_entry_can_spare_no_checkpoint_another_one_does():
     for position in (10, 20):
         advance(cache, large, 10)
         snapshot = s.StateCheckpoint((tuple(large.filled),), 1000)
-        large.lease.add_checkpoint(position, snapshot)
+        cache.add_checkpoint(large.line, position, snapshot)
     for _ in range(5):
         advance(cache, small, 5, checkpoint=True)
 
@@ -640,7 +643,7 @@ def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):
 
     assert branch.line not in cache.entries
     check(cache, [])
-    branch.lease.drop()  # as whoever runs the request does after an exception
+    cache.drop(branch.line)  # as whoever runs the request does after an exception
     assert len(cache.entries) == 1
 
 
@@ -657,7 +660,8 @@ def test_the_source_of_a_failed_request_goes_though_it_was_split_meanwhile():
     end(cache, other)
     assert failed.line.parent.start == 1200
 
-    failed.lease.drop_with_source()
+    cache.drop(failed.line)
+    cache.drop(failed.source)
 
     assert cached_tokens(cache, past) == 0
     check(cache, [])
@@ -669,7 +673,7 @@ def test_a_failed_row_takes_its_branches_at_rest_with_it():
     row, _ = begin(cache, [*prefix, 5, 5, 5])
     advance(cache, row, 100_000)
     converse(cache, [*prefix, *range(2000, 2100)], [1])
-    row.lease.drop()
+    cache.drop(row.line)
     assert not cache.entries
 
     _, reuse = begin(cache, [*prefix, 6])
@@ -692,7 +696,7 @@ def copies_left(monkeypatch):
     return n_left
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", by_day(10, of=20))
 def test_failures_and_evictions_at_any_moment_leave_whole_lines(
     seed, copies_left, monkeypatch
 ):
@@ -718,7 +722,7 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(
                 copies_left[0] = rng.choice([1, 2])
                 with suppress(MemoryError):
                     row, _ = begin(cache, continuation(rng, pasts))
-                    row.lease.drop()
+                    cache.drop(row.line)
                 copies_left[0] = 0
             case "end" if running:
                 row = running.pop(rng.randrange(len(running)))
@@ -726,7 +730,7 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(
                 reply = [rng.randrange(1, 9)] * rng.randrange(30)
                 pasts.append(end(cache, row, reply))
             case "drop" if running:
-                running.pop(rng.randrange(len(running))).lease.drop()
+                cache.drop(running.pop(rng.randrange(len(running))).line)
             case "sweep":
                 cache.evict_idle()
             case "evict":
@@ -960,7 +964,7 @@ def test_a_tail_that_is_cut_off_stays_as_old_as_it_was():
     assert (row.line.last_used, row.line.n_uses) == (900.0, 1)
 
 
-def test_a_failed_load_forgets_its_source_and_no_other_request(monkeypatch):
+def test_a_failed_load_forgets_its_source_and_no_other_request():
     """The match was found through a running branch, which becomes a root meanwhile."""
     cache = make_cache()
     past = list(range(1, 2001))
@@ -974,14 +978,10 @@ def test_a_failed_load_forgets_its_source_and_no_other_request(monkeypatch):
     assert match.entry is branch.line
     assert match.is_movable
 
-    def fail(*_):
-        raise ValueError("planted")
-
     failing = Running(key.tokens.tolist())
-    monkeypatch.setattr(failing, "load_kv", fail, raising=False)
-    with pytest.raises(ValueError, match="planted"):
-        cache.start(match, key, running=failing, owner=s.NO_OWNER)
-    cache.drop_source(match)
+    entry, _ = cache.start(match, key, read_span=failing.read_span, owner=s.NO_OWNER)
+    cache.drop(entry)
+    cache.drop(match.kv_owner)
 
     assert cache.entries == [branch.line]
 

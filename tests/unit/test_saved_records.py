@@ -335,6 +335,7 @@ def test_flush_on_a_full_disk_says_that_nothing_is_saved(
 def test_everything_is_forgotten_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
     path = tmp_path / "records"
     put(open_records(path).of_tenant(""), "a", "a secret of one")
     file = open_records(path)
@@ -346,12 +347,11 @@ def test_everything_is_forgotten_on_a_full_disk(
         put(full.of_tenant(""), "b", "waits for the disk")
         assert not full.flush(10.0)
 
-        full.erase(10.0)
+        full.erase()
 
         for left in tmp_path.iterdir():
             with suppress(FileNotFoundError):  # SQLite's journal comes and goes
                 assert b"a secret" not in left.read_bytes()
-    full._retry.set()
     put(full.of_tenant(""), "c", "new")
     wait_until(lambda: not full.failure)
     assert full.flush(10.0)
@@ -373,7 +373,7 @@ def test_what_cannot_be_deleted_is_said_and_deleted_later(
     with monkeypatch.context() as patch:
         patch.setattr(s, "_delete_database", refuse)
         with pytest.raises(OSError, match="Read-only"):
-            file.erase(10.0)
+            file.erase()
         put(file.of_tenant(""), "b", "two")
         assert not file.flush(10.0)
         assert file.failure == "Read-only file system"
@@ -396,7 +396,7 @@ def test_folder_that_comes_back_is_used_again(
     put(file.of_tenant(""), "b", "two")
     wait_until(lambda: bool(file.failure))
     with pytest.raises(FileNotFoundError):
-        file.erase(10.0)
+        file.erase()
     put(file.of_tenant(""), "b", "two")
     folder.mkdir()
     wait_until(lambda: not file.failure)

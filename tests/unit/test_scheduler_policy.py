@@ -38,10 +38,14 @@ def run_slice(policy, candidates, *, seconds, is_decoding=False):
 # -- who is read together --------------------------------------------------------------
 
 
-def companions(chosen, *others, max_tokens=400, max_padding=0.25):
+def companions(chosen, *others, max_tokens=400, max_padding=0.25, free_padding=0):
     prompts = [Prefill(0.0, length) for length in (chosen, *others)]
     found = s.choose_companions(
-        prompts[0], prompts[1:], max_tokens=max_tokens, max_padding=max_padding
+        prompts[0],
+        prompts[1:],
+        max_tokens=max_tokens,
+        max_padding=max_padding,
+        free_padding=free_padding,
     )
     return [prompt.n_to_prefill for prompt in found]
 
@@ -53,6 +57,12 @@ def test_prompts_of_like_lengths_are_read_together():
 
 def test_policy_passes_over_a_prompt_that_is_too_long_for_the_call():
     assert companions(100, 120, 75, max_tokens=230) == [75]
+
+
+def test_policy_reads_unlike_lengths_together_where_padding_costs_less_than_a_call():
+    assert companions(40, 75, 110, free_padding=0) == []
+    assert companions(40, 75, 110, free_padding=35) == [75]
+    assert companions(40, 75, 110, free_padding=60) == [75, 110]
 
 
 def test_policy_reads_rests_together_only_of_prompts_of_like_lengths():
@@ -132,7 +142,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
             run_slice(policy, candidates, seconds=0.1, is_decoding=True)
             now += 0.1
 
-    longest_start = 3 * s.SLICE_SECONDS * s.MAX_OTHERS_SHARE + s.MAX_SOON_DEBT
+    longest_start = 3 * s.SLICE_SECONDS * s.MAX_OTHERS_SHARE + s.MAX_DECODE_DEBT
     assert now < longest_start + 3 * seconds * (1 + seconds / s.SOON_SECONDS)
 
 
@@ -193,19 +203,53 @@ def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
     assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
 
 
-def test_policy_lets_decoding_wait_for_who_can_join_soon_but_not_forever():
+@pytest.mark.parametrize("n_tokens", [int(SPEED * s.SOON_SECONDS) - 1, s.SHORT_TOKENS])
+def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     """why(L-68)"""
     policy = s.SchedulingPolicy()
-    soon = Prefill(0.0, int(SPEED * s.SOON_SECONDS) - 1)
+    short = Prefill(0.0, n_tokens)
     n_slices = 0
 
-    while policy.may_prefill(soon, is_decoding=True):
+    while policy.may_prefill(short, is_decoding=True):
         policy.charge_slice(0.2, is_decoding=True)
         n_slices += 1
 
-    max_seconds = s.MAX_SOON_DEBT / s.DECODE_SHARE
-    assert n_slices == math.floor(max_seconds / 0.2) + 1
+    assert n_slices == pytest.approx(s.BURST_SECONDS / 0.2, abs=1)
     assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+
+
+def test_policy_gives_short_prompts_without_end_a_third_of_the_time():
+    policy = s.SchedulingPolicy()
+    short = Prefill(0.0, 100)
+    seconds = {"prefill": 0.0, "decode": 0.0}
+
+    for _ in range(3000):
+        policy.charge_decode(0.03)
+        seconds["decode"] += 0.03
+        if policy.may_prefill(short, is_decoding=True):
+            policy.charge_slice(0.1, is_decoding=True)
+            seconds["prefill"] += 0.1
+
+    unpaid = s.BURST_SECONDS
+    share = seconds["decode"] / (seconds["prefill"] - unpaid)
+    assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
+
+
+def test_policy_makes_a_long_prompt_wait_no_longer_for_many_short_ones():
+    policy = s.SchedulingPolicy()
+    policy.charge_slice(s.BURST_SECONDS, is_decoding=True)
+    policy.charge_decode(s.MAX_DECODE_DEBT)
+
+    assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+
+
+@pytest.mark.parametrize("step_seconds", [0.001, 0.03, 0.1, 0.2, 0.3])
+def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_seconds):
+    policy = s.SchedulingPolicy()
+    policy.charge_decode(step_seconds)
+
+    assert policy.pause_seconds >= s.SOON_SECONDS
+    assert policy.pause_seconds + 2 * step_seconds <= 1.5
 
 
 def test_policy_forgets_a_debt_to_requests_that_are_over():
@@ -385,34 +429,38 @@ def test_memory_shares_add_up_to_what_the_model_leaves():
         assert features == 0 or has_vision
 
 
-def test_request_times_name_the_state_and_the_seconds_in_each():
+def test_request_times_name_the_seconds_of_each_activity():
     queue = s.WaitCause("queue")
     unseen = s.RequestTimes(10.0)
     waiting = unseen.begin(queue, 11.0)
-    prefilling = waiting.begin("prefilling", 12.0)
-    decoding = prefilling.begin("decoding", 17.0)
+    prefilling = waiting.begin("prefill", 12.0)
+    decoding = prefilling.begin("decode", 17.0)
 
     times = [unseen, waiting, prefilling, decoding]
-    states = ["waiting", "waiting", "prefilling", "decoding"]
-    assert [t.state for t in times] == states
     assert [t.since for t in times] == [10, 10, 12, 17]
-    assert unseen.seconds(20.0) == waiting.seconds(20.0) == (10.0, 0.0, 0.0)
-    assert prefilling.seconds(20.0) == (2.0, 8.0, 0.0)
-    assert decoding.seconds(20.0) == (2.0, 5.0, 3.0)
+    assert unseen.seconds(20.0) == {None: 10.0}
+    assert waiting.seconds(20.0) == {queue: 10.0}
+    assert prefilling.seconds(20.0) == {queue: 2.0, "prefill": 8.0}
+    assert decoding.seconds(20.0) == {queue: 2.0, "prefill": 5.0, "decode": 3.0}
+
+
+def test_request_times_stand_still_when_the_request_has_ended():
+    times = s.RequestTimes(10.0).begin("decode", 11.0).begin("ended", 14.0)
+
+    assert times.seconds(15.0)["decode"] == times.seconds(99.0)["decode"] == 3.0
 
 
 def test_request_times_of_a_second_try_add_up():
     """What was read at first is no wait, also if the request had never waited before."""
     queue = s.WaitCause("queue")
-    times = s.RequestTimes(10.0).begin("prefilling", 10.5)
+    times = s.RequestTimes(10.0).begin("prefill", 10.5)
 
     times = times.begin(None, 14.0)
-    assert (times.state, times.cause) == ("waiting", None)
     times = times.begin(queue, 14.5)
-    times = times.begin("prefilling", 15.0)
+    times = times.begin("prefill", 15.0)
 
     assert times.wait_seconds(16.0) == {queue: 1.0}
-    assert times.seconds(16.0) == (1.5, 4.5, 0.0)
+    assert times.seconds(16.0) == {None: 0.5, queue: 1.0, "prefill": 4.5}
 
 
 # -- memory that ran out ---------------------------------------------------------------

@@ -1,7 +1,6 @@
 """SESSIONS: what each conversation last looked like, bounded in turns, sessions and time."""
 
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,13 +9,12 @@ from hypothesis import strategies as st
 from start_llm import (
     CanonicalMessage,
     Config,
-    RequestHistory,
     SentRequest,
     SessionContext,
     SessionIndex,
-    SessionTurnStore,
     count_reread_tokens,
     explain_miss,
+    find_nearest,
     message_diff,
     session_id_for,
 )
@@ -141,41 +139,6 @@ def test_a_diff_counts_the_leading_messages_that_agree(
     assert n_same == shorter or old[n_same] != new[n_same]
 
 
-def test_messages_count_that_a_session_has_sent_in_any_of_its_conversations() -> None:
-    store = SessionTurnStore()
-    advance = partial(store.advance, "s")
-    first = ["sys", "u"]
-    second = [*first, "a", "t"]
-
-    assert advance(digests=["title", "u"]) == 0  # a title, often answered first
-    assert advance(digests=first) == 0
-    assert advance(digests=second) == 2
-    assert advance(digests=["title", "u2"]) == 1
-    assert advance(digests=[*first, "b"]) == 2  # an edit
-    assert advance(digests=[*first, "b", "c"]) == 3
-    assert advance(digests=second) == 4  # a retry
-    assert store.exchange_last("s", ["sys"]) == 0  # of another record
-    assert advance(digests=[*second, "b"]) == 4
-    assert store.advance("other", second) == 0
-
-    for n in range(store.MAX_CONVERSATIONS):
-        assert advance(digests=[f"task {n}"]) == 0
-    assert advance(digests=second) == 0  # forgotten
-
-
-def test_the_last_request_is_what_the_next_is_compared_with() -> None:
-    store = SessionTurnStore()
-    exchange_last = partial(store.exchange_last, "s")
-    assert exchange_last(["a", "b"]) == 0
-    assert exchange_last(["a", "c"]) == 1
-    assert exchange_last(["a", "c", "d"]) == 2
-    assert store.exchange_last("other", ["a", "c"]) == 0
-
-    for n in range(2 * store.MAX_SESSIONS):
-        store.exchange_last(str(n), ["a"])
-    assert exchange_last(["a", "c", "d"]) == 0  # forgotten
-
-
 def test_without_an_id_a_session_is_named_by_its_first_words() -> None:
     tokens = np.arange(300, dtype=np.int32)
     name = session_id_for(ANONYMOUS, tokens, start_key=b"x")
@@ -183,78 +146,102 @@ def test_without_an_id_a_session_is_named_by_its_first_words() -> None:
     assert name != session_id_for(ANONYMOUS, tokens, start_key=b"y")
 
 
-def answered(n: int) -> SentRequest:
-    """A request with one message, answered at this time."""
-    message = CanonicalMessage("user", {}, {}, str(n).encode())
-    return SentRequest("s", np.zeros(50, np.int32), (message,), b"head", float(n))
+def answered(n: int, *digests: str, session_id: str = "s") -> SentRequest:
+    """A request of these messages, by default of one of its own, answered at this time."""
+    messages = tuple(
+        CanonicalMessage("user", {}, {}, digest.encode())
+        for digest in digests or [str(n)]
+    )
+    tokens = np.zeros(50, np.int32)
+    return SentRequest(session_id, tokens, messages, b"head", float(n))
+
+
+def times(index: SessionIndex, session_id: str | None = None) -> list[float]:
+    """When the chats that are kept were answered."""
+    return [request.answered_at for request in index.requests(session_id)]
+
+
+def test_the_last_chat_of_each_conversation_of_a_session_is_kept() -> None:
+    index = SessionIndex(Config())
+    index.add(answered(1, "title", "u"))  # a title, often answered first
+    index.add(answered(2, "sys", "u"))
+    index.add(answered(3, "sys", "u", session_id="other"))
+    index.add(answered(4, "sys", "u", "a", "t"))
+    index.add(answered(5, "sys", "u", "b"))  # an edit
+    assert times(index, "s") == [1.0, 4.0, 5.0]
+    assert times(index, "other") == [3.0]
+
+    index.add(answered(6, "sys", "u", "a", "t"))  # a retry
+    assert times(index) == [1.0, 3.0, 5.0, 6.0]
 
 
 def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> None:
-    history = RequestHistory(Config())
+    index = SessionIndex(Config())
     for n in range(1_000):
-        history.add(answered(n))
-    assert 100 < len(history._requests) < 600  # each request looks at all of them
+        index.add(answered(n))
+    assert 100 < len(times(index)) < 600  # each request looks at all of them
+    assert times(index)[-1] == 999.0
 
 
-def test_what_no_template_prints_counts_as_well() -> None:
+@pytest.mark.parametrize("what", ("a field", "messages as they were sent"))
+def test_what_no_template_prints_counts_as_well(what: str) -> None:
     """A field that nobody knows has no token, and takes memory (L-128)."""
-    history = RequestHistory(Config())
+    index = SessionIndex(Config())
     message = CanonicalMessage("user", {"unknown": [[]] * 20_000}, {}, b"digest")
     for n in range(200):
-        history.add(answered(n)._replace(session_id=str(n), messages=(message,)))
-    assert 10 < len(history._requests) < 100
+        request = answered(n, session_id=str(n))
+        if what == "a field":
+            request = request._replace(messages=(message,))
+        else:
+            request = request._replace(sent_hashes=[0] * 5_000)
+        index.add(request)
+    assert 10 < len(times(index)) < 100
 
 
 def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
-    history = RequestHistory(Config(ledger_ttl_seconds=10))
+    index = SessionIndex(Config(ledger_ttl_seconds=10))
     for n in range(5):
-        history.add(answered(n))
-    history.expire(13.0)
-    answer_times = [request.answered_at for request in history._requests]
-    assert answer_times == [3.0, 4.0]
+        index.add(answered(n))
+    index.expire(13.0)
+    assert times(index) == [3.0, 4.0]
 
 
 def test_without_a_limit_no_request_is_forgotten() -> None:
-    history = RequestHistory(Config(ledger_ttl_seconds=0))
-    history.add(answered(0))
-    history.expire(1e9)
-    assert len(history._requests) == 1
+    index = SessionIndex(Config(ledger_ttl_seconds=0))
+    index.add(answered(0))
+    index.expire(1e9)
+    assert times(index) == [0.0]
 
 
-def test_a_request_that_is_too_large_leaves_the_others() -> None:
-    history = RequestHistory(Config())
-    history.add(answered(1))
-    huge = np.zeros(RequestHistory.MAX_COST, np.int32)
-    history.add(answered(2)._replace(session_id="huge", tokens=huge))
-    assert [request.answered_at for request in history._requests] == [1.0]
+def test_a_request_that_is_too_large_leaves_those_of_other_sessions() -> None:
+    index = SessionIndex(Config())
+    index.add(answered(1))
+    index.add(answered(2, session_id="huge"))
+    huge = np.zeros(SessionIndex.MAX_COST, np.int32)
+    index.add(answered(3, session_id="huge")._replace(tokens=huge))
+    assert times(index) == [1.0]
 
 
 def test_a_session_that_is_forgotten_leaves_no_request() -> None:
-    history = RequestHistory(Config())
-    store = SessionTurnStore()
+    index = SessionIndex(Config())
     for session_id in ("one", "two"):
-        history.add(answered(1)._replace(session_id=session_id))
-        store.advance(session_id, ["a"])
-        store.exchange_last(session_id, ["a"])
+        index.note(session_id, TURN, now=1.0)
+        index.add(answered(1, session_id=session_id))
 
-    history.forget("one")
-    store.forget("one")
-    assert [request.session_id for request in history._requests] == ["two"]
-    assert [store.advance("one", ["a"]), store.exchange_last("one", ["a"])] == [0, 0]
-    assert [store.advance("two", ["a"]), store.exchange_last("two", ["a"])] == [1, 1]
-
-    history.forget(None)
-    store.forget(None)
-    assert history._requests == []
-    assert [store.advance("two", ["a"]), store.exchange_last("two", ["a"])] == [0, 0]
+    index.forget("one")
+    assert [request.session_id for request in index.requests(None)] == ["two"]
+    index.forget(None)
+    assert index.requests(None) == []
+    assert "one" in index  # its figures are nobody's words
 
 
 def test_of_equally_near_requests_the_newest_is_compared_with() -> None:
-    history = RequestHistory(Config())
+    index = SessionIndex(Config())
     for n in range(3):
-        history.add(answered(n))
-    nearest = history.find_nearest(answered(9), session_only=True)
+        index.add(answered(n))
+    nearest = find_nearest(answered(9), index.requests("s"))
     assert nearest and nearest.answered_at == 2.0
+    assert find_nearest(answered(9), []) is None
 
 
 # -- why not more --------------------------------------------------------------------------

@@ -1,0 +1,187 @@
+"""SCHEDULER: short prompts that come together start together.
+
+The scheduler runs a tiny model, by a clock that only the model's calls move forward: what they
+cost is a table, so no figure here depends on the machine.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import GREEDY, Loaded
+from mlx_lm.models import llama
+
+VOCAB = 300
+
+
+class Costs(NamedTuple):
+    """Seconds of a call: with one token a row, and with more."""
+
+    step: float
+    row: float
+    call: float
+    token: float
+
+    def reading(self, n_tokens):
+        """Of a prompt that is read alone, with its first token."""
+        return self.call + n_tokens * self.token + self.step + self.row
+
+
+COSTS = {
+    "slow": Costs(step=0.13, row=0.01, call=0.03, token=0.0045),
+    "fast": Costs(step=0.008, row=0.0005, call=0.005, token=0.0002),
+    "gpu": Costs(step=0.02, row=0.0005, call=0.02, token=0.0004),
+}
+
+
+class TimedModel:
+    """A tiny model. Its calls take the time that the table of costs says."""
+
+    def __init__(self, costs):
+        self.costs = costs
+        self.now = 0.0
+        self.plain = llama.Model(
+            llama.ModelArgs(
+                model_type="llama",
+                hidden_size=32,
+                num_hidden_layers=2,
+                intermediate_size=64,
+                num_attention_heads=2,
+                rms_norm_eps=1e-5,
+                vocab_size=VOCAB,
+            )
+        )
+        mx.eval(self.plain.parameters())
+
+    def __call__(self, inputs, cache=None):
+        rows, n = inputs.shape
+        step, row, call, token = self.costs
+        self.now += step + row * rows if n == 1 else call + token * rows * n
+        return self.plain(inputs, cache=cache)
+
+    def __getattr__(self, name):
+        return getattr(self.plain, name)
+
+
+class TimedRank(s.Lockstep):
+    def __init__(self, model):
+        self.model = model
+
+    def now(self):
+        return self.model.now
+
+
+class TimedHandle(s.RequestHandle):
+    """Notes when its tokens came."""
+
+    def __init__(self, model, request):
+        super().__init__(request, model.now)
+        self.model = model
+        self.token_times = []
+
+    def put(self, event):
+        assert not isinstance(event, Exception), event
+        if isinstance(event, s.TokenEvent):
+            self.token_times.append(self.model.now)
+
+    @property
+    def first_token(self):
+        return self.token_times[0] - self.submitted_at
+
+    @property
+    def longest_pause(self):
+        return max(np.diff(self.token_times))
+
+
+class Desk:
+    def __init__(self, costs):
+        self.model = TimedModel(costs)
+        self.scheduler = s.Scheduler(
+            Loaded(self.model, lockstep=TimedRank(self.model)),
+            s.Config(speculation="off"),
+            metrics=s.CacheMetrics(),
+        )
+        self.rng = np.random.default_rng(1)
+
+    def submit(self, n_prompt, max_tokens):
+        ids = self.rng.integers(10, VOCAB, n_prompt).astype(np.int32)
+        request = s.EngineRequest(
+            key=s.TokenKey(b"r", ids, s.block_hashes(ids, 16, root=b"r")),
+            checkpoint_positions=(),
+            max_tokens=max_tokens,
+            sampling=GREEDY,
+        )
+        handle = TimedHandle(self.model, request)
+        self.scheduler.waiting.append(handle)
+        return handle
+
+    def step(self, n=1):
+        for _ in range(n):
+            self.scheduler.step()
+
+    def finish(self):
+        while self.scheduler.is_busy:
+            self.step()
+
+
+@pytest.mark.parametrize("speed", COSTS)
+@pytest.mark.parametrize("lengths", [[100] * 8, [100] * 4, [90, 100, 110, 120, 80, 70]])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_short_prompts_that_come_together_start_together(speed, lengths, has_stream):
+    costs = COSTS[speed]
+    desk = Desk(costs)
+    first, *others = lengths
+    handles = [desk.submit(first, 60)]
+    desk.step(5 if has_stream else 1)  # the first one is alone for a moment
+    began = desk.model.now
+    handles += [desk.submit(length, 60) for length in others]
+
+    desk.finish()
+
+    reading = sum(map(costs.reading, others))
+    last_first = max(handle.token_times[0] for handle in handles) - began
+    assert last_first <= 1.3 * reading + costs.step
+    assert handles[0].longest_pause <= 1.5
+
+
+@pytest.mark.parametrize("speed", COSTS)
+def test_a_stream_beside_prompts_of_unlike_lengths_pauses_for_a_second_and_a_half(
+    speed,
+):
+    desk = Desk(COSTS[speed])
+    stream = desk.submit(40, 200)
+    desk.step(3)
+    for length in (30, 200, 60, 256, 110, 20, 75, 170):
+        desk.submit(length, 20)
+
+    desk.finish()
+
+    assert stream.longest_pause <= 1.5
+
+
+def test_a_long_prompt_beside_a_stream_leaves_it_two_thirds_of_the_time():
+    costs = COSTS["slow"]
+    desk = Desk(costs)
+    stream = desk.submit(100, 400)
+    desk.step(3)
+    long = desk.submit(3000, 5)
+
+    desk.finish()
+
+    assert long.first_token > 2.5 * costs.reading(3000)
+    assert stream.longest_pause <= 1.5
+
+
+def test_short_prompts_beside_a_long_one_do_not_wait_for_its_end():
+    costs = COSTS["slow"]
+    desk = Desk(costs)
+    long = desk.submit(6000, 5)
+    desk.step(3)
+    shorts = [desk.submit(100, 20) for _ in range(8)]
+
+    desk.finish()
+
+    last_first = max(handle.first_token for handle in shorts)
+    assert last_first < 3 * 8 * costs.reading(100) < long.first_token
