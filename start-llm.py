@@ -19035,13 +19035,15 @@ def escape_json(text: str) -> str:
 #               ARGUMENTS) and the form of a call that is forced (CALL FORMS) are made of
 #               it. What damage a call in JSON survives is told in CALL ARGUMENTS.
 #               FOREIGN_FORMATS, whose calls are read as a whole (WHOLE CALLS).
-#  2 Patterns   what ends a value between tags, for every syntax that has tags
+#  2 Patterns   what ends a value between tags, and what may be in one
 #  3 Formats    which of them a chat template has told the model to write
 #
 # Real models write calls that are nearly right (L-82), and files that contain the tags
-# of calls. So a closing tag counts only where the syntax's next tag follows it, the tag
-# of a key is text inside a line (Qwen's) or in quotes, and tags that were left out, or
-# come twice, cost nothing where it is certain what is meant.
+# of calls. So a closing tag counts only where the syntax goes on after it; any other tag
+# in a value is text in quotes, after a blank, inside a line of a value that has lines of
+# its own (Qwen's), or as an element of XML that is closed in the value, and else makes
+# the call unreadable. Tags that were left out, or come twice, cost nothing where it is
+# certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
 # and its tag to CALL_START; an end tag after JSON also to _END_TAG, _LEFT_OPEN and
@@ -19335,16 +19337,16 @@ def key_pattern(tags: ArgumentTags) -> Any:
 
 
 # What ends a value, which is `closed`, or was never closed: then the call ends, or a key
-# of the tool follows. A closing tag alone does not end it: the
-# syntax must go on after it. END is the end tag of the call; in other tokens than its
-# own it counts where the reply ends.
+# of the tool follows. A closing tag alone does not end it: the syntax must go on after
+# it. END is the end tag of the call, if it may come as text; OUTER is its letters, which
+# end a call that ends with the reply.
 _VALUE_END: Final = r"""(?x:
     (?P<closed> BREAK CLOSE (?: \s* CLOSE )? )
     (?= \s* (?: KEY_START
               | (?: INNER \s* ){0,2} (?: END (?= [^"'`] ) | (?: OUTER \s* )? \0 )
               | INNER \s* NEXT_CALL
               | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no END before prose
-  | (?P<broken> CLOSE [ \t\r\n]{400} )                  # a model caught in blanks
+  | (?P<broken> CLOSE [ \t\r\n]{401} )                  # a model caught in blanks
   | BREAK
     (?= (?: INNER \s* )? (?: OUTER \s* )? \0
       | </ [\w:]{0,20} \0                                # cut in its closing tag
@@ -19396,16 +19398,17 @@ def inner_tag_pattern(
 ) -> Any:
     """A tag of the syntax in a value, or of XML, whose elements may have its names.
 
-    Its groups `begins` and `ends` say that it stands at an edge: where a line begins;
-    of a value that is not `is_on_lines`, also where it ends, and next to another tag. `key`: it is
-    that of a key of the tool, or one that no value has.
+    Its groups `begins` and `ends` say that it stands at an edge: where a line begins; in
+    a value that is not `is_on_lines`, also where one ends, and next to another tag.
+    `key`: it is that of a key of the tool, or one that no value has.
     """
     line_start = "^" if is_on_lines else "(?:^|(?<=>))"
-    line_end = NO_PATTERN if is_on_lines else "(?:$|(?=<))"
+    line_end = "$" if is_on_lines else "(?:$|(?=<))"
     return regex.compile(rf"""(?xm:
         (?P<begins> {line_start} [ \t]*+ )?
         (?P<tag> (?P<key> {_key_of(tags, keys)} | {tags.stray_tag} )
-          | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] ) [^<>/]{{0,200}} > )
+          | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] )
+            (?! [^<>]{{0,200}} /> ) [^<>\n]{{0,200}} >?+ )
         (?P<ends> [ \t]*+ {line_end} )?
     )""")
 
@@ -19548,9 +19551,13 @@ def tool_call_prefixes(
 # Two readers with one interface: `read` again and again, until `is_done`. Each reads on
 # to the end of the call, and withholds the last bracket as `closing`.
 #
-#  1 JsonArguments     JSON, mended: models write comments, commas or brackets too many
-#                      or too few, quotes and line breaks in strings, Python's words
+#  1 JsonArguments     JSON, mended: models write comments, a comma too many or too few,
+#                      quotes and line breaks in strings, Python's words, and forget the
+#                      last brackets
 #  2 TaggedArguments   values between tags
+#
+# Where two readings are tried one after another, the first has no match at all: a match
+# that is partial waits for more text. So any chunking gives the same.
 #
 # The law: a call never runs with fewer arguments than were written, and no value has
 # more text than its own (L-133). Nothing is emitted twice or taken back, and clients
@@ -19628,11 +19635,11 @@ _NEXT: Final = {
 #     anything else                      print("hello")   is inside: f("a", "b")
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
-        " (?: (?P<broken> {_GAP} : | [ \t\r\n]{{400}} )  # a model caught in blanks
+        " (?: (?P<broken> {_GAP} : | [ \t\r\n]{{401}} )  # a model caught in blanks
             | (?= {_GAP} (?: [}}\]] | {_END_TAG} | {_LEFT_OPEN} | {after} ) ) )
     )""")
     for bracket, after in {
-        "}": rf"[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [:}}\]]",
+        "}": rf"[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [^\s),.]",
         "]": '[,;"]',
     }.items()
 }
@@ -19836,6 +19843,13 @@ class JsonArguments:
             may_lack = False  # {"name": "read", "arguments": {"path": "a.md"} Done.
         has_bracket = self._place == "call" or (end is not None and end["brackets"])
         self.is_broken = end is None or not (has_bracket or may_lack)
+
+
+def _is_quoted(tag: Any, text: str) -> bool:
+    """Whether a quote stands beside a tag in the text."""
+    before = text[tag.start("tag") - 1 : tag.start("tag")]
+    after = text[tag.end("tag") : tag.end("tag") + 1]
+    return before in set("\"'`") or after in set("\"'`")
 
 
 def _without_comments(text: str) -> str:
@@ -20098,19 +20112,24 @@ class TaggedValue:
             name = tag["name"]
             n_open = self._n_open.get(name, 0)
             is_element = tag["begins"] is not None and not (tag["key"] or tag["slash"])
-            before = text[tag.start("tag") - 1 : tag.start("tag")]
-            after = text[tag.end("tag") : tag.end("tag") + 1]
-            is_quoted = before in set("\"'`") or after in set("\"'`")
             if tag["slash"] and n_open:
                 self._n_open[name] = n_open - 1
-            elif is_quoted or (before == " " and not is_element):
+            elif _is_quoted(tag, text):
                 continue
             elif is_element:
                 self._n_open[name] = n_open + 1
             else:
-                is_at_edge = tag["begins"] is not None or tag["ends"] is not None
-                is_key = tag["key"] is not None and not self._is_on_lines
-                self._has_loose_tag |= is_at_edge or is_key
+                self._has_loose_tag |= self._is_loose(tag, text)
+
+    def _is_loose(self, tag: Any, text: str) -> bool:
+        """Whether a tag in the text shows that the value ended before it, perhaps."""
+        follows_blank = text[tag.start("tag") - 1 : tag.start("tag")] == " "
+        begins, ends = tag["begins"] is not None, tag["ends"] is not None
+        if self._is_on_lines and tag["key"]:
+            return begins or ends
+        if follows_blank:
+            return False
+        return begins or (not self._is_on_lines and (ends or tag["key"] is not None))
 
     def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""

@@ -649,8 +649,7 @@ def write_minimax(value: str) -> str:
     "value",
     [
         "a</parameter> b",
-        "a</parameter>\n</invoke> b",
-        "a </parameter></invoke>\nb",
+        "a '</parameter>\n</invoke>' b",
         "a</invoke> b",
         "a</minimax:tool_call>b",
     ],
