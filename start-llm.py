@@ -5392,7 +5392,12 @@ class Renderer:
         for one. Raises BadRequest with the template's own sentence if it refuses.
         """
         if self._reads_only_parts:
-            messages = [_as_parts(message) for message in messages]
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in messages
+            ]
         kwargs = {"add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
             return str(self._apply(messages, tools=list(tools) or None, **kwargs))
@@ -5427,14 +5432,6 @@ class Renderer:
         contents = [message["content"] for message in _canned_conversation(kinds)]
         in_order = re.compile(".*".join(contents), re.DOTALL)
         return in_order.search(self.try_render(kinds, tools=tools)) is not None
-
-
-def _as_parts(message: Message) -> Message:
-    """The message with a text part for content, if that is a text."""
-    content = message["content"]
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 # -- 2 probing -------------------------------------------------------------------------
@@ -5473,7 +5470,8 @@ def _canned_conversation(kinds: str) -> list[Message]:
         reply: Message = {"role": "assistant", "reasoning_content": _CANNED_THINKING}
         match kind:
             case "parts":
-                message = {"role": "user", "content": _canned_parts(words)}
+                parts = [{"type": "text", "text": w} for w in (_CANNED_FIRST, words)]
+                message = {"role": "user", "content": parts}
             case "reply":
                 message = {**reply, "content": words}
             case "empty":
@@ -5496,13 +5494,6 @@ def _canned_conversation(kinds: str) -> list[Message]:
                 message = {"role": role, "content": words}
         messages.append(message)
     return messages
-
-
-def _canned_parts(words: str) -> list[JsonObject]:
-    return [
-        {"type": "text", "text": _CANNED_FIRST},
-        {"type": "text", "text": words},
-    ]
 
 
 def _canned_call_id(n: int) -> str:
@@ -5550,21 +5541,20 @@ class TemplateTraits:
 def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     """All traits of a template. It renders about sixty canned conversations."""
     has_system = renderer.shows("system user")
+    question = renderer.try_render("user")
+    two_calls = renderer.try_render("user calls tool tool")
     part_separator = _probe_part_separator(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
-    start_ids = {
-        int(encoder.encode(text)[0])
-        for text in _probe_message_starts(renderer, thinking_kwargs)
-    }
+    start_texts, user_start = _probe_starts(renderer, thinking_kwargs)
+    start_ids = {int(encoder.encode(text)[0]) for text in start_texts}
     return TemplateTraits(
         has_system=has_system,
         has_late_system=renderer.shows(
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
-        has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
-        != renderer.try_render("user"),
+        has_tools=question != renderer.try_render("user", tools=[_CANNED_TOOL]),
         has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
@@ -5575,9 +5565,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
-        has_parallel_calls=_has_words(
-            renderer.try_render("user calls tool tool"), _CANNED_FIRST, _canned_words(1)
-        ),
+        has_parallel_calls=_CANNED_FIRST in two_calls and _canned_words(1) in two_calls,
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
@@ -5588,7 +5576,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=np.array(sorted(start_ids), np.int32),
-        user_start=_probe_user_start(renderer),
+        user_start=user_start,
     )
 
 
@@ -5601,9 +5589,9 @@ def _probe_part_separator(renderer: Renderer) -> str:
 
 def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     """What it prints for an image between two texts."""
-    first, last = _canned_parts(_canned_words(0))
-    parts = [first, {"type": "image"}, last]
-    text = renderer.try_render([{"role": "user", "content": parts}])
+    [message] = _canned_conversation("parts")
+    message["content"].insert(1, {"type": "image"})
+    text = renderer.try_render([message])
     gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
     if gap is None:
         return ""
@@ -5677,10 +5665,6 @@ def _probe_lone_results(renderer: Renderer) -> bool:
         if result["content"] not in renderer.try_render([*messages, result]):
             return False
     return True
-
-
-def _has_words(text: str, *words: str) -> bool:
-    return all(word in text for word in words)
 
 
 def _probe_text_beside_calls(renderer: Renderer) -> bool:
@@ -5794,19 +5778,24 @@ def _probe_merged_thinking(renderer: Renderer) -> bool:
         alone = {**call, name: _CANNED_THINKING}
         with_text = {**alone, "content": _CANNED_FIRST}
         text = renderer.try_render([user, with_text])
-        has_both = _has_words(text, _CANNED_THINKING, _CANNED_FIRST)
+        has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
         if not has_both and _CANNED_THINKING in renderer.try_render([user, alone]):
             return True
     return False
 
 
-def _probe_message_starts(
+def _probe_starts(
     renderer: Renderer, thinking_kwargs: Mapping[bool, JsonObject]
-) -> list[str]:
-    """The texts with which messages of all kinds begin, and all generation prompts."""
+) -> tuple[list[str], re.Pattern[str]]:
+    """How messages of all kinds and generation prompts begin; what finds the user's.
+
+    It finds no results that stand in user messages.
+    """
+    user_start = _probe_message_start(renderer, "user reply", "user")
+    result_start = _probe_message_start(renderer, "user call", "tool")
     texts = [
-        _probe_message_start(renderer, "user reply", "user"),
-        _probe_message_start(renderer, "user call", "tool"),
+        user_start,
+        result_start,
         _probe_message_start(renderer, "user calls tool", "tool"),
         _probe_message_start(renderer, "user", "reply"),
         _probe_message_start(renderer, "user reply", "system"),
@@ -5814,19 +5803,14 @@ def _probe_message_starts(
     for kwargs in thinking_kwargs.values():
         texts.append(probe_generation_prompt(renderer, "user", kwargs))
         texts.append(probe_generation_prompt(renderer, "tool", kwargs))
-    return [text for text in texts if text]
-
-
-def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
-    """Finds the start of user messages, and not of results that stand in some."""
-    user_start = _probe_message_start(renderer, "user reply", "user")
-    result_start = _probe_message_start(renderer, "user call", "tool")
+    texts = [text for text in texts if text]
     if not user_start:
-        return token_pattern([])  # finds nothing
+        return texts, token_pattern([])  # finds nothing
+
     pattern = re.escape(user_start)
     if result_start.startswith(user_start) and result_start != user_start:
         pattern += f"(?!{re.escape(result_start.removeprefix(user_start))})"
-    return re.compile(pattern)
+    return texts, re.compile(pattern)
 
 
 def probe_generation_prompt(
