@@ -4039,7 +4039,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
+    command_starts: tuple[str, ...] = ()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4296,23 +4296,38 @@ class Canonicalizer:
             return self._make_reply(message)
 
         rules = [rule for rule in self.rules if role in rule.roles]
-        parts = [_read_part(text, rules) for text in _text_parts(message["content"])]
-        content, starts = self._join_parts([part.text for part in parts], role)
-        # Joined without its notes: a part that is a note leaves no line break behind.
-        canonical, _ = self._join_parts([part.canonical for part in parts], role)
-        fields: list[VolatileField] = []
+        telemetry = [rule for rule in rules if rule.kind == "telemetry"]
+        lasting = [rule for rule in rules if rule.kind != "telemetry"]
         dropped: list[str] = []
-        for part, start in zip(parts, starts, strict=True):
-            fields += _move_fields(part.fields, start)
-            dropped += part.dropped
+        texts: list[str] = []  # of the parts, which are all that a rule sees at a time
+        for sent_text in _text_parts(message["content"]):
+            text = sent_text
+            for rule in telemetry:
+                text, n_dropped = rule.pattern.subn("", text)
+                dropped += [rule.name] * n_dropped
+            texts.append(text)
+        fields_of_texts = [_find_fields(text, lasting) for text in texts]
+        content, starts = self._join_parts(texts, role)
+
+        # Joined without its notes: a part that is a note leaves no line break behind.
+        masked = map(mask_volatile, texts, fields_of_texts)
+        canonical, _ = self._join_parts(masked, role)
+        fields: list[VolatileField] = []
+        for found, start in zip(fields_of_texts, starts, strict=True):
+            fields += _move_fields(found, start)
         return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
         content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
-        if not thinking:
-            thinking, content = _cut_thinking(content, self._thinking_tags)
+        start_tag, end_tag = self._thinking_tags
+        if not thinking and start_tag and end_tag:
+            # Some clients send a reply back as it was streamed, thinking in the content.
+            inside, found_tag, answer = content.lstrip().partition(end_tag)
+            if found_tag and inside.startswith(start_tag):
+                thinking = inside.removeprefix(start_tag).strip("\n")
+                content = answer.lstrip("\n")
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
         original = {**message, "content": content}
@@ -4326,7 +4341,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
-            command_starts=frozenset(_command_starts(original)),
+            command_starts=tuple(sorted(_command_starts(original))),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4349,20 +4364,6 @@ class Canonicalizer:
             starts.append(len(text))
             text += part
         return text, starts
-
-
-def _cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
-    """The thinking at the start of a reply, and the content after it.
-
-    Some clients send a reply back as it was streamed, its thinking in the content.
-    """
-    start_tag, end_tag = tags
-    if start_tag and end_tag:
-        inside, found_tag, answer = content.lstrip().partition(end_tag)
-        if found_tag and inside.startswith(start_tag):
-            thinking = inside.removeprefix(start_tag).strip("\n")
-            return thinking, answer.lstrip("\n")
-    return "", content
 
 
 def _text_parts(content: str | list[JsonObject]) -> list[str]:
@@ -4394,28 +4395,6 @@ def _make_input(
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
     )
-
-
-class _Part(NamedTuple):
-    """A text part of a message, which is all that a rule sees at a time."""
-
-    text: str  # without telemetry
-    canonical: str
-    fields: list[VolatileField]  # in `text`
-    dropped: list[RuleName]  # the rule of each telemetry field
-
-
-def _read_part(text: str, rules: Iterable[Rule]) -> _Part:
-    dropped = []
-    lasting_rules = []
-    for rule in rules:
-        if rule.kind != "telemetry":
-            lasting_rules.append(rule)
-            continue
-        text, n_dropped = rule.pattern.subn("", text)
-        dropped += [rule.name] * n_dropped
-    fields = _find_fields(text, lasting_rules)
-    return _Part(text, mask_volatile(text, fields), fields, dropped)
 
 
 def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[VolatileField]:
@@ -6939,11 +6918,11 @@ def block_hashes(
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
 #  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
-#               after each reply under the key of that conversation. It has its new
-#               tokens alone, and points to the transcript that it continues. (A prompt
-#               needs none: rendered again, it gives the same tokens.) System messages
-#               and tools are recorded as they were first rendered, and the thinking of
-#               replies for THINKING RESTORE.
+#               after each reply under the key of that conversation. It has what is new
+#               in it alone, and points to the transcript that it continues, its parent.
+#               (A prompt needs none: rendered again, it gives the same tokens.) System
+#               messages and tools are recorded as they were first rendered, and the
+#               thinking of replies for THINKING RESTORE.
 #  4 Whose      Conversations of several people may have the same key. Which records may
 #               be used for whom is decided here.
 #  5 Store      Finds records by key, and drops those used least recently.
@@ -7310,6 +7289,8 @@ class GeneratedReply:
 class Transcript(LedgerRecord):
     """The tokens of a conversation up to a reply, after those of its parent.
 
+    Each field is about what comes after the parent; the methods tell it of all.
+
     The end token of the reply is not among them: templates print it before the next
     message. Before the end token of a cut reply they may print more (a line break),
     which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
@@ -7326,7 +7307,7 @@ class Transcript(LedgerRecord):
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
+    command_starts: tuple[str, ...]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
@@ -7442,17 +7423,6 @@ _SAVED_VALUE: Final[TypeAdapter[Any]] = TypeAdapter(
 _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 
-def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecord:
-    """A record as it was. Raises ValueError: it is none."""
-    record: LedgerRecord = _SAVED_VALUE.validate_json(saved.value)
-    record.id = saved.id
-    record.parent = parent
-    record.key = saved.key
-    record.session_id = saved.session_id
-    record.last_used = saved.last_used
-    return record
-
-
 # -- 4 whose is it? --------------------------------------------------------------------
 # Pure functions. All conversations that begin with the same words have the same keys:
 # Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
@@ -7476,10 +7446,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Where one of both sessions has a name, and the client does not send the last call, the
-# transcript may state no note but those of the request either: they are for somebody
-# else (L-216). Thinking is alike for all four: the client may drop it, but not change
-# it; so is the "cd" before the commands of calls.
+# For all four: thinking, and the "cd" before a command, may be dropped by the client,
+# but not be changed. And if one of both sessions has a name, the request must have all
+# notes that were stated, unless it has the last call: they are for somebody else
+# (L-216). Of two anonymous ones nobody knows: a client drops notes as they grow old.
 #
 # Of other records the key says for whom they are:
 #
@@ -7529,7 +7499,7 @@ def _has_same_replies(
             return False
     for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
         reply = messages[part.n_messages - 1]
-        if not reply.command_starts <= part.command_starts:
+        if not set(reply.command_starts).issubset(part.command_starts):
             return False
     return True
 
@@ -7632,8 +7602,14 @@ class Ledger:
             if row.parent_id and parent is None:
                 continue
             with suppress(ValueError):
-                records[row.id] = _read_record(row, parent)
-                records[row.id].saved_in = self._saved.file_number
+                record: LedgerRecord = _SAVED_VALUE.validate_json(row.value)
+                record.id = row.id
+                record.parent = parent
+                record.key = row.key
+                record.session_id = row.session_id
+                record.last_used = row.last_used
+                record.saved_in = self._saved.file_number
+                records[row.id] = record
 
         with self._ledger_lock:
             for record in sorted(records.values(), key=lambda r: r.last_used):
@@ -8161,7 +8137,10 @@ class PromptPlanner:
         refusals: list[str] = []
         n_tries = 0
         for transcript in self.ledger.candidates(conversation):
-            if not self._may_show_thinking(transcript, messages):
+            new_roles = {message.role for message in messages[transcript.n_messages :]}
+            # With PRESERVE_THINKING=false it goes with the next message of the user.
+            drops_thinking = not self.config.preserve_thinking and "user" in new_roles
+            if drops_thinking and any(transcript.thinking()):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
             try:
@@ -8182,18 +8161,6 @@ class PromptPlanner:
         # Counts plans without the longest transcript, as configured or for a fault.
         self.metrics.bump("ledger_seam_fallback")
         return replace(plan, refusal=refusals[0])
-
-    def _may_show_thinking(
-        self, transcript: Transcript, messages: Sequence[CanonicalMessage]
-    ) -> bool:
-        """Whether the prompt may have the thinking of this transcript, if it has any.
-
-        With PRESERVE_THINKING=false thinking goes with the next message of the user.
-        """
-        if self.config.preserve_thinking or not any(transcript.thinking()):
-            return True
-        new_messages = messages[transcript.n_messages :]
-        return all(message.role != "user" for message in new_messages)
 
     def _replay(
         self,
