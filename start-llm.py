@@ -220,7 +220,6 @@ from typing import (
     TextIO,
     TypedDict,
     cast,
-    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -3456,7 +3455,7 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # Unicode keeps for the inside of programs.
 #
 # Public   SentImage, extract_images
-# Uses     CONFIG, ERRORS, API TYPES
+# Uses     ERRORS, CONFIG, LOGGING, API TYPES
 # Thread   connection
 
 
@@ -3481,7 +3480,7 @@ def extract_images(
         field = part["request_field"]
         if has_vision:
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
-            data = _read_image(str(url), config, field=field)
+            data = _read_image(str(url), config, field=field, held=images.values())
             digest = sha256(salt + data).hexdigest()
             images.setdefault(digest, SentImage(data, field))
             return {"type": "text", "text": f"\ufdd1{digest}\ufdd2"}
@@ -3505,8 +3504,14 @@ def extract_images(
     return replace(request, messages=OriginalMessages(tuple(messages))), images
 
 
-def _read_image(url: str, config: Config, *, field: str) -> bytes:
-    """The file that a URL contains or names. Raises BadRequest."""
+def _read_image(
+    url: str, config: Config, *, field: str, held: Iterable[SentImage]
+) -> bytes:
+    """The file that a URL contains or names. Raises BadRequest.
+
+    `held`: the images before it, which are held until all are read. Files from
+    elsewhere are no part of the body, so its limit is none for them.
+    """
     head, comma, encoded = url.partition(",")
     if comma and head.startswith("data:"):
         with suppress(ValueError):
@@ -3517,7 +3522,12 @@ def _read_image(url: str, config: Config, *, field: str) -> bytes:
         raise BadRequest("should be a data: URL in base64", field=field)
     if not url.startswith(("http:", "https:")):
         raise BadRequest("should be a data: URL in base64, or http(s)", field=field)
-    return _fetch_image(url, field=field)
+    data = _fetch_image(url, field=field)
+    if len(data) + sum(len(image.data) for image in held) > config.max_body_bytes:
+        limit = f"{config.max_body_bytes:,} bytes (MAX_BODY_BYTES)"
+        sentence = f"takes, with the images before it, more than {limit}"
+        raise BadRequest(sentence, field=field)
+    return data
 
 
 def _fetch_image(url: str, *, field: str) -> bytes:
@@ -3534,11 +3544,14 @@ def _fetch_image(url: str, *, field: str) -> bytes:
         capture_output=True,
         check=False,
     )
-    if process.returncode != 0:
-        complaint = process.stderr.decode()[:200].strip()
-        sentence = f"cannot be fetched: {complaint}"
-        raise BadRequest(sentence, field=field, quote=complaint)
-    return process.stdout
+    if process.returncode == 0:
+        return process.stdout
+    complaint = process.stderr.decode(errors="replace").strip()
+    if process.returncode != 1 or complaint.startswith("Traceback"):
+        logger.error("%s has failed: %s", script, complaint)
+        complaint = "what fetches images here has failed"
+    sentence = f"cannot be fetched: {complaint[:200]}"
+    raise BadRequest(sentence, field=field, quote=complaint[:200])
 
 
 # -- pixels ----------------------------------------------------------------------------
@@ -3739,7 +3752,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4039,6 +4052,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4151,7 +4165,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4166,6 +4183,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4190,6 +4225,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4197,18 +4233,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4297,6 +4339,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4634,7 +4677,7 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
 # Of the table and the values. A file of another one is begun anew.
-_RECORD_FORMAT: Final = 2
+_RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -7011,26 +7054,53 @@ class PrivateValue(NamedTuple):
     value: str
 
 
+# A place is no key of an object of JSON: they are saved as a list of items.
+type _PinnedTexts = Annotated[
+    Mapping[FieldPlace, set[str]],
+    PlainValidator(
+        lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+    ),
+    PlainSerializer(lambda pinned: list(pinned.items())),
+]
+
+
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    # A place is no key of an object of JSON: it is saved as a list of items.
-    pinned: Annotated[
-        Mapping[FieldPlace, set[str]],
-        PlainValidator(
-            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
-        ),
-        PlainSerializer(lambda pinned: list(pinned.items())),
-    ] = {}
-    notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
+    pinned: _PinnedTexts
+    notes: tuple[str, ...]  # in the order in which they were stated
+    private: frozenset[PrivateValue]  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
+    def since(self, earlier: StatedValues) -> StatedChanges:
+        """What the messages after `earlier` have changed."""
+        withdrawn = frozenset(earlier.notes).difference(self.notes)
+        n_kept = sum(text not in withdrawn for text in earlier.notes)
+        return StatedChanges(
+            pinned={
+                place: texts
+                for place, texts in self.pinned.items()
+                if earlier.pinned.get(place) != texts
+            },
+            withdrawn=withdrawn,
+            new_notes=self.notes[n_kept:],
+            private=self.private - earlier.private,
+        )
 
-NOTHING_STATED: Final = StatedValues()
+
+class StatedChanges(NamedTuple):
+    """How a part of a prompt changes what the prompt states."""
+
+    pinned: _PinnedTexts  # in the place of older ones
+    withdrawn: frozenset[str]  # notes that were stated, and count no more
+    new_notes: tuple[str, ...]
+    private: frozenset[PrivateValue]
+
+
+NOTHING_STATED: Final = StatedValues({}, (), frozenset())
 
 
 class Restated(NamedTuple):
@@ -7083,9 +7153,15 @@ def restate_messages(
         # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
-    pinned = _merge_pinned(messages, stated)
-    private = stated.private | _private_values(messages)
-    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
+    newest_pinned: dict[FieldPlace, set[str]] = {}
+    for place, pinned in _pinned_fields(messages):
+        newest_pinned.setdefault(place, set()).add(pinned.value)
+    now_stated = StatedValues(
+        pinned={**stated.pinned, **newest_pinned},
+        notes=(*old_notes, *new_notes),
+        private=stated.private | _private_values(messages),
+    )
+    return Restated(copies, now_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7154,17 +7230,6 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     return "\n".join(dict.fromkeys(lines))
 
 
-def _merge_pinned(
-    messages: Sequence[CanonicalMessage], stated: StatedValues
-) -> Mapping[FieldPlace, set[str]]:
-    """The pinned values once these are stated; if none is new, the object is shared."""
-    updates: dict[FieldPlace, set[str]] = {}
-    for place, pinned in _pinned_fields(messages):
-        updates.setdefault(place, set()).add(pinned.value)
-    merged = {**stated.pinned, **updates}
-    return stated.pinned if merged == stated.pinned else merged
-
-
 def _note_texts(messages: Iterable[CanonicalMessage]) -> list[str]:
     return [note.text for message in messages for note in message.notes]
 
@@ -7187,7 +7252,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7206,6 +7271,9 @@ class LedgerRecord:
     """
 
     parent: LedgerRecord | None = None
+    part_of: LedgerRecord | None = (
+        None  # of what Transcript.cut_to() has cut: the whole
+    )
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
@@ -7263,7 +7331,8 @@ class GeneratedReply:
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
-    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
+    # Of the prompt; of a transcript those that its parents do not have.
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7279,36 +7348,19 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    stated: StatedValues
+    changes: StatedChanges  # of what the prompt of its parent states
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    # The record that cut_to() has cut.
-    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
         """As in a Conversation."""
         return self.session_id if self.is_named else ""
-
-    @cached_property
-    def nbytes(self) -> int:
-        n_stated = len(self.stated.private)
-        if self.stated.pinned is not _stated_by(self.parent).pinned:
-            n_stated += len(self.stated.pinned)  # else the parent counts them
-        # The size of new notes is not counted, but taken to be 4 bytes a new token.
-        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
-        n_small += 4 * len(self.prompt_ids)
-        reply = self.reply
-        shown = (reply.shown_text, reply.shown_ends)
-        return (
-            _RECORD_BYTES
-            + n_small
-            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
-        )
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
@@ -7327,6 +7379,24 @@ class Transcript(LedgerRecord):
         """Of all its messages, see new_thinking."""
         parts = [transcript.new_thinking for transcript in self.transcripts()]
         return list(chain.from_iterable(parts))
+
+    def block_hashes(self) -> list[bytes]:
+        """Of its prompt, as far as they are known: see TOKEN HASHES."""
+        parts = [transcript.reply.block_hashes for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
+
+    def stated(self) -> StatedValues:
+        """What its prompt states. why(L-215): that of its parents is theirs."""
+        pinned: dict[FieldPlace, set[str]] = {}
+        notes: list[str] = []
+        private: set[PrivateValue] = set()
+        for transcript in self.transcripts():
+            changes = transcript.changes
+            pinned.update(changes.pinned)
+            notes = [text for text in notes if text not in changes.withdrawn]
+            notes += changes.new_notes
+            private |= changes.private
+        return StatedValues(pinned, tuple(notes), frozenset(private))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7359,17 +7429,13 @@ class Transcript(LedgerRecord):
         return (
             self.session_id == other.session_id
             and self.is_named == other.is_named
-            and self.stated == other.stated
+            and self.stated() == other.stated()
             and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
             and np.array_equal(self.token_ids(), other.token_ids())
         )
-
-
-def _stated_by(record: LedgerRecord | None) -> StatedValues:
-    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7413,8 +7479,6 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
     record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
-    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
-        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7441,7 +7505,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7456,26 +7523,44 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
     # stated more: clients drop notes as they grow old.
     call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(transcript.stated.notes):
+    if not set(notes).issubset(stated.notes):
+        return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
-    unsent = transcript.stated.private - _private_values(messages)
+    unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(transcript.stated.private)
+    has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7504,24 +7589,15 @@ class Mismatch(NamedTuple):
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
     """How badly this one fits."""
+    stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not transcript.stated.has_pinned(place, pinned.value):
+        if not stated.has_pinned(place, pinned.value):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
-    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    n_unsent = len(set(stated.notes).difference(sent_notes))
     is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
-
-
-def _conversation_tools_key(
-    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
-) -> bytes:
-    """The key under which a conversation has its tools; b"" before its first call."""
-    for message, context in zip(messages, contexts[1:], strict=True):
-        if "tool_calls" in message.original:
-            return _digest("tools", context.all_messages)
-    return b""
 
 
 def _thinking_keys(
@@ -7639,7 +7715,11 @@ class Ledger:
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, contexts)
+        conversation_key = b""  # of the first call, where it has one
+        for message, context in zip(messages, contexts[1:], strict=True):
+            if "tool_calls" in message.original:
+                conversation_key = _digest("tools", context.all_messages)
+                break
         if not tools:
             with self._ledger_lock:
                 start = self._find_start(conversation_key, RenderedTools)
@@ -7719,21 +7799,29 @@ class Ledger:
         If the client has left it, what it sends back may be shorter: it lies under the
         key of its prompt.
         """
-        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        last_call_id = ""
+        stated_before = NOTHING_STATED
+        n_hashes = 0
+        if plan.transcript:
+            last_call_id = plan.transcript.last_call_id
+            stated_before = plan.transcript.stated()
+            n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
             parent=plan.transcript,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
-            reply=generated,
+            reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            stated=plan.stated,
+            changes=plan.stated.since(stated_before),
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
@@ -7776,7 +7864,7 @@ class Ledger:
         with self._ledger_lock:
             for n in range(newest_index, n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated.private - private
+                    unsent = transcript.stated().private - private
                     if unsent and not may_replay(transcript, conversation):
                         return min(unsent).place.rule
         return ""
@@ -8146,7 +8234,7 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated)
+        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -8251,8 +8339,8 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
 # there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
 # have 4 here and values 3; there it is the other way round, which harms more. What
-# stays as it is computed: windows, states, and heads whose size is no multiple of the
-# group.
+# stays as it is computed: windows, states, heads whose size is no multiple of the
+# group, and all of a layer that keeps a list of caches.
 #
 # A layer reads KV in one of two ways:
 #
@@ -8264,7 +8352,6 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # They differ in their last bits where calls of one token and of many differ anyway: on
 # a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
-# Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG, LOGGING
 # Thread   model; mlx
 
@@ -8301,10 +8388,7 @@ class KVPacking:
         return f"{bits}, turboquant" if self.is_rotated else bits
 
     def can_pack(self, *arrays: mx.array) -> bool:
-        """Whether all of these `(..., head_dim)` are made of whole groups.
-
-        MiniMax-M3's index has values of no numbers at all: it stays plain.
-        """
+        """Whether all of these `(..., head_dim)` are made of whole groups."""
         sizes = [array.shape[-1] for array in arrays]
         return all(size and size % self.group_size == 0 for size in sizes)
 
@@ -8395,46 +8479,23 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     filled_caches = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
     model(two_tokens, cache=filled_caches)
-    dtypes = [_packed_dtype(layer, packing) for layer in filled_caches]
+    dtypes: dict[int, mx.Dtype] = {}  # of layers that pack their KV, by number
+    for number, filled in enumerate(filled_caches):
+        if type(filled) is KVCache and packing.can_pack(filled.keys, filled.values):
+            dtypes[number] = filled.keys.dtype
 
     def make_packed(*, read_packed: bool) -> list[Any]:
-        layers = zip(make_plain(), dtypes, strict=True)
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        return [pack(*layer) for layer in layers]
+        layers = make_plain()
+        for number, dtype in dtypes.items():
+            layers[number] = PackedKVCache(packing, dtype, can_read_packed=read_packed)
+        return layers
 
     # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
     # a call of one token a row.
     attention.quantized_scaled_dot_product_attention = _attend_packed
-    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes)
+    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes.values())
     read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
-
-
-# The dtype of the KV that a layer packs; None: the layer stays plain. Of a CacheList, a
-# list of these, one for each part.
-type _PackedDtype = mx.Dtype | list[_PackedDtype] | None
-
-
-def _packed_dtype(filled_layer: Any, packing: KVPacking) -> _PackedDtype:
-    if hasattr(filled_layer, "caches"):
-        return [_packed_dtype(part, packing) for part in filled_layer.caches]
-    if type(filled_layer) is not KVCache:
-        return None
-    keys, values = filled_layer.keys, filled_layer.values
-    return keys.dtype if packing.can_pack(keys, values) else None
-
-
-def _pack_layer(
-    layer: Any, dtype: _PackedDtype, *, packing: KVPacking, read_packed: bool
-) -> Any:
-    """The layer's own cache, or what packs in its place."""
-    if dtype is None:
-        return layer
-    if isinstance(dtype, list):
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        layer.caches = tuple(map(pack, layer.caches, dtype))
-        return layer
-    return PackedKVCache(packing, dtype, can_read_packed=read_packed)
 
 
 def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
@@ -8466,17 +8527,13 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
     return can_read
 
 
-def _is_better_packed(dtype: _PackedDtype, packing: KVPacking) -> bool:
+def _is_better_packed(dtype: mx.Dtype, packing: KVPacking) -> bool:
     """Whether a call of one token should read KV packed, if its layer can.
 
     On the CPU: only float32 without rotation. MLX has no vector code for other types;
     and rotated sums have another order, so warm KV would differ from cold in the last
     bits.
     """
-    if isinstance(dtype, list):
-        return any(_is_better_packed(part, packing) for part in dtype)
-    if dtype is None:
-        return False
     if mx.default_device() == mx.gpu:
         return True
     return bool(dtype == mx.float32 and not packing.is_rotated)
@@ -8510,7 +8567,7 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
         sharing = packing.rotate(sharing)
     multiply = partial(mx.quantized_matmul, group_size=group_size)
     scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
-    if mask is not None:  # it may be another one for each head (MiniMax-M3)
+    if mask is not None:
         head_scores = scores.reshape(n_rows, n_heads, 1, -1)
         head_scores = mx.where(mask, head_scores, mx.finfo(scores.dtype).min)
         scores = head_scores.reshape(scores.shape)
@@ -8542,28 +8599,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         self._dtype = dtype
         self._can_read_packed = can_read_packed
         self._is_read_packed = False  # in the call of the model that runs now
-        self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
-        # DeepSeek-V3.2's index has keys only. It hands them in twice, and then sets
-        # `values` to zeros of their shape.
-        is_index = values is keys
-        if is_index:
-            self._value_bits = self.packing.key_bits
-
         words, groups = self.caches
         key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
-        value_words, value_groups = self.packing.pack(values, self._value_bits)
+        value_words, value_groups = self.packing.pack(values, self.packing.value_bits)
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-
-        # why(L-172): a step computes what its logits need. Layers read one offset of
-        # the two, and of an index that need not choose yet they ask for `keys` alone.
+        # why(L-172): a step computes what its logits need, and layers read one offset.
         groups.offset = words.offset
-        if is_index:
-            words.keys = mx.depends(words.keys, (groups.keys, groups.values))
-
         self._is_read_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
@@ -8584,7 +8629,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         unpack = partial(self.packing.unpack, dtype=dtype)
         return (
             unpack(key_words, key_groups, bits=self.packing.key_bits),
-            unpack(value_words, value_groups, bits=self._value_bits),
+            unpack(value_words, value_groups, bits=self.packing.value_bits),
         )
 
     @property
@@ -8608,24 +8653,6 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         """How many tokens each row has, as upstream's caches say it."""
         return self.caches[0].offset
 
-    @property
-    def keys(self) -> Any:
-        """The words. Layers with an index make them depend on what it keeps."""
-        return self.caches[0].keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.caches[0].keys = keys
-
-    @property
-    def values(self) -> Any:
-        """The words. DeepSeek-V3.2 alone sets them, of its index."""
-        return self.caches[0].values
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.caches[0].values = values
-
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         """What each new token sees, as upstream's caches say it."""
         return self.caches[0].make_mask(*args, **kwargs)
@@ -8647,32 +8674,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
 
 # region UPSTREAM ==============================================================
-# What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
-# attributes of their cache objects, the ways their models are called. Each has a
-# function or class here with a plain name, and no other section uses the name itself,
-# with three exceptions: PACKED KV has caches that are made of mlx-lm's, and replaces
-# mlx-lm's attention for caches that have `bits`; KV STATE uses attributes of caches (1
-# below); and VISION MODEL calls `language_model` (4) with inputs of its own.
+# What several sections lean on in mlx-lm and mlx-vlm although it is not documented:
+# private names, cache objects, the ways models are called. All private names of both
+# are here, each in a function with a plain name.
 #
 # A release may change any of it without a word. So the versions are pinned
-# (requirements.txt), and a comment in front of each function names the test that fails
-# then. Where one fails, upstream is read again before the pin moves.
+# (requirements.txt), and a comment names the test that fails then, here and wherever
+# else it stands ("Pinned by"). Where one fails, upstream is read again before the pin
+# moves.
 #
-#  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Calls       rows of unlike lengths, read in one call
-#  3 Tokenizer   the tags of a reply
-#  4 Vision      models of mlx-vlm
-#  5 Ranks       a model that is divided among several machines
-#  6 CUDA        what is slow there
-#
-# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
-#          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
-#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
-#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
-#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
-#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
-# Uses     TOKEN HASHES
+# Uses     -
 # Thread   model; the tokenizer's: any; mlx
 
 
@@ -8967,25 +8978,6 @@ def feed_padded(
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
-#
-# mlx-lm's TokenizerWrapper has the tags of a reply as read-only properties,
-# `think_start`, `think_start_tokens`, and so on: None where a model has no such tag.
-
-ReplyTag = Literal["think_start", "think_end", "tool_call_start", "tool_call_end"]
-REPLY_TAGS: Final[tuple[ReplyTag, ...]] = get_args(ReplyTag)
-
-
-# Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
-def set_reply_tag(
-    tokenizer: Any,
-    tag: ReplyTag,
-    text: str,
-) -> None:
-    """Teach mlx-lm's tokenizer a tag that it does not know of the model."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    private_name = f"_{tag}"
-    setattr(tokenizer, private_name, text)
-    setattr(tokenizer, f"{private_name}_tokens", tuple(token_ids))
 
 
 # Pinned by test_upstream.py::test_a_tokenizer_is_told_to_keep_no_words
@@ -8997,17 +8989,6 @@ def keep_no_words(tokenizer: Any) -> None:
     model = tokenizer.backend_tokenizer.model
     if hasattr(model, "_resize_cache"):  # WordPiece and WordLevel have none
         model._resize_cache(0)
-
-
-# Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
-def read_tool_parser_source(tokenizer: Any) -> str:
-    """The source text of mlx-lm's parser of this model's tool calls; "" if it has none.
-
-    Special tokens that occur in it are a part of the grammar of calls.
-    """
-    if tokenizer.tool_parser is None:
-        return ""
-    return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
 
 
 # Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
@@ -9022,14 +9003,6 @@ def read_byte_letters() -> Mapping[str, int]:
 # A model of mlx-vlm has a `language_model`, which is called as mlx-lm's models are, and
 # `get_input_embeddings`, which runs its vision tower. Nothing here is documented.
 # mlx_vlm is imported inside functions: a server of a text model starts without it.
-
-# What the layers take beside tokens, by the names of their arguments.
-type LayerInputs = dict[str, mx.array]
-_LAYER_INPUTS: Final = frozenset(
-    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
-)
-# What VISION MODEL makes for each call itself, or no layer reads.
-_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 # Pinned by test_model_kind.py
@@ -9123,50 +9096,6 @@ def _overlapping_pool_class() -> type:
     return OverlappingPool
 
 
-# Pinned by test_vision_families.py, whose tokenizers add a token in front
-def load_image_processor(path: Path, *, trust_remote_code: bool) -> Any:
-    """What makes tokens and pixels of text and images. It adds no tokens by itself."""
-    from mlx_vlm import utils
-
-    processor = utils.load_processor(
-        path, add_detokenizer=False, trust_remote_code=trust_remote_code
-    )
-    # Or each image would begin with the <bos> of a prompt.
-    processor.tokenizer.backend_tokenizer.post_processor = None
-    return processor
-
-
-# Pinned by test_vision_families.py
-def image_token_id(model: Any) -> int:
-    """The token that stands for each part of an image. Raises ValueError."""
-    for name in ("image_token_id", "image_token_index"):
-        token_id = getattr(model.config, name, None)
-        if token_id is not None:
-            return int(token_id)
-    raise ValueError("its config.json names no token for images")
-
-
-# (token ids `(1, n)`, image_grid_thw=rows and columns)
-# -> (positions `(3, 1, n)`, the shift of what follows `(1, 1)`)
-type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
-
-
-# Pinned by test_vision.py::test_a_planted_fault_is_noticed
-def find_rope_index(model: Any) -> RopeIndex | None:
-    """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    if not hasattr(model.language_model, "get_rope_index"):
-        return None
-    tokens = mx.array([[0, 0]])
-    positions = mx.zeros((3, *tokens.shape), mx.int32)
-    cache = make_prompt_cache(model.language_model)
-    try:
-        model.language_model(tokens, cache=cache, position_ids=positions)
-    except ValueError:  # MiniMax-M3 has the function, and takes no rows
-        return None
-    rope_index: RopeIndex = model.language_model.get_rope_index
-    return rope_index
-
-
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other
 def see_images_both_ways(model: Any) -> bool:
     """Let the tokens of an image see those after them, too, where a model wants that.
@@ -9197,63 +9126,7 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     return mask | is_pair[:, None]
 
 
-# Pinned by test_vision_families.py
-def embed_text(model: Any, token_ids: mx.array) -> LayerInputs:
-    """What the layers take of text `(1, n)`."""
-    return _present_inputs(model.get_input_embeddings(token_ids))
-
-
-# Pinned by test_vision_families.py
-def embed_image(
-    model: Any,
-    token_ids: mx.array,
-    pixels: dict[str, mx.array],
-) -> LayerInputs:
-    """What the layers take of an image: the vision tower runs. Not evaluated.
-
-    `token_ids`: `(1, n)`, the image's own; `pixels`: what the processor made beside
-    them. Raises NotImplementedError if layers want what is not fed here.
-    """
-    mask = mx.ones_like(token_ids)
-    features = model.get_input_embeddings(token_ids, mask=mask, **pixels)
-    inputs = _present_inputs(features)
-    unknown = inputs.keys() - _LAYER_INPUTS - _IGNORED_INPUTS
-    if unknown:
-        raise NotImplementedError(
-            f"its layers want {unknown}, which nothing here feeds"
-        )
-    return {name: inputs[name] for name in inputs if name in _LAYER_INPUTS}
-
-
-def _present_inputs(features: Any) -> LayerInputs:
-    inputs: LayerInputs = {}
-    for name, value in features.to_dict().items():
-        if value is not None:
-            inputs[name] = value
-    return inputs
-
-
-# -- 5 ranks ---------------------------------------------------------------------------
-
-
-# Pinned by test_cluster.py
-def divide_model(model: Any, group: Any) -> None:
-    """Keep one rank's part of each layer, of weights that are not computed yet.
-
-    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
-    """
-    if not hasattr(model, "shard"):
-        raise ValueError("a model of this kind cannot be divided among ranks")
-    try:
-        model.shard(group)
-        mx.eval(model.parameters())
-        mx.eval(model(mx.array([[0, 0]])))
-    except ValueError as error:
-        n_ranks = group.size()
-        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
-
-
-# -- 6 CUDA ----------------------------------------------------------------------------
+# -- 5 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -12183,8 +12056,6 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SentRequest, MissReason,
-#          find_nearest, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
 # Owns     _sessions_lock
 # Thread   any
@@ -12545,10 +12416,18 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # mlx-vlm remembers the shift of its last call, which may be another conversation's. So
 # positions are stated in each call.
 #
-# Public   ImageTokens, ImagePositions, VlmModel, VisionModel, has_vision_tower
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
 # Thread   model, mlx; image_tokens: any
+
+
+# What the layers take beside tokens, by the names of their arguments.
+type LayerInputs = dict[str, mx.array]
+_LAYER_INPUTS: Final = frozenset(
+    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+)
+# What is made here for each call, or no layer reads.
+_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 class ImageTokens(NamedTuple):
@@ -12561,6 +12440,19 @@ class ImageTokens(NamedTuple):
     model_ids: TokenIds  # tokens of all of `text`
     image_slice: slice  # its own in `model_ids`, from the first to the last
     grid: Any  # its rows and columns, where the processor counts them
+
+
+class _Features(NamedTuple):
+    """What the vision tower made of an image, kept for when the image comes again."""
+
+    inputs: LayerInputs
+    used_at: float  # time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays: Any = dict(tree_flatten(self.inputs)).values()
+        return sum(array.nbytes for array in arrays)
 
 
 class ImagePositions(NamedTuple):
@@ -12591,7 +12483,18 @@ class VlmModel(Module):  # type: ignore[misc]
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
         self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
-        self._rope_index = find_rope_index(self.whole)
+        # What gives images positions in rows and columns, if anything does:
+        # (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
+        # `(3, 1, n)`, the shift of what follows `(1, 1)`). Pinned by test_vision.py
+        layers = self.whole.language_model
+        self._rope_index: Callable[..., tuple[mx.array, mx.array]] | None = None
+        if hasattr(layers, "get_rope_index"):
+            two_tokens = mx.array([[0, 0]])
+            positions = mx.zeros((3, 1, 2), mx.int32)
+            caches = make_prompt_cache(layers)
+            with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
+                layers(two_tokens, cache=caches, position_ids=positions)
+                self._rope_index = layers.get_rope_index
         self._uncounted: frozenset[int] = frozenset()
         self._uncounted = self._find_uncounted()
 
@@ -12659,10 +12562,20 @@ class VisionModel(VlmModel):
 
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
-        self._processor: Any = load_image_processor(
-            path, trust_remote_code=trust_remote_code
+        from mlx_vlm import utils
+
+        # Makes tokens and pixels of text and images. Pinned by test_vision_families.py,
+        # whose tokenizers add a token in front: or each image would begin with a <bos>.
+        self._processor: Any = utils.load_processor(
+            path, add_detokenizer=False, trust_remote_code=trust_remote_code
         )
-        self.image_token = image_token_id(self.whole)
+        self._processor.tokenizer.backend_tokenizer.post_processor = None
+        # The token that stands for each part of an image.
+        names = ("image_token_id", "image_token_index")
+        token_ids = [getattr(self.whole.config, name, None) for name in names]
+        self.image_token = next((n for n in token_ids if n is not None), -1)
+        if self.image_token < 0:
+            raise ValueError("its config.json names no token for images")
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
         # It is in the digest of each image, so that nobody can write markers, or find
         # two images whose markers are alike. ENGINE puts that of a disk cache here.
@@ -12670,11 +12583,10 @@ class VisionModel(VlmModel):
 
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest, the oldest use first. `_image_tokens` is for any thread, the others
-        # for the model thread.
+        # By digest. `_image_tokens` is for any thread, the others for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = OrderedDict()
+        self._features: OrderedDict[str, _Features] = OrderedDict()  # as last used
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
         # why(L-112): one image is unpacked at a time. Connection threads first queue in
         # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
@@ -12684,8 +12596,7 @@ class VisionModel(VlmModel):
     @property
     def feature_bytes(self) -> int:
         """Bytes of what the tower made of images, as far as it is kept."""
-        arrays: Any = dict(tree_flatten(self._features)).values()
-        return sum(array.nbytes for array in arrays)
+        return sum(features.nbytes for features in self._features.values())
 
     # -- any thread: images as tokens --------------------------------------------------
 
@@ -12785,13 +12696,14 @@ class VisionModel(VlmModel):
 
         features = self._features.pop(image.digest, None)
         metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
-        if features is None:
-            features = self._run_tower(image)
-        self._features[image.digest] = features  # now used last
+        inputs = features.inputs if features else self._run_tower(image)
+        features = _Features(inputs, time.monotonic())
+        if features.nbytes <= self.max_bytes:  # a larger one would leave no other
+            self._features[image.digest] = features
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
-        inputs = self._layer_inputs(features, model_ids, n_text=n_text)
+        inputs = self._layer_inputs(inputs, model_ids, n_text=n_text)
         if self._rope_index is not None:
             text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
             image_positions = self.image_positions(image).positions + n_text
@@ -12803,20 +12715,37 @@ class VisionModel(VlmModel):
         return metric
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
-        """What the layers take of an image. It does not depend on what is before it."""
+        """What the layers take of an image. It does not depend on what is before it.
+
+        Raises NotImplementedError if layers want what is not fed here.
+        """
         # Pixels are made again here: nobody keeps those of all images that wait.
         pixels: dict[str, mx.array] = {}
         for name, value in self._process(image.source).items():
             if name != "input_ids":
                 pixels[name] = mx.array(value)
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
-        features = embed_image(self.whole, token_ids, pixels)
-        mx.eval(features)
-        return features
+        # Pinned by test_vision_families.py
+        mask = mx.ones_like(token_ids)
+        embedded = self.whole.get_input_embeddings(token_ids, mask=mask, **pixels)
+        inputs: LayerInputs = {}
+        for name, value in embedded.to_dict().items():
+            if value is None or name in _IGNORED_INPUTS:
+                continue
+            if name not in _LAYER_INPUTS:
+                raise NotImplementedError(
+                    f"its layers want {name}, which nothing here feeds"
+                )
+            inputs[name] = value
+        mx.eval(inputs)
+        return inputs
 
-    def forget_features(self) -> None:
-        """Let the tower run again for all images: what it made may be wrong (L-114)."""
-        self._features.clear()
+    def forget_features(self, *, unused_seconds: float = 0.0) -> None:
+        """Let the tower run again for images that were not used for so long."""
+        latest = time.monotonic() - unused_seconds
+        for digest, features in list(self._features.items()):
+            if features.used_at <= latest:
+                del self._features[digest]
 
     def _layer_inputs(
         self,
@@ -12829,9 +12758,9 @@ class VisionModel(VlmModel):
         inputs = dict(features)
         if n_text:
             text_ids = mx.array(model_ids[:n_text])[None]
-            text_inputs = embed_text(self.whole, text_ids)
+            text_inputs = self.whole.get_input_embeddings(text_ids).to_dict()
             for name in ("inputs_embeds", "per_layer_inputs"):
-                if name in text_inputs:
+                if text_inputs.get(name) is not None:
                     parts = [text_inputs[name], features[name]]
                     inputs[name] = mx.concatenate(parts, axis=1)
         # A copy: Gemma 3 changes it in place.
@@ -12903,7 +12832,6 @@ class VisionModel(VlmModel):
 # in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
 # ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
 #
-# Public   RankPlace, find_rank, RanksEnd, Lockstep, ALONE, ClusterRank, join_ranks
 # Uses     OPTIONS, CONFIG, LOGGING
 # Thread   main: find_rank, join_ranks; rank, one for each connection: _read_all, which
 #          calls on_end; any: leave; model: all else; mlx
@@ -13536,12 +13464,10 @@ def _connect_to_rank_0(
 # has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
 # know. The model's chat template is probed, and the facts are gathered.
 #
-# Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
-#          resolve_model, load_or_demo, load_model, load_part, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
 #          KV STATE, VISION MODEL, CLUSTER
-# Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
-#          model; the rest any; mlx
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the rest
+#          any; mlx
 
 
 class ModelError(Exception):
@@ -13783,8 +13709,11 @@ def _fetch(setting: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
-# thinking, then of a call. A model has them if the last one is in its vocabulary.
+# mlx-lm's tokenizer has the tags of a reply as read-only properties, `think_start`,
+# `think_start_tokens`, and so on: None where a model has no such tag.
+REPLY_TAGS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+# Those that mlx-lm does not know (L-88), in this order. A model has them if the last
+# one is in its vocabulary.
 _MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
 _GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
@@ -13808,20 +13737,25 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
-def load_part(path: Path, config: Config, cluster: ClusterRank) -> LoadedModel:
-    """load_model() of this rank's part of a text model. Raises RanksEnd, too."""
-    _prepare_device(config)
-    cluster.compare("the model", lambda: _weights_digest(path))
-    return _load_or_explain(path, config, kind="text", cluster=cluster)
-
-
-def load_model(path: Path, config: Config) -> LoadedModel:
+def load_model(
+    path: Path, config: Config, cluster: ClusterRank | None = None
+) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
     A model whose images cannot be read is served as a text model, with a warning,
-    unless MODEL_KIND insists.
+    unless MODEL_KIND insists. With `cluster`, this rank's part of a text model is
+    loaded; raises RanksEnd, too.
     """
-    _prepare_device(config)
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
+
+    if cluster is not None:
+        cluster.compare("the model", lambda: _weights_digest(path))
+        return _load_or_explain(path, config, kind="text", cluster=cluster)
     if not config.draft_model or config.speculation == "off":
         return _load_kind(path, config)
     name = _HUB_URL.sub(r"\1", config.draft_model)
@@ -13832,9 +13766,14 @@ def load_model(path: Path, config: Config) -> LoadedModel:
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
+    """Load a model as MODEL_KIND says, by default for images if it can read some."""
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
-    if not _has_vision_tower(path):
+    try:
+        can_see = has_vision_tower(path)
+    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
+        can_see = False
+    if not can_see:
         return _load_or_explain(path, config, kind="text")
     try:
         return _load_or_explain(path, config, kind="vision")
@@ -13851,23 +13790,6 @@ def _load_kind(path: Path, config: Config) -> LoadedModel:
         vision_error,
     )
     return loaded
-
-
-def _prepare_device(config: Config) -> None:
-    """Choose the device of MLX_BACKEND, and set what a GPU needs."""
-    if config.mlx_backend == "cpu":
-        mx.set_default_device(mx.cpu)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
-        read_gated_delta_in_chunks()
-    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
-        mx.set_memory_limit(memory_limit(config))
-
-
-def _has_vision_tower(path: Path) -> bool:
-    try:
-        return has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        return False
 
 
 def _load_or_explain(
@@ -13913,8 +13835,7 @@ def _load(
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     if cluster is not None:
-        _check_heads(facts, cluster.n_ranks)
-        divide_model(model, cluster.connect())
+        _divide_model(model, facts, cluster)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -13930,7 +13851,11 @@ def _load(
     pack_caches(model, choose_packing(config))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-    _test_layers(model)
+    # Raises what layers do that cannot be served, or ValueError.
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -13959,22 +13884,30 @@ def _load(
     )
 
 
-def _test_layers(model: Any) -> None:
-    """Raise what layers do that cannot be served, or ValueError."""
-    if isinstance(model, VlmModel):
-        model.self_test()
-    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
-        check_copies(model)
+# Pinned by test_cluster.py
+def _divide_model(model: Any, facts: JsonObject, cluster: ClusterRank) -> None:
+    """Keep this rank's part of each layer, of weights that are not computed yet.
 
-
-def _check_heads(facts: JsonObject, n_ranks: int) -> None:
-    """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
+    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
+    """
+    n_ranks = cluster.n_ranks
     for kind in ("num_attention", "linear_num_key", "linear_num_value"):
         n_heads = facts.get(f"{kind}_heads")
+        # If a head was cut, mlx-lm's sums might go wrong unseen.
         if isinstance(n_heads, int) and n_heads % n_ranks:
             raise ValueError(
                 f"{n_ranks} ranks cannot divide {n_heads} heads of a layer"
             )
+    if not hasattr(model, "shard"):
+        raise ValueError("a model of this kind cannot be divided among ranks")
+
+    group = cluster.connect()
+    try:
+        model.shard(group)
+        mx.eval(model.parameters())
+        mx.eval(model(mx.array([[0, 0]])))
+    except ValueError as error:
+        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
 
 
 def _load_parts(
@@ -14087,8 +14020,11 @@ def _teach_tags(tokenizer: Any) -> None:
     if call_end in vocabulary and not tokenizer.tool_call_start:
         texts = _GPT_OSS_TAGS
         tokenizer.add_eos_token(call_end)
+    # Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
     for tag, text in zip(REPLY_TAGS, texts, strict=False):
-        set_reply_tag(tokenizer, tag, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        setattr(tokenizer, f"_{tag}", text)
+        setattr(tokenizer, f"_{tag}_tokens", tuple(token_ids))
 
 
 # -- weights on the CPU ----------------------------------------------------------------
@@ -14103,18 +14039,16 @@ def _teach_tags(tokenizer: Any) -> None:
 # So weights are made float32 where memory allows. Those of 16 bits keep their values
 # exactly, and quantized ones become what they stand for.
 
-_NARROW_TYPES: Final = (mx.float16, mx.bfloat16)
-
 
 def widen_weights(model: Any, *, max_bytes: int) -> None:
     """Make all weights of a model float32, if they take no more than `max_bytes`.
 
     One layer at a time: at no time do all weights exist twice.
     """
-    n_bytes = _count_bytes(model)
-    n_wide_bytes = _count_wide_bytes(model)
-    if n_wide_bytes == n_bytes:
+    if all(array.dtype == mx.float32 for array in _weights_of(model)):
         return
+    n_bytes = _count_bytes(model)
+    n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)
     if n_wide_bytes > max_bytes:
         logger.info(
             "weights stay as they are, which is slow on a CPU: as float32 they would"
@@ -14128,7 +14062,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
     mlx_lm.utils.dequantize_model(model)  # not computed yet
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
     for _, module in [*modules, ("", model)]:
-        module.apply(_as_float32)
+        module.set_dtype(mx.float32)
         mx.eval(module.parameters())
     logger.info(
         "weights are computed as float32, which is fast on a CPU: %s, stored as %s;"
@@ -14137,26 +14071,6 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
         in_bytes(n_bytes),
         time.monotonic() - began,
     )
-
-
-def _as_float32(weights: mx.array) -> mx.array:
-    return weights.astype(mx.float32) if weights.dtype in _NARROW_TYPES else weights
-
-
-def _count_wide_bytes(model: Any) -> int:
-    """Bytes of all weights, were they float32."""
-    n_bytes = sum(_wide_bytes(array) for array in _weights_of(model))
-    modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
-    for _, module in modules:
-        if "scales" in module:  # quantized: one array will take the place of three
-            n_bytes += 4 * (module.weight.nbytes * 8 // module.bits)
-            for name in ("weight", "scales", "biases"):
-                n_bytes -= _wide_bytes(module[name]) if name in module else 0
-    return n_bytes
-
-
-def _wide_bytes(weights: mx.array) -> int:
-    return weights.nbytes * (2 if weights.dtype in _NARROW_TYPES else 1)
 
 
 # -- facts -----------------------------------------------------------------------------
@@ -14299,10 +14213,12 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     for tag in REPLY_TAGS:
         shown_ids |= set(getattr(tokenizer, f"{tag}_tokens") or ())
 
-    # A special token that the parser of calls names is part of a call, as gemma4's
+    # A special token that mlx-lm's parser of calls names is part of a call, as gemma4's
     # <|"|> is. [CALL_ID] is, too, though Mistral's parser does not name it (L-90).
-    grammar = read_tool_parser_source(tokenizer)
-    if grammar:
+    # Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
+    grammar = ""
+    if tokenizer.tool_parser is not None:
+        grammar = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
         grammar += "[CALL_ID]"
     special_ids: set[int] = set()
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -16014,8 +15930,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 # -- 1 requests ------------------------------------------------------------------------
 
-MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
-
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16176,13 +16090,6 @@ class RequestHandle:
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
-
-    def read_stop_reason(self) -> EndReason | None:
-        """Why its connection wants it to end, or does not read it; None: it goes on."""
-        if self.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16745,13 +16652,6 @@ class AcceptedTokens(NamedTuple):
     token_ids: list[int]
 
 
-class PreviousState(NamedTuple):
-    """The state of a request before the last step of its batch."""
-
-    position: int
-    state: StateCheckpoint
-
-
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch.
 
@@ -16772,9 +16672,10 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._held_state: LayerCaches | None = None  # before the last step
-        # By request: its row in that state, and its position then.
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Before the last step; None: the model has none, or none is known. Of windows
+        # none is held.
+        self.held_state: LayerCaches | None = None
+        self.held_positions: list[int] = []  # of its rows
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16840,11 +16741,10 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        self.held_state = hold_recurrent_state(self._generator.layer_caches)
+        self.held_positions = [
+            running.num_computed_tokens - n_pending for running in self.requests
+        ]
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16930,23 +16830,13 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._held_state = None
+        self.held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> PreviousState | None:
-        """Give a request its KV back, and take it out of the batch.
-
-        None: the model has no state, or none is known from before the last step. Of
-        windows none is held.
-        """
-        previous = None
-        if self._held_state is not None:
-            previous_row, position = self._held_rows[running]
-            state = copy_state(self._held_state, row=previous_row)
-            previous = PreviousState(position, state)
-
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
         row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
@@ -16960,7 +16850,6 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -17496,11 +17385,10 @@ class Scheduler:
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
         reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+            "stop", lambda: [handle.stop_reason for handle in handles]
         )
         stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_waiting(now, stop_reasons)
-        self._end_running(now, stop_reasons)
+        self._end_some(now, stop_reasons)
         self._admit_waiting(now)
 
         began = self._now()
@@ -17511,10 +17399,10 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(
+    def _end_some(
         self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
     ) -> None:
-        """End waiting requests that are cancelled, or that have waited too long."""
+        """End requests that are cancelled, overdue or not read any more."""
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if stop_reasons[handle] is not None:
@@ -17522,6 +17410,20 @@ class Scheduler:
             if end is not None:
                 self.waiting.remove(handle)
                 handle.end(end)
+
+        max_seconds = self.config.generation_watchdog_seconds or math.inf
+        for running in list(self.running):
+            end = stop_reasons[running.handle]
+            if end is None and not running.has_begun:
+                end = self._find_timeout(running.handle, now)
+            # why(L-87): the deadline does not count the wait for the first slice.
+            elif end is None and now - running.started_at > max_seconds:
+                logger.warning(
+                    "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
+                )
+                end = "deadline"
+            if end is not None:
+                self._finish(running, end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17531,30 +17433,6 @@ class Scheduler:
             return None
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
-
-    def _end_running(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End running requests that are cancelled, overdue or not read any more."""
-        for running in list(self.running):
-            end = stop_reasons[running.handle] or self._find_end(running, now)
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_end(
-        self, running: RunningRequest, now: float
-    ) -> EndReason | ServerError | None:
-        """Why a request must end that nobody has stopped; None: it goes on."""
-        if not running.has_begun:
-            return self._find_timeout(running.handle, now)
-
-        # why(L-87): the deadline does not count the wait for the first slice.
-        max_seconds = self.config.generation_watchdog_seconds
-        if max_seconds and now - running.started_at > max_seconds:
-            setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
-            logger.warning("a reply ends after %s", setting)
-            return "deadline"
-        return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
@@ -17566,29 +17444,25 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        previous = self._take_out(running)
+        self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
-        self._leave(running, previous)
+        self._leave(running)
         running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> PreviousState | None:
-        """Take a request out of its batch, if any; its state before the last step.
+    def _take_out(self, running: RunningRequest) -> None:
+        """Take a request out of its batch, if any.
 
         An exception ends the whole batch: the request does not run any more then.
         """
-        previous = None
         if running.batch is not None:
             with self.guard(*running.batch.requests):
-                previous = running.batch.remove(running)
-        return previous
+                running.batch.remove(running)
 
-    def _leave(
-        self, running: RunningRequest, previous: PreviousState | None = None
-    ) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more. If its KV cannot be kept, that is all it loses."""
         try:
-            self._put_back(running, previous)
+            self._put_back(running)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
@@ -17597,10 +17471,8 @@ class Scheduler:
             self._free_memory(error)
         self.running.remove(running)
 
-    def _put_back(
-        self, running: RunningRequest, previous: PreviousState | None
-    ) -> None:
-        """Let the cache have the KV, and the state before the last step.
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV, and the state that belongs to it.
 
         This comes before the end is reported: the client's next request must find it.
         """
@@ -17611,8 +17483,6 @@ class Scheduler:
             # the request after the next step only; its client may leave before that.)
             self.cache.drop(entry)
             return
-        if previous is not None:
-            self.cache.add_checkpoint(entry, previous.position, previous.state)
         self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
         self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
@@ -17946,35 +17816,44 @@ class Scheduler:
             if self.spec.has_state:
                 self._keep_reply_states(batch, accepted)
         for running, token_ids in accepted:
-            self._end_if_complete(running, token_ids)
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            end = self._find_reply_end(running, token_ids)
+            if running.has_failed:
+                error = GenerationFailed("the model computed NaN or infinity")
+                self._fail_alone(running, error)
+            elif end is not None:
+                self._finish(running, end)
 
-    def _end_if_complete(
+    def _find_reply_end(
         self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> None:
-        """End a request that its last accepted tokens have completed, or broken.
-
-        Does nothing for one that a failure of its batch has ended already.
-        """
-        if running not in self.running:
-            return
-        if running.has_failed:
-            error = GenerationFailed("the model computed NaN or infinity")
-            self._fail_alone(running, error)
-        elif not self.loaded.eos_ids.isdisjoint(token_ids):
-            self._finish(running, "stop")
-        elif len(running.output_ids) >= running.request.max_tokens:
-            self._finish(running, "length")
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
 
     def _keep_reply_states(
         self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). And one
+        One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        client that cancels the reply (L-121). And where the reply ends, in their place,
+        that of before the last step: a client may send it back without its last token.
         """
-        for running, token_ids in accepted:
+        for row, (running, token_ids) in enumerate(accepted):
+            if self._find_reply_end(running, token_ids) is not None:
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                running.reply_checkpoint = 0
+                if batch.held_state is not None:
+                    state = copy_state(batch.held_state, row=row)
+                    position = batch.held_positions[row]
+                    self.cache.add_checkpoint(running.entry, position, state)
+                continue
+
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -18040,7 +17919,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18088,15 +17967,19 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.loaded.vision is not None and ttl_seconds:
+            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
         if self.draft_model is not None and not self.cache.entries:
             self.draft_model.forget()
-        ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
         n_entries = self.cache.evict_session(tenant, session)
+        if self.loaded.vision is not None:  # nobody knows whose images they are of
+            self.loaded.vision.forget_features()
         if self.draft_model is not None:
             self.draft_model.forget()
         n_files, fault = 0, ""
@@ -18143,12 +18026,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 # took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
 # requests of our own before the server lets others in:
 #
-#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it in the middle    KV that is copied, a checkpoint
-#     3  sampled, with penalties                 all that chooses a token
-#     4  held to a constraint                    masks
-#     5  two, four, eight at once                decode batches that grow and shrink
+#     a prompt of more than one slice         prefill
+#     one that parts from it in the middle    KV that is copied, a checkpoint
+#     two, four, eight short ones at once     decode batches that grow and shrink
 #
+# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
 # Public   WarmUpProgress, is_warm_up_wanted, warm_up
@@ -18157,9 +18039,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
-_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
 _SHORT_PROMPT_TOKENS: Final = 300
-_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
 _SAMPLED: Final = SamplingParams(
     temperature=0.7,
     top_p=0.9,
@@ -18224,13 +18104,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
     n_vocab = scheduler.loaded.vocab_size
     block_size = scheduler.config.prompt_cache_block_size
 
-    def request(
-        number: int,
-        n_tokens: int,
-        *,
-        sampling: SamplingParams = _GREEDY,
-        constraints: tuple[Constraint, ...] = (),
-    ) -> EngineRequest:
+    def request(number: int, n_tokens: int) -> EngineRequest:
         """One whose prompt parts from all others after their first half."""
         ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
         ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
@@ -18239,18 +18113,12 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
             key=TokenKey(b"", ids, hashes),
             checkpoint_positions=(n_tokens // 2, n_tokens - 1),
             max_tokens=_WARM_REPLY_TOKENS,
-            sampling=sampling,
-            constraints=constraints,
+            sampling=_SAMPLED,
+            constraints=(partial(forbid_tokens, [0]),),
         )
 
-    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
-    steps = [
-        [request(0, n_long)],
-        [request(1, n_long)],
-        [request(2, n_short, sampling=_SAMPLED)],
-        [request(3, n_short, constraints=masked)],
-    ]
-    for n_requests in _WARM_BATCHES:
+    steps = [[request(0, n_long)], [request(1, n_long)]]
+    for n_requests in (2, 4, 8):
         numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
@@ -22588,7 +22456,7 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = plan.transcript.block_hashes()
         first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()
@@ -24870,9 +24738,7 @@ def build_state(
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
-        if cluster is not None:
-            return load_part(resolve_model(config), config, cluster)
-        return load_model(resolve_model(config), config)
+        return load_model(resolve_model(config), config, cluster)
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
@@ -25338,7 +25204,7 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     engine = Engine(
         config,
         CacheMetrics(),
-        load=lambda: load_part(resolve_model(config), config, cluster),
+        load=lambda: load_model(resolve_model(config), config, cluster),
         cluster=cluster,
     )
     engine.start()
