@@ -37,7 +37,7 @@ class SeveralAtOnce(s.DecodeBatch):
 
     def _what_is_held(self):
         """What the batch holds of the time before its first step."""
-        return {name: held for name, held in vars(self).items() if "_held" in name}
+        return {name: held for name, held in vars(self).items() if "held" in name}
 
     def _may_end(self, running, token_id):
         request = running.request

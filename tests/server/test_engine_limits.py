@@ -141,21 +141,6 @@ def test_engine_refuses_a_burst_between_two_reports(bench, monkeypatch):
         ticket.stop_reason = "cancelled"
 
 
-def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
-    monkeypatch.setattr(s, "MAX_UNREAD_EVENTS", 50)
-    b = bench("qwen3")
-    rng = np.random.default_rng(4)
-    unread = b.submit(words(rng, 100), n=3000)
-
-    ids, _, ticket = b.ask(words(rng, 100), n=40)
-    assert is_exact(b, "qwen3", ticket, ids)
-
-    wait_until_idle(b.engine)
-    ids, end = b.outcome(unread)
-    assert end.reason == "cancelled"
-    assert len(ids) < 100
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
