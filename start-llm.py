@@ -12390,13 +12390,12 @@ class DiskTier:
                 return None
             return self._begin(parent)
         end = min(entry.end, match.depth + self._max_tokens)
-        n_tokens = end - match.depth
-        n_bytes = n_tokens * self._spec.token_bytes
+        if end <= match.depth:  # its parent, which was written meanwhile, has it all
+            return None
+        n_bytes = (end - match.depth) * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
-        if not n_tokens or not self.files.may_write(n_bytes):
-            return None
-        return self._copy(entry, match, end)
+        return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
 
     def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
         """Copy a segment, an array at a time, and let it be written."""

@@ -292,6 +292,29 @@ def test_parent_that_no_lookup_finds_is_not_written(restart, tmp_path):
     assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
 
 
+def test_branch_that_has_read_nothing_is_not_written(restart, tmp_path):
+    """Its parent's file has all of it, and comes first."""
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(np.random.default_rng(32), 1500)
+    bench.ask(prompt, n=1)
+
+    def cancel_a_branch_before_it_reads(scheduler):
+        cache = scheduler.cache
+        salt = cache.entries[0].key.salt
+        tokens = np.asarray(prompt[:401], np.int32)
+        key = s.TokenKey(salt, tokens, s.block_hashes(tokens, 16, root=salt))
+        entry, span = cache.start(
+            cache.find(key), key, read_span=lambda _end: None, owner=s.NO_OWNER
+        )
+        cache.put_back(entry, key._replace(tokens=tokens[:400]), span)
+        assert (entry.start, entry.end) == (400, 400)
+
+    bench.engine.call(cancel_a_branch_before_it_reads)
+    save(bench)
+
+    assert segments(bench) == [(0, 1501)]
+
+
 def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypatch):
     rng = np.random.default_rng(22)
     path = tiny_model("qwen3", tmp_path)
