@@ -253,13 +253,13 @@ def test_little_that_is_new_is_written_only_before_it_is_lost(
     assert segments(bench) == [(0, 301), (300, 555)]
 
 
-def test_what_is_too_short_to_be_found_keeps_nothing_else_from_the_disk(
+def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(
     restart, tmp_path
 ):
     rng = np.random.default_rng(21)
     bench = restart(tiny_model("qwen3", tmp_path))
     bench.ask(words(rng, 700), n=1)
-    bench.ask(words(rng, 100), n=1)  # newer, and shorter than a landmark
+    bench.ask(words(rng, 100), n=1)  # newer
 
     save(bench)
 
@@ -278,18 +278,21 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
     assert segments(bench) == [(0, 1001), (700, 1001)]
 
 
-def test_parent_that_no_lookup_finds_is_not_written(restart, tmp_path):
+def test_short_parent_of_what_is_written_is_written_once(restart, tmp_path):
     rng = np.random.default_rng(24)
     bench = restart(tiny_model("qwen3", tmp_path))
     prompt = words(rng, 350)
     bench.ask(prompt, n=1)
-    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: shorter than a landmark
+    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: too short by itself
 
     on_model_thread(bench, lambda disk: disk.save_all(2.0))
     on_model_thread(bench, lambda disk: disk.files.collect())
 
-    assert segments(bench) == []
-    assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
+    files = on_model_thread(bench, lambda disk: disk.files.report())
+    assert segments(bench) == [(0, 231), (220, 351)]
+    assert files["written_today_bytes"] == files["bytes"]
+    bench = restart(tiny_model("qwen3", tmp_path))
+    assert difference(bench, prompt, n=1)[:2] == (349, 0.0)
 
 
 def test_branch_that_has_read_nothing_is_not_written(restart, tmp_path):
@@ -529,7 +532,7 @@ def damage_file(file, damage, rng):
     elif damage == "longer":
         data += bytes(8)
     elif damage == "another format":
-        data = data.replace(b'\\"format\\":3', b'\\"format\\":2')
+        data = data.replace(b'\\"format\\":4', b'\\"format\\":3')
     elif damage == "empty":
         data = bytearray()
     file.write_bytes(data)
