@@ -203,7 +203,6 @@ from itertools import (
     count,
     groupby,
     islice,
-    pairwise,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -442,7 +441,7 @@ from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
@@ -453,6 +452,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
+    TokenBuffer,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import (
@@ -1333,6 +1333,7 @@ _GAUGES: Final = {
     "lines": "Cache entries",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
+    "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
     "memory_cache_bytes": "Bytes of cache entries that rest",
     "memory_running_bytes": "Bytes of KV that running requests hold",
     "memory_features_bytes": "Bytes of image features",
@@ -5925,57 +5926,6 @@ def compute_msg_token_boundaries(
 
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
-# How _find_losses() looks for texts in a prompt.
-_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
-_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MessageShaper:
-    """Puts messages into a form that the template can print."""
-
-    markup: re.Pattern[str]  # to be broken, see TOKENIZER
-    merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
-    hides_writes: bool  # NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message in which all markup is broken."""
-        role = message["role"]
-        content = message["content"]
-        shaped = {**message}
-        if role == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), content]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = self.break_markup(shaped)
-        return broken
-
-    def break_markup(self, value: Any) -> Any:
-        """A copy of a JSON value, with breaks in what is markup for this model."""
-        return break_markup(value, self.markup)
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if self.hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
 
 def _parse_arguments(text: str) -> JsonObject:
     """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
@@ -6015,15 +5965,18 @@ def _fold_messages(
         a text beside calls          a reply before it
         a second call                a reply after the first one's result
 
-    In this order: _fill_in() leaves out and puts in front, _split_replies() makes
-    several of one reply, _make_printable() changes one message.
+    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
+    _split_texts() and _split_calls() make several of one reply, _make_printable()
+    changes one message.
     """
+    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+        messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
     is_head = True  # only system messages so far
     has_call = False  # the last message that is no result has one
-    for message in _split_replies(_fill_in(messages, traits), traits):
+    for message in messages:
         is_head = is_head and message["role"] == "system"
         last_role = runs[-1][-1]["role"] if runs else ""
         printable, is_part = _make_printable(
@@ -6061,80 +6014,79 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         yield _EMPTY_QUESTION
 
 
-def _split_replies(
+def _name_calls(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages; a reply with calls as the replies that are printed whole.
+    """The messages, with ids of the template's form in calls and results."""
+    form = traits.call_id_form
+    if not form:
+        yield from messages
+        return
+    fits = CALL_ID_FORMS[form].fullmatch
+    new_ids: dict[str, str] = {}  # by those that were sent
+    n_calls = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            call_id = call.get("id", "")
+            if not fits(call_id):
+                name = call["function"]["name"]
+                new_ids[call_id] = form.format(name=name, number=n_calls)
+            calls.append({**call, "id": new_ids.get(call_id, call_id)})
+            n_calls += 1
+        result_id = message.get("tool_call_id", "")
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not fits(result_id):
+            unknown_id = form.format(name="unknown", number=n_calls)
+            yield {**message, "tool_call_id": new_ids.get(result_id, unknown_id)}
+        else:
+            yield message
 
-        reply "I look", calls 1 and 2 | result 1 | result 2
-        ->  reply "I look" | call 1 | result 1 | call 2 | result 2
+
+def _split_texts(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply with text and calls as two, if both are not printed."""
+    must_split = traits.has_calls and not traits.has_text_beside_calls
+    for message in messages:
+        if must_split and message["content"] and "tool_calls" in message:
+            yield {name: message[name] for name in message if name != "tool_calls"}
+            calls = {**message, "content": ""}
+            calls.pop("reasoning_content", None)
+            yield calls
+        else:
+            yield message
+
+
+def _split_calls(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
+    """The messages; a reply for each call, if several in one are not printed.
+
+        calls 1 and 2 | result 1 | result 2  ->  call 1 | result 1 | call 2 | result 2
 
     Results stand in the order of their calls (OPENAI API).
     """
-    call_ids: dict[str, str] = {}  # as written, by those that were sent
-    n_calls = 0
-    held_calls: list[Message] = []  # each follows the result of the one before
+    must_split = traits.has_calls and not traits.has_parallel_calls
+    held_calls: list[JsonObject] = []  # each follows the result of the one before
     for message in messages:
-        if message["role"] != "tool":
-            yield from held_calls
+        is_result = message["role"] == "tool"
+        if not is_result:
+            yield from map(_reply_of_call, held_calls)
             held_calls = []
-        renamed = message
-        if traits.call_id_form:
-            form = traits.call_id_form
-            renamed = _name_calls(message, call_ids, form=form, n_calls=n_calls)
-        if "tool_calls" in renamed:
-            n_calls += len(renamed["tool_calls"])
-            *texts, renamed = _split_text(renamed, traits)
-            renamed, *held_calls = _split_calls(renamed, traits)
-            yield from texts
-        yield renamed
-        if renamed["role"] == "tool" and held_calls:
-            yield held_calls.pop(0)
-    yield from held_calls
+        if must_split and "tool_calls" in message:
+            first, *held_calls = message["tool_calls"]
+            yield {**message, "tool_calls": [first]}
+        else:
+            yield message
+        if is_result and held_calls:
+            yield _reply_of_call(held_calls.pop(0))
+    yield from map(_reply_of_call, held_calls)
 
 
-def _split_text(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, after one with its text if both are not printed."""
-    if not message["content"] or not traits.has_calls or traits.has_text_beside_calls:
-        return [message]
-    text = {name: message[name] for name in message if name != "tool_calls"}
-    calls = {**message, "content": ""}
-    calls.pop("reasoning_content", None)
-    return [text, calls]
-
-
-def _split_calls(message: Message, traits: TemplateTraits) -> list[Message]:
-    """A reply with calls, as one for each call if several are not printed."""
-    first, *others = message["tool_calls"]
-    if traits.has_parallel_calls or not traits.has_calls:
-        return [message]
-    more = [{"role": "assistant", "content": "", "tool_calls": [c]} for c in others]
-    return [{**message, "tool_calls": [first]}, *more]
-
-
-def _name_calls(
-    message: Message, call_ids: dict[str, str], *, form: str, n_calls: int
-) -> Message:
-    """The message with ids of this form in its calls, or in the result that it is.
-
-    `call_ids`: those of earlier calls, by the ids that were sent; new ones are added.
-    `n_calls`: how many these are.
-    """
-    fits = CALL_ID_FORMS[form].fullmatch
-    calls = []
-    for number, call in enumerate(message.get("tool_calls", ()), n_calls):
-        call_id = call.get("id", "")
-        if not fits(call_id):
-            name = call["function"]["name"]
-            call_ids[call_id] = form.format(name=name, number=number)
-        calls.append({**call, "id": call_ids.get(call_id, call_id)})
-    if calls:
-        return {**message, "tool_calls": calls}
-    call_id = message.get("tool_call_id", "")
-    if message["role"] == "tool" and not fits(call_id):
-        new_id = form.format(name="unknown", number=n_calls)
-        return {**message, "tool_call_id": call_ids.get(call_id, new_id)}
-    return message
+def _reply_of_call(call: JsonObject) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _make_printable(
@@ -6193,6 +6145,10 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
     if calls:
         merged["tool_calls"] = calls
     return merged
+
+
+_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
+_NEAR_CHARACTERS: Final = 50_000  # in which most results stand that are out of order
 
 
 def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
@@ -6326,11 +6282,8 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
-        self.shaper = _MessageShaper(
-            markup=self._encoder.find_markup(self.source, thinking_tags),
-            merges_thinking=self.traits.merges_thinking,
-            hides_writes=config.normalize_write_tool_content_for_prompt,
-        )
+        # What is broken in texts of clients.
+        self._markup = self._encoder.find_markup(self.source, thinking_tags)
         self._canonicalizer = Canonicalizer(
             config,
             part_separator=self.traits.part_separator,
@@ -6344,10 +6297,8 @@ class ChatTemplate:
         self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
-        self._warn()
 
-    def _warn(self) -> None:
-        if self._config.normalize_write_tool_content_for_prompt:
+        if config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
             logger.warning("%s: a past write that is rendered is a digest", name)
         if not self._encoder.can_split:
@@ -6436,7 +6387,7 @@ class ChatTemplate:
         if messages is None:
             canonical = map(self._canonicalizer.canonicalize, request.messages)
             messages = [message.original for message in canonical]
-        shaped = [self.shaper.shape(message) for message in messages]
+        shaped = [self.shape(message) for message in messages]
         folded = _fold_messages(shaped, self.traits)
         text = self.render_text(folded, request)
         # why(L-129): what is too long even so, with thinking for example.
@@ -6506,6 +6457,39 @@ class ChatTemplate:
 
     # The methods below are for Splice as well.
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
         """What the template reads beside messages and tools.
 
@@ -6518,7 +6502,7 @@ class ChatTemplate:
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
-        sent = self.shaper.break_markup(dict(request.template_kwargs))
+        sent = break_markup(dict(request.template_kwargs), self._markup)
         return {**preserve, **sent}
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
@@ -6536,7 +6520,7 @@ class ChatTemplate:
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
         request.check_client()
-        tools = self.shaper.break_markup(request.tools)
+        tools = break_markup(request.tools, self._markup)
         kwargs = self.template_kwargs(request)
         return self._renderer.render(messages, tools=tools, kwargs=kwargs)
 
@@ -6563,18 +6547,26 @@ class ChatTemplate:
             start = len(recorded.ids) + new_start
             if not turn_starts or start > turn_starts[0]:
                 turn_starts.append(start)
-        generation_prompt = self._find_generation_prompt(last_role, request)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
         if not text.endswith(generation_prompt):
             generation_prompt = ""
         n_generation = self._count_tokens(generation_prompt, request)
         if len(ids) - n_generation not in turn_starts[-1:]:
             turn_starts.append(len(ids) - n_generation)
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
 
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
             positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=self._opens_thinking(generation_prompt),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
         )
 
     def starts_with_added_token(self, text: str) -> bool:
@@ -6638,22 +6630,6 @@ class ChatTemplate:
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
         return len(self._encoder.encode_prompt(text, request))
-
-    def _opens_thinking(self, generation_prompt: str) -> bool:
-        """Whether it ends inside a thinking block."""
-        start_tag, end_tag = self._thinking_tags
-        if not start_tag:
-            return False
-        last_start = generation_prompt.rfind(start_tag)
-        return last_start > generation_prompt.rfind(end_tag)
-
-    def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
-        kwargs = self.template_kwargs(request)
-        return self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6719,33 +6695,63 @@ class Splice(NamedTuple):
         return None
 
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:
-        new_messages = [self.template.shaper.shape(m) for m in self.request.messages]
-        suffix = self._render_suffix(past_messages, new_messages)
-        if len(suffix.text) > self.request.max_prompt_characters:
+        template = self.template
+        past = [template.shape(message) for message in past_messages[:-1]]
+        reply = _with_nonce(past_messages[-1])
+        new_messages = [template.shape(message) for message in self.request.messages]
+        folded = _fold_messages([*past, reply, *new_messages], template.traits)
+        try:
+            text = template.render_text(folded, self.request)
+        except BadRequest as refusal:
+            raise SpliceRefused("refused") from refusal
+        if text.count(_NONCE) != 1:
+            raise SpliceRefused("nonce" if text else "refused")
+
+        suffix = text.partition(_NONCE)[2]
+        closing_end = self._find_closing(suffix, new_messages[0])
+        if closing_end is None and "tool_calls" in reply:
+            raise SpliceRefused("closer")
+        closing = suffix[:closing_end] if closing_end is not None else ""
+        suffix = suffix.removeprefix(closing)
+        if len(suffix) > self.request.max_prompt_characters:
             raise SpliceRefused("too long")
-        if _find_losses(new_messages, suffix.text):
+        if _find_losses(new_messages, suffix):
             raise SpliceRefused("lost text")
-        closing = self._missing_closing(suffix.closing) if self.is_cut else ""
         # The end token that the model has generated is not recorded, so the suffix must
         # print one: an added token, whichever the template prints there. A reply that
         # was cut has generated none.
-        if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
+        if self.is_cut:
+            suffix = self._missing_closing(closing) + suffix
+        elif not template.starts_with_added_token(suffix):
             raise SpliceRefused("end token")
-        # The last message may be merged into the one before it.
-        last_messages = [_with_nonce(past_messages[-1]), *new_messages]
-        folded = _fold_messages(last_messages, self.template.traits)
-        return self.template.tokenize_prompt(
-            closing + suffix.text,
+        return template.tokenize_prompt(
+            suffix,
             self.request,
             last_role=folded[-1]["role"],
             recorded=self.recorded,
         )
 
+    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+        """Where the end token of the reply stands; None: the template prints none.
+
+        The first end token is the template's own: those of a client are broken. If a
+        new message ends with it, the reply has none. (Words of a letter or two may
+        stand in the closing, too.)
+        """
+        end = self.template.find_end_token(suffix)
+        if end is None:
+            return None
+        words = new_message["content"].strip()
+        is_in_closing = words in suffix[: end.start()]
+        if is_in_closing and words not in suffix[end.end() :]:
+            return None
+        return end.start()
+
     def _missing_closing(self, closing: str) -> str:
-        """What the recorded reply lacks of the closing.
+        """What the recorded reply, which was cut, lacks of the closing.
 
         After a text that is the whole closing. A call has ended with a part of it
-        (L-120), which is found by comparing the ends of both, letter by letter:
+        (L-120): the part that has most last letters in common with what was written.
 
             the reply ends with    {"q": "x"}
             the closing is         "}\n</tool_call>
@@ -6754,68 +6760,16 @@ class Splice(NamedTuple):
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
-        end = _find_written_end(closing, written)
-        if end == 0:
+        written_end = 0
+        most_equal = 0
+        for end in range(1, len(closing) + 1):
+            n_equal = count_common(closing[:end][::-1], written[::-1])
+            if n_equal > most_equal:
+                written_end = end
+                most_equal = n_equal
+        if written_end == 0:
             raise SpliceRefused("closer")
-        return closing[end:]
-
-    def _render_suffix(
-        self, past_messages: list[Message], new_messages: list[Message]
-    ) -> _Suffix:
-        """What the template prints after the words of the last past message."""
-        reply = _with_nonce(past_messages[-1])
-        shape = self.template.shaper.shape
-        past = [shape(message) for message in past_messages[:-1]]
-        text = self._render_after_nonce([*past, reply, *new_messages])
-
-        # The first end token is the template's own: those of a client are broken. If a
-        # new message ends with it, the reply has none. (Words of a letter or two may
-        # stand in the closing, too.)
-        end = self.template.find_end_token(text)
-        words = new_messages[0]["content"].strip()
-        if end is not None:
-            is_in_closing = words in text[: end.start()]
-            if is_in_closing and words not in text[end.end() :]:
-                end = None
-        if end is None:
-            if "tool_calls" in reply:
-                raise SpliceRefused("closer")
-            return _Suffix("", text)
-        return _Suffix(text[: end.start()], text[end.start() :])
-
-    def _render_after_nonce(self, messages: list[Message]) -> str:
-        """The text after the nonce. Raises SpliceRefused: it is not there, or twice."""
-        folded = _fold_messages(messages, self.template.traits)
-        try:
-            text = self.template.render_text(folded, self.request)
-        except BadRequest as refusal:
-            raise SpliceRefused("refused") from refusal
-        if text.count(_NONCE) != 1:
-            raise SpliceRefused("nonce" if text else "refused")
-        return text.partition(_NONCE)[2]
-
-
-def _find_written_end(closing: str, written: str) -> int:
-    """Up to where a text has the closing at its end; 0 if it has nothing of it.
-
-    That is the end of the part of the closing which has most last letters in common
-    with the text; of several such parts, of the first one.
-    """
-    written_end = 0
-    most_equal = 0
-    for end in range(1, len(closing) + 1):
-        n_equal = count_common(closing[:end][::-1], written[::-1])
-        if n_equal > most_equal:
-            written_end = end
-            most_equal = n_equal
-    return written_end
-
-
-class _Suffix(NamedTuple):
-    """What a template prints after the words of a reply."""
-
-    closing: str  # up to the end token
-    text: str  # from there on: new messages and generation prompt
+        return closing[written_end:]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -8705,7 +8659,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 # then. Where one fails, upstream is read again before the pin moves.
 #
 #  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Generation  sequences that decode together
+#  2 Calls       rows of unlike lengths, read in one call
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
 #  5 Ranks       a model that is divided among several machines
@@ -8713,9 +8667,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, ModelCall, Sampler, LogitsProcessor, TokenChoice,
-#          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
-#          keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
+#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
+#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
 #          has_text_class, has_vision_class, load_vlm_model, mend_layers,
 #          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
 #          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
@@ -8739,8 +8692,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses these,
-# `keys`, `values` and `offset` of attention leaves, and the list `cache`, by name.
+# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
+# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
+# name; SAMPLING uses `extend`, `filter` and `trim`.
 #
 # What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
 # classes of their own: a leaf of a class that is not there is *opaque*. All that is
@@ -8975,28 +8929,18 @@ def _to_mlx_lm_leaf(leaf: Any) -> Any:
     return leaf
 
 
-# -- 2 generation ----------------------------------------------------------------------
+# Pinned by test_drafts.py
+def leaf_fields(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 type ModelCall = Callable[..., mx.array]  # (tokens `(rows, n)`, cache=LayerCaches)
-# log-probabilities `(1, vocab)` -> token `(1,)`
-type Sampler = Callable[[mx.array], mx.array]
-# (the tokens so far, logits `(1, vocab)`) -> logits
-type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-class TokenChoice(NamedTuple):
-    """How the next token of a row is chosen from its logits."""
-
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    context: list[int]  # tokens of the prompt but the last, as processors read them
-
-
-class SampledToken(NamedTuple):
-    """A token, and what it was sampled from."""
-
-    token_id: int
-    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
 # Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
@@ -9020,218 +8964,6 @@ def feed_padded(
     model(mx.array(padded_rows), cache=layer_caches)
     for layer in layer_caches:
         layer.finalize()
-
-
-# Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
-class TokenGenerator:
-    """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
-
-    A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
-
-    A single row may go on with a draft, in one call of the model:
-
-        sampled before   y
-        draft            a b c d
-        fed              y a b c d
-        sampled          a b x . .      after y, a, b: the draft was right up to b
-        returned         y a b          x is fed next; c and d are taken back
-
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
-    """
-
-    def __init__(
-        self,
-        model: ModelCall,
-        tokens: mx.array,
-        layer_caches: LayerCaches,
-        choices: Sequence[TokenChoice],
-        agree: Callable[[mx.array], mx.array] | None = None,
-    ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
-
-        `agree`: what makes the tokens of another rank of those sampled here.
-        """
-
-        def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
-            parts = [tokens[:, :-1], last_token]
-            prompt_end = mx.concatenate(parts, axis=1)
-            return model(prompt_end, cache=cache)
-
-        n_rows = len(choices)
-        # Upstream feeds the last tokens while it makes a batch, and then calls this:
-        # the model reads all of `tokens`. Later steps call the model itself.
-        self._batch: Any = GenerationBatch(
-            feed_prompt_end,
-            uids=list(range(n_rows)),
-            inputs=tokens[:, -1],
-            prompt_cache=layer_caches,
-            tokens=[choice.context for choice in choices],
-            samplers=[choice.sampler for choice in choices],
-            fallback_sampler=choices[0].sampler,
-            logits_processors=[choice.processors for choice in choices],
-            stop_sequences=[StopSequences() for _ in choices],
-            max_tokens=[sys.maxsize] * n_rows,
-        )
-        # Not a bound method: a reference cycle would keep the KV until it is collected.
-        self._batch.model = model
-        self._model = model
-        self._agree = agree
-        self._agree_on_next()
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def settle(self) -> None:
-        """Feed now what is to be fed again: before caches are read, or rows change."""
-        if self.pending_ids:
-            caches = self._batch.prompt_cache
-            self._model(mx.array([self.pending_ids]), cache=caches)
-            mx.eval([layer.state for layer in caches])
-            self.pending_ids = []
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all rows; of more than one in upstream's batch form."""
-        caches: LayerCaches = self._batch.prompt_cache
-        return caches
-
-    @layer_caches.setter
-    def layer_caches(self, layer_caches: LayerCaches) -> None:
-        self._batch.prompt_cache = layer_caches
-
-    def next_tokens(self) -> list[SampledToken]:
-        """The token sampled last, of each row; it is not fed yet."""
-        token_ids: list[int] = self._batch._next_tokens.tolist()
-        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
-        rows = zip(token_ids, logprobs_of_rows, strict=True)
-        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
-
-    def step(self) -> list[SampledToken]:
-        """Feed the token sampled last of each row, return it, and sample the next."""
-        if self.pending_ids:
-            self._batch.model = _prepend_tokens(self._model, self.pending_ids)
-            self.pending_ids = []
-        responses = self._batch.next()
-        self._batch.model = self._model
-        self._agree_on_next()
-        return [
-            SampledToken(response.token, response.logprobs) for response in responses
-        ]
-
-    def _agree_on_next(self) -> None:
-        if self._agree is not None:
-            self._batch._next_tokens = self._agree(self._batch._next_tokens)
-            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
-
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        return int(self._batch._next_tokens.item())
-
-    def step_with(self, draft: list[int]) -> list[SampledToken]:
-        """`step` of a single row, which goes on with a draft as long as that is right.
-
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-        """
-        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
-        batch = self._batch
-        first = self.next_tokens()[0]
-        fed_ids = [first.token_id, *draft]
-        leaves = cache_leaves(batch.prompt_cache)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        old_fields = list(map(_fields_of, to_put_back))
-        pending_ids = self.pending_ids
-        n_pending = len(pending_ids)
-        model = _prepend_tokens(self._model, pending_ids)
-        logits = model(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_pending:]
-        self.pending_ids = []
-        sampled = self._sample_along(fed_ids, logits)
-
-        n_right = len(sampled) - 1
-        right_ids = fed_ids[: 1 + n_right]
-        n_to_trim = len(fed_ids) - len(right_ids)
-        if n_to_trim and to_put_back:
-            n_to_trim = n_pending + len(fed_ids)  # as far as what is put back
-            self.pending_ids = pending_ids + right_ids
-            for leaf, fields in zip(to_put_back, old_fields, strict=True):
-                vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
-
-        *right, last = sampled
-        batch.tokens[0].extend(right_ids)
-        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
-        batch._next_logprobs = [last.logprobs]
-        return [first, *right]
-
-    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
-        """What is sampled after each token, up to the first that was not fed next."""
-        batch = self._batch
-        processors = batch.logits_processors[0] or []
-        is_greedy = batch.samplers[0] is greedy_sampler
-        if is_greedy and not processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            best = mx.argmax(logprobs, axis=-1)
-            mx.eval(logprobs, best)
-            next_ids: Any = best.tolist()
-            rest = np.array(fed_ids[1:])
-            n_right = common_prefix_length(np.array(next_ids), rest)
-            return [
-                SampledToken(next_ids[place], logprobs[place])
-                for place in range(n_right + 1)
-            ]
-
-        sampled: list[SampledToken] = []
-        for place, (fed_id, next_fed) in enumerate(pairwise([*fed_ids, None])):
-            place_logits = logits[place : place + 1]
-            if processors:
-                fed = mx.array([fed_id], batch._next_tokens.dtype)
-                context = batch._token_context[0].update_and_fetch(fed)
-                for processor in processors:
-                    place_logits = processor(context, place_logits)
-            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
-            token = batch.samplers[0](logprobs)
-            mx.eval(token, logprobs)
-            token_id = int(token.item())
-            sampled.append(SampledToken(token_id, logprobs[0]))
-            if token_id != next_fed:
-                break
-        return sampled
-
-    def extend(self, newcomers: TokenGenerator) -> None:
-        """Add the rows of another generator, which must not be used afterwards.
-
-        The caches of both must be in batch form (KV STATE: `to_batch`).
-        """
-        self._batch.extend(newcomers._batch)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows, and their KV."""
-        self._batch.filter(rows)
-
-
-# Pinned by test_drafts.py
-def _fields_of(leaf: Any) -> dict[str, Any]:
-    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(leaf).items()
-    }
-
-
-# Pinned by test_drafts.py
-def _prepend_tokens(model: ModelCall, token_ids: list[int]) -> ModelCall:
-    """The model, which is fed these tokens of a single row first."""
-
-    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        first = mx.array(token_ids, tokens.dtype)[None]
-        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
-
-    return call if token_ids else model
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
@@ -14548,10 +14280,9 @@ def memory_limit(config: Config) -> int:
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
-# mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
-# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
-# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
+# As in mlx-lm, the first line is done by "logits processors", the last two by a
+# "sampler", and top-p comes before the temperature; in vLLM it comes after. But top-k
+# is first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -14561,9 +14292,14 @@ def memory_limit(config: Config) -> int:
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
 #                 REPLY GRAMMAR chooses the constraints of a request.
+#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
+#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
+#                 stop sequences and lengths, too, and no drafts.
 #
-# Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
+#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
+#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
+#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -14574,6 +14310,11 @@ _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
+
+# log-probabilities `(1, vocab)` -> token `(1,)`
+type Sampler = Callable[[mx.array], mx.array]
+# (the tokens so far, logits `(1, vocab)`) -> logits
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
@@ -14805,6 +14546,212 @@ def make_processors(
         frequency_context_size=n_openai_look_back,
     )
     return [*processors, *map(_ConstraintProcessor, constraints)]
+
+
+# -- 3 generation ----------------------------------------------------------------------
+
+
+class TokenChoice(NamedTuple):
+    """How the tokens of one row are chosen."""
+
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    context: TokenBuffer  # what the processors read: all tokens that were fed
+
+
+def choose_tokens(
+    choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+
+    `fed`: the token of each row that its logits come after. All greedy rows without
+    processors may have one choice. Nothing is computed yet.
+    """
+    if any(choice.processors for choice in choices):
+        processed = []
+        for row, choice in enumerate(choices):
+            row_logits = logits[row : row + 1]
+            if choice.processors:
+                context = choice.context.update_and_fetch(fed[row : row + 1])
+                for processor in choice.processors:
+                    row_logits = processor(context, row_logits)
+            processed.append(row_logits)
+        logits = mx.concatenate(processed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    if all(choice.sampler is greedy_sampler for choice in choices):
+        return greedy_sampler(logprobs), logprobs
+    tokens = []
+    for row, choice in enumerate(choices):
+        tokens.append(choice.sampler(logprobs[row : row + 1]))
+    return mx.concatenate(tokens), logprobs
+
+
+class SampledToken(NamedTuple):
+    """A token, and what it was sampled from."""
+
+    token_id: int
+    logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
+
+
+class TokenGenerator:
+    """Rows that decode together, one token a step.
+
+    A token that a step returns is being fed already (L-10): the KV of all rows then
+    ends with it, and the token after it is being computed. No row ends by itself. After
+    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
+    feeds, or `settle`.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
+    arrays are put back, which such a call does not write into. Then KV is trimmed by
+    all that was fed, and `y a b` is fed again with the next step.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        tokens: mx.array,
+        layer_caches: LayerCaches,
+        choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
+        makes the tokens of another rank of those sampled here.
+        """
+        self._model = model
+        self._choices = list(choices)
+        self._agree = agree
+        self.layer_caches = layer_caches
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        self._launch(tokens)
+
+    def _launch(self, tokens: mx.array) -> None:
+        """Feed tokens `(rows, n)`, and begin to compute those that come next."""
+        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
+        if self._agree is not None:
+            next_tokens = self._agree(next_tokens)
+        self._next_tokens = next_tokens
+        self._next_logprobs = list(logprobs)
+        # With the buffers: each is made of the one before.
+        buffers = [choice.context.state for choice in self._choices]
+        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            self._model(mx.array([self.pending_ids]), cache=self.layer_caches)
+            mx.eval([layer.state for layer in self.layer_caches])
+            self.pending_ids = []
+
+    def next_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: Any = self._next_tokens.tolist()
+        return list(map(SampledToken, token_ids, self._next_logprobs))
+
+    def wait_for_y(self) -> int:
+        """The token sampled last of a single row, when it is computed."""
+        (token,) = self.next_tokens()
+        return token.token_id
+
+    def step(self) -> list[SampledToken]:
+        """Feed the token sampled last of each row, return it, and sample the next."""
+        fed, fed_logprobs = self._next_tokens, self._next_logprobs
+        tokens = fed[:, None]
+        if self.pending_ids:
+            pending = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([pending, tokens], axis=1)
+            self.pending_ids = []
+        self._launch(tokens)
+
+        mx.eval(fed, fed_logprobs)  # the device computes the next ones meanwhile
+        token_ids: Any = fed.tolist()
+        return list(map(SampledToken, token_ids, fed_logprobs))
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the first token of the draft is wrong, that is what `step` returns.
+        """
+        assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
+        (first,) = self.next_tokens()
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(self.layer_caches)
+        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        old_fields = list(map(leaf_fields, to_put_back))
+        pending_ids = self.pending_ids
+        self.pending_ids = []
+        tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
+        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_fed_right = len(sampled)
+        n_to_trim = len(fed_ids) - n_fed_right
+        if n_to_trim and to_put_back:
+            n_to_trim = tokens.size  # as far as what is put back
+            self.pending_ids = pending_ids + fed_ids[:n_fed_right]
+            for leaf, fields in zip(to_put_back, old_fields, strict=True):
+                vars(leaf).update(fields)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_to_trim)
+
+        *right, last = sampled
+        self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)
+        self._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        (choice,) = self._choices
+        fed = mx.array(fed_ids, self._next_tokens.dtype)
+        # One by one, unless no choice changes the next.
+        is_free = choice.sampler is greedy_sampler and not choice.processors
+        n_at_once = len(fed_ids) if is_free else 1
+        sampled: list[SampledToken] = []
+        for start in range(0, len(fed_ids), n_at_once):
+            place = slice(start, start + n_at_once)
+            chosen = choose_tokens([choice] * n_at_once, fed[place], logits[place])
+            mx.eval(chosen)
+            token_ids: Any = chosen[0].tolist()
+            for token_id, logprobs in zip(token_ids, chosen[1], strict=True):
+                sampled.append(SampledToken(token_id, logprobs))
+                n_sampled = len(sampled)
+                if n_sampled < len(fed_ids) and fed_ids[n_sampled] != token_id:
+                    return sampled
+        return sampled
+
+    def extend(self, newcomers: TokenGenerator) -> None:
+        """Add the rows of another generator, which must not be used afterwards.
+
+        The caches of both must be in batch form (KV STATE: `to_batch`).
+        """
+        layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
+        for layer, newcomer_layer in layers:
+            layer.extend(newcomer_layer)
+        self._choices += newcomers._choices
+        tokens = [self._next_tokens, newcomers._next_tokens]
+        self._next_tokens = mx.concatenate(tokens)
+        self._next_logprobs += newcomers._next_logprobs
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows, and their KV."""
+        for layer in self.layer_caches:
+            layer.filter(rows)
+        self._choices = [self._choices[row] for row in rows]
+        self._next_tokens = self._next_tokens[mx.array(rows)]
+        self._next_logprobs = [self._next_logprobs[row] for row in rows]
 
 
 # region REPLY GRAMMAR =========================================================
@@ -16037,7 +15984,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # A request joins a batch when it begins to decode, not later. Requests that have only a
 # short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
+# tokens needs its KV twice).
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
 #          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
@@ -17042,7 +16989,8 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
     if processors:
         prompt_ids = request.key.tokens[:-1]
         context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    return TokenChoice(make_sampler(request.sampling), processors, context)
+    sampler = make_sampler(request.sampling)
+    return TokenChoice(sampler, processors, TokenBuffer(context))
 
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:

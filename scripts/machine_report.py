@@ -10,6 +10,7 @@ GPU or memory first: other programs change the figures.
 WHAT IS MEASURED
 
     first token    of a cold prompt, and of the next request of the same conversation (warm)
+    agent          twelve steps of an agent (agent_steps.py: PI): seconds a step, tokens read
     decode         one reply alone, tokens a second from its first token to its last
     eight at once  eight agents on one prefix: tokens a second of all, and how often the shared
                    prefix was computed (1.0 is the fewest)
@@ -51,6 +52,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+import agent_steps
 import psutil  # type: ignore[import-untyped]
 from pi_like_probe import TOOLS, Agent, Body, ProbeError, Prose, Reply, Server
 from rich.console import Console
@@ -66,6 +68,7 @@ PROMPT_TOKENS: Final = (2_000, 8_000, 16_000, 32_000)  # tried as far as time al
 N_AGENTS: Final = 8
 N_WARM_TURNS: Final = 3
 N_PARITY_TURNS: Final = 4
+N_AGENT_STEPS: Final = 12
 LEAST_DECODED: Final = 16  # tokens; of fewer no speed is told
 
 say = Console(stderr=True, highlight=False).print
@@ -283,6 +286,9 @@ class Figures:
 
     load_seconds: float = 0.0
     first_token: list[FirstToken] = field(default_factory=list)
+    agent_step_seconds: float | None = None  # the median of the steps after the first
+    agent_worst_step_seconds: float | None = None  # of these
+    agent_read_by_fewest: float | None = None  # tokens
     decode_tokens_per_second: float | None = None
     eight_tokens_per_second: float | None = None
     eight_prefix_computed: float | None = None
@@ -328,6 +334,7 @@ class Measurement:
         self._warm_up()
         steps: list[tuple[str, Callable[[], None]]] = [
             ("first token", self._measure_first_tokens),
+            ("agent", self._measure_agent),
             ("decode", self._measure_decode),
             ("eight at once", self._measure_eight),
             ("file rewrite", self._measure_rewrite),
@@ -382,6 +389,24 @@ class Measurement:
                     warm_cached_share=min(r.n_cached / r.n_prompt for r in warm),
                 )
             )
+
+    def _measure_agent(self) -> None:
+        server = agent_steps.Server(
+            self._subject.url, api="openai", model="any", key="unused"
+        )
+        bench = agent_steps.Bench(server, max_tokens=self.plan.agent_tokens)
+        agent_steps.run(
+            [bench],
+            ["pi"],
+            n_steps=3 if self._is_quick else N_AGENT_STEPS,
+            head_tokens=self.plan.shared_tokens,
+            result_tokens=60 if self._is_quick else 400,
+            seed=secrets.token_hex(4),
+        )
+        row = agent_steps.summarize([s for s in bench.steps if s.kind == "step"])
+        self.figures.agent_step_seconds = row["step_seconds_median"]
+        self.figures.agent_worst_step_seconds = row["step_seconds_worst"]
+        self.figures.agent_read_by_fewest = row["read_tokens"] / row["fewest_tokens"]
 
     def _measure_decode(self) -> None:
         question = "Tell a long story about a lighthouse, with many details."
@@ -615,6 +640,15 @@ def rows_of(figures: Figures) -> list[tuple[str, str]]:
         ]
     rows += [
         (
+            "a step of an agent, median",
+            show(figures.agent_step_seconds, "{:.2f} s")
+            + show(figures.agent_worst_step_seconds, " (worst {:.2f} s)"),
+        ),
+        (
+            "... tokens read, by the fewest",
+            show(figures.agent_read_by_fewest, "about {:.2f}"),
+        ),
+        (
             "decode, one stream",
             show(figures.decode_tokens_per_second, "{:.1f} tokens/s"),
         ),
@@ -712,7 +746,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("stopped; nothing was written")
         return 130
-    except (ProbeError, OSError) as error:
+    except (ProbeError, agent_steps.CannotAsk, OSError) as error:
         say(f"nothing was measured: {error}", style="red", markup=False)
         return 2
 

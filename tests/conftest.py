@@ -67,14 +67,15 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         return
 
+    left_out = {item for item in items if item.get_closest_marker("slow")}
     products = defaultdict(list)
     for item in items:
-        if covering := item.get_closest_marker("covering"):
+        covering = item.get_closest_marker("covering")
+        if covering and item not in left_out:
             over_module = covering.kwargs.get("over") == "module"
             test = item.nodeid.split("::" if over_module else "[")[0]
             products[test, covering.args[0]].append(item)
 
-    left_out = {item for item in items if item.get_closest_marker("slow")}
     for (_, n_meeting), cases in products.items():
         left_out.update(set(cases) - choose_covering(cases, n_meeting))
     items[:] = [item for item in items if item not in left_out]

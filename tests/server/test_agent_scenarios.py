@@ -10,13 +10,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise, product, starmap
 
 import numpy as np
 import pytest
 import start_llm as s
 from cold_reference import Oracle
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
+from nights import at_night
 from server_fixture import (
     MAX_WAIT_SECONDS,
     Exchange,
@@ -31,13 +32,14 @@ from server_fixture import (
 from tiny_models import DENSE, HYBRID, RECOMMENDED, SLIDING, TOOLS, tiny_model
 
 MOST = 1.02  # prefilled / fewest
-CROWD_TOKENS = 8192
+CROWD_TOKENS = 4096
 SLICE_TOKENS = 256
 
 
 # -- servers ---------------------------------------------------------------------------------------
 
 
+pytestmark = pytest.mark.covering(1, over="module")
 KINDS = (HYBRID, DENSE, SLIDING)
 WITH_STATE = (HYBRID, SLIDING, "qwen3_5_moe")
 
@@ -174,11 +176,11 @@ def cancelled_prefill(served: Served) -> list[Exchange]:
 
 
 def divergence_everywhere(served: Served) -> list[Exchange]:
-    """At every message boundary of a tool loop of twelve steps, in random order."""
+    """At every message boundary of a tool loop of eight steps, in random order."""
     talk = Talk(served, 11)
     # Of one argument: a forced call has its arguments in the schema's order.
     choice = {"type": "function", "function": {"name": "bash"}}
-    steps = [talk.step(tool_choice=choice) for _ in range(12)]
+    steps = [talk.step(tool_choice=choice) for _ in range(8)]
     boundaries = list(range(1, len(steps[-1].messages) + 2))  # the last reply included
     random.Random(12).shuffle(boundaries)
     for boundary in boundaries:
@@ -200,9 +202,6 @@ def check_restored_within_one_message(served: Served, exchange: Exchange) -> Non
 
 
 SCENARIOS = [
-    append_only,
-    append_only_not_streamed,
-    sub_agents_branch_and_return,
     edited_tool_result,
     five_last_messages,
     three_conversations,
@@ -210,8 +209,11 @@ SCENARIOS = [
     cancelled_prefill,
     divergence_everywhere,
 ]
+# By day test_client_changes.py plays their like.
+AT_NIGHT = [append_only, append_only_not_streamed, sub_agents_branch_and_return]
 CASES = [
     *product(KINDS, SCENARIOS),
+    *starmap(at_night, product(KINDS, AT_NIGHT)),
     *product(RECOMMENDED, [edited_tool_result]),  # grows, branches and is edited
 ]
 
@@ -291,7 +293,6 @@ def check_replies(served, oracle, cold):
     return check
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind, scenario",
     CASES,

@@ -711,7 +711,7 @@ def key_split_twice(monkeypatch):
     along = s.TokenGenerator._sample_along
 
     def after_one_more(generator, fed_ids, logits):
-        generator._batch.samplers[0](logits[:1])
+        generator._choices[0].sampler(logits[:1])
         return along(generator, fed_ids, logits)
 
     monkeypatch.setattr(s.TokenGenerator, "_sample_along", after_one_more)

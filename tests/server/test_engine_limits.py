@@ -534,7 +534,9 @@ def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_f
         assert len(ids) == n_wanted, end
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("qwen3", 8 << 20), ("qwen3_5", 16 << 20)])
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("qwen3", 8 << 20), at_night("qwen3_5", 16 << 20)]
+)
 def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit):
     """They need 103 % of the KV bytes: what lacks goes, not a whole conversation (L-87)."""
     b = bench(kind, memory_limit_bytes=limit)
@@ -952,18 +954,31 @@ STEPS = {
 
 # A dense model has no state to restore or to keep.
 NOT_TAKEN = {("qwen3", "restore_state"), ("qwen3", "_keep_reply_states")}
+OF_STATES = {"add_checkpoint", "copy_state", "hold_recurrent_state", "path_checkpoints"}
+OF_STATES |= {name for _, name in NOT_TAKEN}
 
 
-@pytest.mark.covering(1)
+def kinds_and_steps():
+    """By day a step meets one kind: where it is about states, the one that has them."""
+    for owner, names in STEPS.items():
+        for name in names:
+            by_day, other = (
+                ("qwen3_5", "qwen3") if name in OF_STATES else ("qwen3", "qwen3_5")
+            )
+            yield by_day, (owner, name)
+            yield at_night(other, (owner, name))
+
+
 @pytest.mark.parametrize(
-    "owner, name",
-    [(owner, name) for owner, names in STEPS.items() for name in names],
-    ids=lambda x: getattr(x, "__name__", x),
+    ("kind", "step"),
+    [*kinds_and_steps()],
+    ids=lambda x: x if isinstance(x, str) else f"{x[0].__name__}.{x[1]}",
 )
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("places", [(1, 2), at_night((1, 2, 4))], ids=str)
 def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
-    bench, monkeypatch, kind, owner, name
+    bench, monkeypatch, kind, step, places
 ):
+    owner, name = step
     b = bench(kind, batch_max_rows=3)
     rng = np.random.default_rng(9)
     past = words(rng, 300)
@@ -976,7 +991,7 @@ def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
     plain_step = getattr(owner, name)
     was_taken = []
 
-    for fail_at in (1, 2, 4):
+    for fail_at in places:
         calls = itertools.count(1)
 
         def broken_step(*args, calls=calls, fail_at=fail_at, **fields):

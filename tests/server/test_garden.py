@@ -9,6 +9,7 @@ from pathlib import Path
 import chat
 import pytest
 from http_client import answer
+from nights import at_night
 from rich.console import Console
 from server_fixture import Served, s
 
@@ -94,7 +95,8 @@ def test_each_question_alone_is_answered_to_the_letter(served):
         assert conversation.messages[-1]["content"] == expected, question
 
 
-@pytest.mark.parametrize("sent", [{}, {"thinking": {"type": "disabled"}}])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("sent", [{"thinking": {"type": "disabled"}}, {}])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_it_thinks_about_a_sum_over_each_api_even_if_asked_not_to(served, path, sent):
     """Without thinking it cannot add: it answered 124 and 104."""
@@ -110,7 +112,7 @@ def test_it_thinks_about_a_sum_over_each_api_even_if_asked_not_to(served, path, 
         assert f'"{a} + {b} = {a + b}"' in reply.decode()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *map(at_night, (1, 2, 3))])
 def test_questions_in_one_conversation_are_answered_to_the_letter(served, seed):
     questions = random.Random(seed).sample(sorted(QUESTIONS), 4)
     conversation = start_chat(served)

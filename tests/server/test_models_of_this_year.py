@@ -47,6 +47,8 @@ SMALL = {
     **dict.fromkeys(("head_dim", "global_head_dim"), 16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    "num_attention_heads": 4,
+    **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(
         (
             "intermediate_size",
@@ -58,7 +60,7 @@ SMALL = {
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
 }
-N_LAYERS = 8
+N_LAYERS = 7
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from tiny_models import DENSE, HYBRID, tiny_model
 COUNTERS = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
 
 
+pytestmark = pytest.mark.covering(1, over="module")
+
+
 @pytest.fixture(scope="module", params=[DENSE, HYBRID])
 def served(request, tmp_path_factory):
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
@@ -91,6 +94,7 @@ def test_a_request_that_runs_has_its_first_token_and_the_limit_of_its_reply(serv
     )
 
 
+@pytest.mark.covering(2)
 def test_the_status_shows_checkpoints_and_kinds_of_layers_to_who_asks(served):
     served.ask(opening(700), max_tokens=5)
     wait_until(lambda: not status(served)["requests"])
@@ -121,6 +125,7 @@ def test_asking_for_the_status_forgets_nothing():
     assert s.status_body(state)["sessions"] == []
 
 
+@pytest.mark.covering(2)
 def test_match_says_what_was_reused(served):
     talk = Talk(served, 1)
     for _ in range(2):

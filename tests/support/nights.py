@@ -5,6 +5,6 @@ from typing import Any
 import pytest
 
 
-def at_night(value: Any) -> Any:
-    """A value of parametrize, or of a fixture's params, that a day's tests leave out."""
-    return pytest.param(value, marks=pytest.mark.slow)
+def at_night(*values: Any) -> Any:
+    """A case of parametrize, or a value of a fixture, that a day's tests leave out."""
+    return pytest.param(*values, marks=pytest.mark.slow)

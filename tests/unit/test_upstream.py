@@ -13,7 +13,6 @@ import mlx_lm
 import numpy as np
 import pytest
 import start_llm as s
-from mlx_lm.generate import GenerationBatch
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -28,7 +27,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 from read_layout import read_sections
-from tiny_models import DENSE, HYBRID, SLIDING, tiny_model
+from tiny_models import DENSE, HYBRID, tiny_model
 
 TESTS = Path(__file__).parents[1]
 SOURCE = Path(s.__file__).read_text(encoding="utf-8")
@@ -63,7 +62,10 @@ def test_each_part_of_the_section_names_a_test_that_exists():
         assert f"\ndef {test or 'test_'}" in text, (file, test)
 
     parts = re.findall(r"(?m)^(# Pinned .*\n)?(def|class) (\w+)", section)
-    helpers = {"_add_image_block", "_present_inputs", "TokenChoice", "SampledToken"}
+    helpers = {
+        "_add_image_block",
+        "_present_inputs",
+    }
     assert {name for pin, _, name in parts if not pin} == helpers
 
 
@@ -229,63 +231,7 @@ def test_a_maximum_size_is_never_asked_for():
     assert "max_kv_size" not in source
 
 
-# -- 2 generation ----------------------------------------------------------------------
-
-
-def choice(**fields):
-    greedy = {
-        "sampler": s.greedy_sampler,
-        "processors": [],
-        "context": [],
-    }
-    return s.TokenChoice(**{**greedy, **fields})
-
-
-def started(model, tokens, *, n_before=0, **fields):
-    """A generator of one row, of whose prompt n_before tokens are in the cache."""
-    cache = make_prompt_cache(model)
-    ids = mx.array([tokens])
-    if n_before:
-        model(ids[:, :n_before], cache=cache)
-        s.evaluate_caches(cache)
-    return s.TokenGenerator(model, ids[:, n_before:], cache, [choice(**fields)])
-
-
-def cold_logprobs(model, tokens):
-    logits = model(mx.array([tokens]))[0, -1]
-    return np.array(logits - mx.logsumexp(logits))
-
-
-def same(ours, theirs, kind):
-    tolerance = 1e-4 if kind == SLIDING else 0.0
-    return np.abs(np.array(ours) - theirs).max() <= tolerance
-
-
-@pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
-def plain(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    return request.param, mlx_lm.load(str(folder))[0]
-
-
-def test_generation_feeds_what_it_has_sampled(plain):
-    kind, model = plain
-    prompt = np.random.default_rng(1).integers(10, 300, 60).tolist()
-
-    generator = started(model, prompt, n_before=40)
-
-    (first,) = generator.next_tokens()
-    assert same(first.logprobs, cold_logprobs(model, prompt), kind)
-    assert first.token_id == int(np.argmax(first.logprobs))
-    assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60
-
-    tokens = [*prompt, first.token_id]
-    for n in range(1, 6):
-        (fed,) = generator.step()
-        assert fed.token_id == tokens[-1], "a step returns what it feeds"
-        assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60 + n
-        (following,) = generator.next_tokens()
-        assert same(following.logprobs, cold_logprobs(model, tokens), kind)
-        tokens.append(following.token_id)
+# -- 2 calls ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_read", [(0, 0, 0, 0), (9, 20, 0, 13)])
@@ -314,60 +260,6 @@ def test_rows_that_are_read_together_have_the_kv_of_each_alone(
         alone_span = s.copy_span(alone, len(prompt), row=0)
         for joint, single in zip(joint_span.arrays, alone_span.arrays, strict=True):
             assert np.array_equal(np.array(joint), np.array(single))
-
-
-def test_rows_join_and_leave_and_stay_what_they_were(plain):
-    _, model = plain
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(10, 300, n).tolist() for n in (30, 40, 50)]
-    alone = []
-    for prompt in prompts:
-        generator = started(model, prompt)
-        alone.append([generator.step()[0] for _ in range(8)])
-
-    joined = started(model, prompts[0])
-    joined.layer_caches = s.to_batch(joined.layer_caches)
-    for prompt in prompts[1:]:
-        newcomer = started(model, prompt)
-        newcomer.layer_caches = s.to_batch(newcomer.layer_caches)
-        joined.extend(newcomer)
-
-    steps = [joined.step() for _ in range(4)]
-    joined.keep_rows([0, 2])
-    steps += [joined.step() for _ in range(4)]
-
-    for n, rows in enumerate(steps):
-        expected = alone if n < 4 else [alone[0], alone[2]]
-        for row, tokens in zip(rows, expected, strict=True):
-            assert row.token_id == tokens[n].token_id
-            ours = np.array(row.logprobs)
-            theirs = np.array(tokens[n].logprobs)
-            assert np.abs(ours - theirs).max() < 1e-3
-
-
-def test_processors_read_the_context_and_each_token(plain):
-    _, model = plain
-    read = []
-
-    def note(tokens, logits):
-        read.append(tokens.tolist())
-        return logits
-
-    prompt = [11, 12, 13]
-    generator = started(model, prompt, processors=[note], context=prompt[:-1])
-    first, second = [generator.step()[0].token_id for _ in range(2)]
-
-    assert read[0] == prompt
-    assert read[1] == [*prompt, first]
-    assert read[2:] == [[*prompt, first, second]]
-
-
-def test_a_batch_is_made_of_these_parts():
-    parameters = list(inspect.signature(GenerationBatch.__init__).parameters)
-    assert parameters == [
-        *("self", "model", "uids", "inputs", "prompt_cache", "tokens", "samplers"),
-        *("fallback_sampler", "logits_processors", "stop_sequences", "max_tokens"),
-    ]
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------

@@ -1,0 +1,803 @@
+"""Time the steps of agents on any server with OpenAI's or Anthropic's API, or on two in turns.
+
+    python3 scripts/agent_steps.py --url http://127.0.0.1:8080
+    python3 scripts/agent_steps.py --url http://127.0.0.1:8080 --against http://127.0.0.1:11434
+    python3 scripts/agent_steps.py --url http://127.0.0.1:8080 --api anthropic --agents claude-code
+
+An agent sends its whole conversation again at each step, so what people wait for is the time of a
+step, not tokens a second of a first prompt. No server says it. This program sends what agents send,
+with random words, and needs nothing but Python 3.9. Both servers should have the same model: then
+their replies are alike, and so is the work.
+
+WHAT IT DOES TO A SERVER  it asks some 50 requests, one after the other, the longest of --tokens and
+what replies and results add. Their KV pushes out what the server has cached. Nothing is deleted.
+
+THE AGENTS    what each sends, as their requests were recorded
+    pi            its conversation, unchanged; in the end one result of the past is edited
+    claude-code   beside it a request for a title, a sub-agent with another head, a reminder in the
+                  newest message that is gone from the next request
+    codex         a date before the task, results that begin with an id and a time; in the end a
+                  compaction: the history without tools, then a new, short one
+    openclaw      a minute before each question, call ids without "_", arguments written anew, a
+                  last message in each request that is gone from the next one
+
+WHAT IS PRINTED  by agent: seconds of a step (median, worst) from the request to its last byte;
+seconds to the first token; tokens that the server says it read ("not said": it counts no cached
+tokens), and the fewest that it had to, about: what no earlier request had; where a last message is
+gone from the next request, also the reply that followed it. Tokens a second after the first one.
+
+EXIT STATUS  0 measured, 2 a server could not be asked, 130 stopped by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Body = dict[str, Any]
+Messages = list[Body]
+
+CHARS_PER_TOKEN = 4.5  # of the words below: the length of a prompt is only about right
+TIMEOUT_SECONDS = 1800.0  # without a byte: a long prompt on a slow machine
+WORDS = (
+    "the file reads a list of rows from disk and writes each value into its own table while "
+    "another thread waits for new work in a queue that holds every open task of this service "
+    "until some client asks again with more than one key so that a cache can answer it early"
+)
+
+
+class CannotAsk(Exception):
+    """A sentence for people: what a server answered, or why it did not."""
+
+
+# -- a request and its reply -----------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """What an agent sends, in the form of OpenAI's chats."""
+
+    messages: Messages
+    tools: list[Body]
+    # The conversation without what changes by itself, and how many of its messages the
+    # next request repeats as they are sent here.
+    plain: Messages
+    n_lasting: int
+    kind: str = "step"  # "first", "step", "edit", "title", "sub-agent", "compaction"
+
+
+@dataclass
+class Step:
+    """A request that was answered. Times are seconds; None: the server does not say."""
+
+    agent: str
+    kind: str
+    seconds: float
+    first_token: float
+    prompt_tokens: int
+    read_tokens: int | None
+    fewest_tokens: int
+    reply_tokens: int
+
+
+@dataclass
+class Reply:
+    """What came back; `message` is as an agent sends it in its next request."""
+
+    message: Body
+    seconds: float
+    first_token: float
+    prompt_tokens: int
+    cached_tokens: int | None
+    reply_tokens: int
+
+
+class Server:
+    """One server that is asked, by one of two APIs."""
+
+    def __init__(self, url: str, *, api: str, model: str, key: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._is_anthropic = api == "anthropic"
+        self._key = key
+        # No proxies: a server on this machine or in this house is asked.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.model = model or self._first_model()
+
+    def _open(self, path: str, body: Body | None = None) -> Any:
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {self._key}",
+            "x-api-key": self._key,
+            "anthropic-version": "2023-06-01",
+        }
+        payload = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, payload, headers)
+        try:
+            return self._opener.open(request, timeout=TIMEOUT_SECONDS)
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise CannotAsk(f"{self.url}{path} answers {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise CannotAsk(f"{self.url}{path} does not answer: {error}") from error
+
+    def _first_model(self) -> str:
+        try:
+            with self._open("/v1/models") as response:
+                return str(json.load(response)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            sentence = f"{self.url}/v1/models names no model: say which with --model"
+            raise CannotAsk(sentence) from error
+
+    def wait(self, seconds: float) -> None:
+        """Return when it answers. Raises CannotAsk: it did not in so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._open("/v1/models").close()
+                return
+            except CannotAsk:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    def ask(self, request: Request, *, max_tokens: int, session: str) -> Reply:
+        """Send a request and read its reply to the end. Raises CannotAsk."""
+        if self._is_anthropic:
+            path, body = "/v1/messages", to_anthropic(request, session)
+        else:
+            path, body = "/v1/chat/completions", to_openai(request)
+        body.update(model=self.model, max_tokens=max_tokens, stream=True, temperature=0)
+        began = time.monotonic()
+        reader: ChatReader | AnthropicReader
+        reader = AnthropicReader() if self._is_anthropic else ChatReader()
+        first_token = None
+        with self._open(path, body) as response:
+            try:
+                for event in read_events(response):
+                    if "error" in event:
+                        said = json.dumps(event["error"])[:500]
+                        raise CannotAsk(f"{self.url}{path} answers: {said}")
+                    if reader.add(event) and first_token is None:
+                        first_token = time.monotonic() - began
+            except (OSError, ValueError) as error:
+                sentence = f"{self.url}{path} ends in mid-reply: {error}"
+                raise CannotAsk(sentence) from error
+        seconds = time.monotonic() - began
+        if not reader.prompt_tokens:
+            raise CannotAsk(f"{self.url}{path} counts no tokens of the prompt")
+        return Reply(
+            message=reader.message(),
+            seconds=seconds,
+            first_token=seconds if first_token is None else first_token,
+            prompt_tokens=reader.prompt_tokens,
+            cached_tokens=reader.cached_tokens,
+            reply_tokens=reader.reply_tokens,
+        )
+
+
+def read_events(response: Any) -> Iterator[Body]:
+    """The data of server-sent events, one JSON object each."""
+    for line in response:
+        data = line.decode().strip()
+        if data.startswith("data:") and data != "data: [DONE]":
+            event = json.loads(data[5:])
+            if isinstance(event, dict):
+                yield event
+
+
+class ReplyReader:
+    """What the events of a reply have said so far."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.reply_tokens = 0
+        self.cached_tokens: int | None = None
+        self._texts = {"content": "", "reasoning_content": ""}
+        self._calls: dict[int, Body] = {}
+
+    def message(self) -> Body:
+        """The reply as an agent sends it back.
+
+        A call that was cut is left out, and a reply of nothing is "Done.".
+        """
+        message: Body = {"role": "assistant", "content": self._texts["content"]}
+        if self._texts["reasoning_content"]:
+            message["reasoning_content"] = self._texts["reasoning_content"]
+        calls = []
+        for number, call in sorted(self._calls.items()):
+            try:
+                arguments = json.loads(call["arguments"] or "{}")
+            except ValueError:
+                continue
+            if call["name"] and isinstance(arguments, dict):
+                function = {"name": call["name"], "arguments": json.dumps(arguments)}
+                call_id = call["id"] or f"call_{number}"
+                calls.append({"id": call_id, "type": "function", "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        elif not message["content"].strip():
+            message["content"] = "Done."
+        return message
+
+
+class ChatReader(ReplyReader):
+    """Events of OpenAI's chats -> a message and the counts."""
+
+    def add(self, event: Body) -> bool:
+        """Whether it has a part of the reply."""
+        usage = event.get("usage") or {}
+        if usage:
+            self.prompt_tokens = usage.get("prompt_tokens", 0)
+            self.reply_tokens = usage.get("completion_tokens", 0)
+            details = usage.get("prompt_tokens_details") or {}
+            self.cached_tokens = details.get("cached_tokens")
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        for delta in deltas:
+            self._texts["content"] += delta.get("content") or ""
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            self._texts["reasoning_content"] += thought
+            for part in delta.get("tool_calls") or ():
+                self._add_call_part(part)
+        names = ("content", "reasoning_content", "reasoning", "tool_calls")
+        return any(delta.get(name) for delta in deltas for name in names)
+
+    def _add_call_part(self, part: Body) -> None:
+        empty = {"id": "", "name": "", "arguments": ""}
+        call = self._calls.setdefault(part.get("index", 0), empty)
+        function = part.get("function") or {}
+        call["id"] = part.get("id") or call["id"]
+        call["name"] = function.get("name") or call["name"]
+        call["arguments"] += function.get("arguments") or ""
+
+
+class AnthropicReader(ReplyReader):
+    """Events of the Messages API -> the same."""
+
+    def add(self, event: Body) -> bool:
+        """Whether it has a part of the reply."""
+        usage = (event.get("message") or event).get("usage") or {}
+        if "input_tokens" in usage:
+            self.cached_tokens = usage.get("cache_read_input_tokens")
+            self.prompt_tokens = (
+                usage["input_tokens"]
+                + (self.cached_tokens or 0)
+                + (usage.get("cache_creation_input_tokens") or 0)
+            )
+        self.reply_tokens = usage.get("output_tokens") or self.reply_tokens
+        block = event.get("content_block") or {}
+        if block.get("type") == "tool_use":
+            call = {"id": block["id"], "name": block["name"], "arguments": ""}
+            self._calls[event["index"]] = call
+            return True
+        delta = event.get("delta") or {}
+        self._texts["content"] += delta.get("text") or ""
+        self._texts["reasoning_content"] += delta.get("thinking") or ""
+        if "partial_json" in delta:
+            self._calls[event["index"]]["arguments"] += delta["partial_json"]
+        return bool(delta.get("text") or delta.get("thinking"))
+
+
+def to_openai(request: Request) -> Body:
+    """A body of /v1/chat/completions."""
+    body: Body = {
+        "messages": request.messages,
+        "stream_options": {"include_usage": True},
+        # Servers that do not know it pass over it.
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    if request.tools:
+        body["tools"] = request.tools
+    return body
+
+
+def to_anthropic(request: Request, session: str) -> Body:
+    """A body of /v1/messages."""
+    system = [{"type": "text", "text": request.messages[0]["content"]}]
+    messages: Messages = []
+    for message in request.messages[1:]:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += to_blocks(message)
+        else:
+            messages.append({"role": role, "content": to_blocks(message)})
+    body: Body = {
+        "system": system,
+        "messages": messages,
+        "thinking": {"type": "disabled"},
+        "metadata": {"user_id": json.dumps({"session_id": session})},
+    }
+    if request.tools:
+        body["tools"] = [
+            {
+                "name": tool["function"]["name"],
+                "description": tool["function"]["description"],
+                "input_schema": tool["function"]["parameters"],
+            }
+            for tool in request.tools
+        ]
+    return body
+
+
+def to_blocks(message: Body) -> Messages:
+    """The content blocks of a message."""
+    if message["role"] == "tool":
+        result = {
+            "type": "tool_result",
+            "tool_use_id": message["tool_call_id"],
+            "content": message["content"],
+        }
+        return [result]
+    blocks: Messages = []
+    if message["content"].strip():
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": arguments,
+            }
+        )
+    return blocks
+
+
+# -- agents ----------------------------------------------------------------------------
+
+
+def user(text: str) -> Body:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Body:
+    return {"role": "system", "content": text}
+
+
+def make_tools(names: Sequence[str], words: Callable[[int], str]) -> list[Body]:
+    """Tools with a path or a command, described in some 60 tokens each."""
+    tools = []
+    for name in names:
+        field = "command" if name in ("bash", "exec_command") else "path"
+        parameters = {
+            "type": "object",
+            "properties": {field: {"type": "string", "description": words(12)}},
+            "required": [field],
+        }
+        function = {"name": name, "description": words(40), "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+# A request beside the conversation, and who hears its reply.
+Beside = tuple[Request, Callable[[Reply], None]]
+
+
+class Agent:
+    """An agent with a conversation that only grows; subclasses send it as others do."""
+
+    name = "pi"
+    tool_names: tuple[str, ...] = ("read", "bash", "edit", "write")
+
+    def __init__(self, *, head_tokens: int, result_tokens: int, seed: str) -> None:
+        self._random = random.Random(f"{self.name} {seed}")
+        self._result_tokens = result_tokens
+        self.session = str(uuid.UUID(int=self._random.getrandbits(128), version=4))
+        self.tools = make_tools(self.tool_names, self.words)
+        # No other session begins with these words, so each is cold at first.
+        head = f"You are a coding agent, session {self.session}.\n"
+        self.messages = [system(head + self.words(head_tokens)), self.question()]
+        self.n_sent = 0
+
+    def words(self, n_tokens: int) -> str:
+        """Random words of about so many tokens, in lines."""
+        known = WORDS.split()
+        n_chars = len(WORDS) / len(known)  # of a word and its space
+        words = self._random.choices(known, k=int(n_tokens * CHARS_PER_TOKEN / n_chars))
+        return "\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12))
+
+    def question(self) -> Body:
+        return user(f"Go on with this: {self.words(40)}")
+
+    def request(self, kind: str = "step") -> Request:
+        """The next request; sent() says how this agent writes its conversation."""
+        self.n_sent += 1
+        if self.n_sent == 1 and kind == "step":
+            kind = "first"
+        plain = list(self.messages)
+        return Request(self.sent(), self.tools, plain, self.n_lasting(), kind)
+
+    def sent(self) -> Messages:
+        return list(self.messages)
+
+    def n_lasting(self) -> int:
+        return len(self.messages)
+
+    def hear(self, reply: Reply) -> None:
+        """Take the reply into the conversation, with results or the next question."""
+        self.messages.append(reply.message)
+        calls = reply.message.get("tool_calls", ())
+        for call in calls:
+            content = self.result()
+            self.messages.append(
+                {"role": "tool", "tool_call_id": call["id"], "content": content}
+            )
+        if not calls:
+            # What a tool would have shown, whatever the model has written.
+            self.messages.append(user(f"It prints:\n{self.result()}\nGo on."))
+
+    def result(self) -> str:
+        return self.words(self._result_tokens)
+
+    def side_requests(self, step: int) -> Iterator[Beside]:  # noqa: ARG002
+        """What it asks beside its conversation before this step."""
+        return iter(())
+
+    def last_requests(self) -> Iterator[Beside]:
+        """What it asks after the last step."""
+        return iter(())
+
+
+def nobody(_reply: Reply) -> None:
+    """Hears nothing."""
+
+
+class Pi(Agent):
+    def last_requests(self) -> Iterator[Beside]:
+        """A result in the middle of the past is another one, twice."""
+        for _ in range(2):
+            places = [
+                i for i, m in enumerate(self.messages) if m["role"] in ("tool", "user")
+            ]
+            place = places[len(places) // 2]
+            changed = {**self.messages[place], "content": self.result()}
+            self.messages[place] = changed
+            yield self.request("edit"), self.hear
+
+
+class ClaudeCode(Agent):
+    name = "claude-code"
+    tool_names = ("Agent", "Bash", "Edit", "Glob", "Grep", "Read", "Skill", "Write")
+
+    def sent(self) -> Messages:
+        """The newest message of every second request carries a reminder."""
+        messages = list(self.messages)
+        if self.n_sent % 2:
+            reminder = "<system-reminder>\nThe todo list is empty.\n</system-reminder>"
+            last = messages[-1]
+            messages[-1] = {**last, "content": f"{last['content']}\n\n{reminder}"}
+        return messages
+
+    def n_lasting(self) -> int:
+        return len(self.messages) - self.n_sent % 2
+
+    def side_requests(self, step: int) -> Iterator[Beside]:
+        if step == 0:
+            head = system("Write a title of three to seven words for this session.")
+            messages = [head, self.messages[1]]
+            yield Request(messages, [], messages, 2, "title"), nobody
+        if step == 3:
+            helper = SubAgent(head_tokens=600, result_tokens=200, seed=self.session)
+            for _ in range(3):
+                yield helper.request("sub-agent"), helper.hear
+
+
+class SubAgent(Agent):
+    name = "sub-agent"
+    tool_names = ("Bash", "Glob", "Grep", "Read")
+
+
+class Codex(Agent):
+    name = "codex"
+    tool_names = ("exec_command", "write_stdin", "update_plan", "apply_patch")
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        date = "<environment_context>\n<current_date>2026-11-20</current_date>\n"
+        self.messages.insert(1, user(f"{date}</environment_context>"))
+
+    def result(self) -> str:
+        number = self._random.getrandbits(24)
+        return f"Chunk ID: {number:06x}\nWall time: 0.05 seconds\n{super().result()}"
+
+    def last_requests(self) -> Iterator[Beside]:
+        """A compaction: all of the past without tools, then a new beginning."""
+        asked = user("CONTEXT CHECKPOINT COMPACTION: write a summary to go on from.")
+        messages = [*self.messages, asked]
+        n_messages = len(messages)
+        yield Request(messages, [], messages, n_messages, "compaction"), nobody
+        self.messages = [*self.messages[:2], user(f"Summary: {self.words(150)}")]
+        yield self.request("compaction"), self.hear
+
+
+class OpenClaw(Agent):
+    name = "openclaw"
+    tool_names = ("exec", "edit", "message", "process", "read", "session_status")
+
+    def sent(self) -> Messages:
+        """As it echoes its past, and the context of this moment at the end."""
+        carrier = (
+            "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions: none\n"
+            f"Active Subagents: {self.n_sent % 2}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+        )
+        messages: Messages = []
+        for number, kept in enumerate(self.messages):
+            message = {k: v for k, v in kept.items() if k != "reasoning_content"}
+            if message["role"] == "user":
+                minute = f"[Fri 2026-11-20 08:{number % 60:02d} UTC]"
+                message["content"] = f"{minute} {message['content']}"
+            if "tool_call_id" in message:
+                message["tool_call_id"] = message["tool_call_id"].replace("_", "")
+            if "tool_calls" in message:
+                message["tool_calls"] = [self._echo(c) for c in message["tool_calls"]]
+            messages.append(message)
+        return [*messages, user(carrier)]
+
+    @staticmethod
+    def _echo(call: Body) -> Body:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        text = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+        echoed = {**function, "arguments": text}
+        return {**call, "id": call["id"].replace("_", ""), "function": echoed}
+
+
+AGENTS: dict[str, Callable[..., Agent]] = {
+    "pi": Pi,
+    "claude-code": ClaudeCode,
+    "codex": Codex,
+    "openclaw": OpenClaw,
+}
+
+
+# -- measuring -------------------------------------------------------------------------
+
+
+class Bench:
+    """Asks one server, and notes each step."""
+
+    def __init__(self, server: Server, *, max_tokens: int) -> None:
+        self.server = server
+        self.steps: list[Step] = []
+        self._max_tokens = max_tokens
+        # What was sent, in the plain form, with its tools: how many tokens it had.
+        self._known: list[tuple[Messages, list[Body], int]] = []
+
+    def ask_all(self, agent: Agent, requests: Iterator[Beside]) -> None:
+        """What an agent asks beside its conversation."""
+        for request, hear in requests:
+            hear(self.ask(agent, request))
+
+    def ask(self, agent: Agent, request: Request) -> Reply:
+        """Ask, and note the step. Raises CannotAsk."""
+        reply = self.server.ask(
+            request, max_tokens=self._max_tokens, session=agent.session
+        )
+        known = max(
+            (
+                n_tokens
+                for messages, tools, n_tokens in self._known
+                if tools == request.tools and messages == request.plain[: len(messages)]
+            ),
+            default=0,
+        )
+        read = None
+        if reply.cached_tokens is not None:
+            read = reply.prompt_tokens - reply.cached_tokens
+        step = Step(
+            agent=agent.name,
+            kind=request.kind,
+            seconds=reply.seconds,
+            first_token=reply.first_token,
+            prompt_tokens=reply.prompt_tokens,
+            read_tokens=read,
+            fewest_tokens=max(1, reply.prompt_tokens - known),
+            reply_tokens=reply.reply_tokens,
+        )
+        self.steps.append(step)
+        lasting = request.plain[: request.n_lasting]
+        n_tail = len(json.dumps(request.messages[request.n_lasting :]))
+        n_all = len(json.dumps([request.tools, request.messages]))
+        n_tokens = reply.prompt_tokens
+        if request.n_lasting < len(request.messages):  # its share, about
+            n_tokens -= round(n_tokens * n_tail / n_all)
+        else:
+            whole = [*request.plain, reply.message]
+            n_whole = n_tokens + reply.reply_tokens
+            self._known.append((whole, request.tools, n_whole))
+        self._known.append((lasting, request.tools, n_tokens))
+        return reply
+
+
+def run(
+    benches: Sequence[Bench],
+    names: Sequence[str],
+    *,
+    n_steps: int,
+    restart: str | None = None,
+    **how: Any,
+) -> None:
+    """All agents on all servers, which are asked in turns. Raises CannotAsk."""
+    for name in names:
+        sessions = [(bench, AGENTS[name](**how)) for bench in benches]
+        for step in range(n_steps):
+            # The other one first at every second step: what else the machine does, and
+            # how warm it is, meets both.
+            for bench, agent in sessions if step % 2 else sessions[::-1]:
+                bench.ask_all(agent, agent.side_requests(step))
+                agent.hear(bench.ask(agent, agent.request()))
+            say(f"\r{name}: {step + 1} of {n_steps} steps", end="")
+        for bench, agent in sessions:
+            bench.ask_all(agent, agent.last_requests())
+        if restart:
+            subprocess.run(restart, shell=True, check=True)  # noqa: S602 - the user's own
+            bench, agent = sessions[0]
+            bench.server.wait(600)
+            bench.ask(agent, agent.request("restart"))
+        say("")
+
+
+def say(text: str, *, end: str = "\n") -> None:
+    """For people, beside what is printed."""
+    sys.stderr.write(text + end)
+    sys.stderr.flush()
+
+
+def summarize(steps: Sequence[Step]) -> Body:
+    """The figures of some steps."""
+    seconds = [step.seconds for step in steps]
+    firsts = [step.first_token for step in steps]
+    read = [step.read_tokens for step in steps if step.read_tokens is not None]
+    decoding = sum(s.seconds - s.first_token for s in steps)
+    n_decoded = sum(max(0, s.reply_tokens - 1) for s in steps)
+    return {
+        "requests": len(steps),
+        "step_seconds_median": statistics.median(seconds),
+        "step_seconds_worst": max(seconds),
+        "first_token_seconds_median": statistics.median(firsts),
+        "first_token_seconds_worst": max(firsts),
+        "read_tokens": sum(read) if len(read) == len(steps) else None,
+        "fewest_tokens": sum(step.fewest_tokens for step in steps),
+        "tokens_per_second": n_decoded / decoding if decoding > 0 else None,
+        "seconds": sum(seconds),
+    }
+
+
+def rows_of(bench: Bench) -> Iterator[tuple[str, Body]]:
+    """By agent: what came first and what came later; then all."""
+    names = list(dict.fromkeys(step.agent for step in bench.steps))
+    for name in names:
+        own = [step for step in bench.steps if step.agent == name]
+        kinds = list(dict.fromkeys(step.kind for step in own))
+        for kind in kinds:
+            label = f"{name}, {kind}"
+            yield label, summarize([step for step in own if step.kind == kind])
+    yield "all", summarize(bench.steps)
+
+
+def print_table(bench: Bench) -> None:
+    print(f"\n{bench.server.url}  {bench.server.model}")
+    heads = ("", "requests", "step", "worst", "first", "worst", "read", "fewest", "t/s")
+    form = "{:24} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>7}"
+    print(form.format(*heads))
+    for name, row in rows_of(bench):
+        read, speed = row["read_tokens"], row["tokens_per_second"]
+        print(
+            form.format(
+                name,
+                row["requests"],
+                f"{row['step_seconds_median']:.2f} s",
+                f"{row['step_seconds_worst']:.2f} s",
+                f"{row['first_token_seconds_median']:.2f} s",
+                f"{row['first_token_seconds_worst']:.2f} s",
+                "not said" if read is None else f"{read:,}",
+                f"{row['fewest_tokens']:,}",
+                "" if speed is None else f"{speed:.1f}",
+            )
+        )
+
+
+def print_report(benches: Sequence[Bench]) -> None:
+    """A table for each server, and how two compare."""
+    for bench in benches:
+        print_table(bench)
+    if len(benches) == 2:
+        first, second = (sum(s.seconds for s in bench.steps) for bench in benches)
+        ratio = f"{second / first:.2f} times as long on the second"
+        print(f"\nall steps: {first:.1f} s and {second:.1f} s, {ratio}")
+
+
+def report_of(bench: Bench) -> Body:
+    """What is written: figures, and each step."""
+    return {
+        "url": bench.server.url,
+        "model": bench.server.model,
+        "figures": dict(rows_of(bench)),
+        "steps": [asdict(step) for step in bench.steps],
+    }
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    apis = ("openai", "anthropic")
+    parser.add_argument("--url", required=True, help="of a server, with /v1 or without")
+    parser.add_argument("--api", choices=apis, default="openai")
+    parser.add_argument("--model", default="", help="default: the first of /v1/models")
+    parser.add_argument("--key", default="unused", help="of the server, if it has any")
+    parser.add_argument("--against", default="", help="another server, in turns")
+    parser.add_argument("--against-api", choices=apis, default="openai")
+    parser.add_argument("--against-model", default="")
+    parser.add_argument("--against-key", default="unused")
+    parser.add_argument(
+        "--agents", nargs="+", choices=list(AGENTS), default=list(AGENTS)
+    )
+    parser.add_argument("--steps", type=int, default=8, help="of each agent (8)")
+    parser.add_argument(
+        "--tokens", type=int, default=8_000, help="of the first prompt, about (8,000)"
+    )
+    parser.add_argument(
+        "--result-tokens", type=int, default=400, help="of each result (400)"
+    )
+    parser.add_argument(
+        "--reply-tokens", type=int, default=64, help="of each reply, at most (64)"
+    )
+    parser.add_argument(
+        "--restart",
+        help="a shell command that restarts --url's server; one step follows",
+    )
+    parser.add_argument("--seed", default="", help="the same words again; default: new")
+    parser.add_argument("--json", help="the file to write all steps to")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_arguments(arguments)
+    seed = options.seed or uuid.uuid4().hex
+    rows = [(options.url, options.api, options.model, options.key)]
+    if options.against:
+        other = (options.against_api, options.against_model, options.against_key)
+        rows.append((options.against, *other))
+    benches = []
+    try:
+        for url, api, model, key in rows:
+            server = Server(url, api=api, model=model, key=key)
+            say(f"asks {server.url} ({server.model}), whose cache it fills")
+            benches.append(Bench(server, max_tokens=options.reply_tokens))
+        run(
+            benches,
+            options.agents,
+            n_steps=options.steps,
+            restart=options.restart,
+            head_tokens=options.tokens,
+            result_tokens=options.result_tokens,
+            seed=seed,
+        )
+    except KeyboardInterrupt:
+        say("\nstopped")
+        return 130
+    except (CannotAsk, subprocess.CalledProcessError) as error:
+        say(f"\n{error}")
+        return 2
+    print_report(benches)
+    if options.json:
+        report = {"seed": seed, "servers": [report_of(bench) for bench in benches]}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
