@@ -11446,29 +11446,38 @@ class DiskCache:
             low, high = max(start, segment.start), min(end, part_end)
             if low >= high:
                 continue
-            positions = [
-                position
-                for position in segment.states
-                if low < position <= high and position in (end, segment.head_end)
-            ]
             try:
-                prefixes = [f"state.{position}." for position in positions]
-                contents = read_segment(
-                    self._path_of(segment), ("tokens", "kv.", *prefixes)
-                )
-                tokens = contents.arrays["tokens"]
-                if not np.array_equal(tokens, self._tokens[segment.name]):
-                    raise DiskError("it is another one by now")
+                part = self._read_part(segment, low, high, wanted_state=end)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
-            arrays = {name: _to_mlx(a) for name, a in contents.arrays.items()}
-            spans.append(_read_span(segment, arrays, low, high))
-            for position in positions:
-                leaves = _state_from_json(segment.states[position], arrays)
-                states[position] = make_checkpoint(leaves)
+            spans.append(part.span)
+            states |= part.states
             self._note_use(segment)
         return LoadedKV(spans[0].join(*spans[1:]), states)
+
+    def _read_part(
+        self, segment: Segment, low: int, high: int, *, wanted_state: int
+    ) -> LoadedKV:
+        """What `read` takes of one file. Raises DiskError, OSError."""
+        positions = segment.states.keys() & {wanted_state, segment.head_end}
+        positions = {p for p in positions if low < p <= high}
+        prefixes = [f"state.{position}." for position in positions]
+        contents = read_segment(self._path_of(segment), ("tokens", "kv.", *prefixes))
+        if not np.array_equal(contents.arrays["tokens"], self._tokens[segment.name]):
+            raise DiskError("it is another one by now")
+
+        arrays = {name: _to_mlx(array) for name, array in contents.arrays.items()}
+        n_kv = sum(name.startswith("kv.") for name in arrays)
+        views = [arrays[f"kv.{number}"] for number in range(n_kv)]
+        span = KVSpan(views, segment.end - segment.start)
+        states = {
+            position: make_checkpoint(
+                _state_from_json(segment.states[position], arrays)
+            )
+            for position in positions
+        }
+        return LoadedKV(span.cut(low - segment.start, high - segment.start), states)
 
     def _note_use(self, segment: Segment | None) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
@@ -11645,16 +11654,6 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
 def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     is_bfloat16 = array.dtype == np.uint16
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
-
-
-def _read_span(
-    segment: Segment, arrays: Mapping[str, mx.array], low: int, high: int
-) -> KVSpan:
-    """KV [low, high) out of the arrays of a segment."""
-    n_kv = sum(name.startswith("kv.") for name in arrays)
-    views = [arrays[f"kv.{number}"] for number in range(n_kv)]
-    span = KVSpan(views, segment.end - segment.start)
-    return span.cut(low - segment.start, high - segment.start)
 
 
 # -- 4 what the model thread does ------------------------------------------------------
