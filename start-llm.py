@@ -3739,7 +3739,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
-# Thread   any; pure, but for memos
+# Thread   any
 
 
 # -- rules -----------------------------------------------------------------------------
@@ -4039,6 +4039,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
+    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4151,7 +4152,10 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_CLAUDE_CODE_CUTS: Final = re.compile(r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$")
+_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
+_CLAUDE_CODE_CUTS: Final = re.compile(
+    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
+)
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4166,6 +4170,24 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
         is_scalar = not isinstance(value, dict | list)
         members[name] = _CLAUDE_CODE_CUTS.sub("", str(value)) if is_scalar else value
     return members
+
+
+def _command_starts(message: Message) -> set[str]:
+    """What a client may cut off in front of the commands of a reply's calls.
+
+    It has no part in the digest. But a client that sends it means this one: who has
+    "cd a && ls" was not given "cd b && ls".
+    """
+    starts = set()
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            for text in value.values() if isinstance(value, dict) else ():
+                match = _COMMAND_START.match(text) if isinstance(text, str) else None
+                if match:
+                    starts.add(match[0])
+    return starts
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4190,6 +4212,7 @@ class Memo[Value]:
         self.max_bytes = max_bytes
         self.entries: dict[tuple[str, str | bytes], Value] = {}
         self.nbytes = 0
+        self._lock = threading.Lock()  # guards both
         self._measure = measure
 
     def get_or_make(
@@ -4197,18 +4220,24 @@ class Memo[Value]:
     ) -> Value:
         """The value under this key; if there is none, the one that `make` returns."""
         value = self.entries.get((tenant, key))
-        if value is None:
-            value = make()
-            self.entries[tenant, key] = value
-            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
-            if self.nbytes > self.max_bytes:
-                self.clear()
+        if value is not None:
+            return value
+        value = make()
+        n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
+        with self._lock:
+            if (tenant, key) not in self.entries:
+                self.entries[tenant, key] = value
+                self.nbytes += n_bytes
+            is_full = self.nbytes > self.max_bytes
+        if is_full:
+            self.clear()
         return value
 
     def clear(self) -> None:
         """Drop all values."""
-        self.entries = {}
-        self.nbytes = 0
+        with self._lock:
+            self.entries = {}
+            self.nbytes = 0
 
 
 class Canonicalizer:
@@ -4297,6 +4326,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
+            command_starts=frozenset(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4634,7 +4664,7 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
 # Of the table and the values. A file of another one is begun anew.
-_RECORD_FORMAT: Final = 2
+_RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,  -- in the order in which they were put
@@ -7011,26 +7041,53 @@ class PrivateValue(NamedTuple):
     value: str
 
 
+# A place is no key of an object of JSON: they are saved as a list of items.
+type _PinnedTexts = Annotated[
+    Mapping[FieldPlace, set[str]],
+    PlainValidator(
+        lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
+    ),
+    PlainSerializer(lambda pinned: list(pinned.items())),
+]
+
+
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
     # The last ones at each place: a message has one place for all fields of a rule.
-    # A place is no key of an object of JSON: it is saved as a list of items.
-    pinned: Annotated[
-        Mapping[FieldPlace, set[str]],
-        PlainValidator(
-            lambda items: {FieldPlace(*place): set(texts) for place, texts in items}
-        ),
-        PlainSerializer(lambda pinned: list(pinned.items())),
-    ] = {}
-    notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
+    pinned: _PinnedTexts
+    notes: tuple[str, ...]  # in the order in which they were stated
+    private: frozenset[PrivateValue]  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
+    def since(self, earlier: StatedValues) -> StatedChanges:
+        """What the messages after `earlier` have changed."""
+        withdrawn = frozenset(earlier.notes).difference(self.notes)
+        n_kept = sum(text not in withdrawn for text in earlier.notes)
+        return StatedChanges(
+            pinned={
+                place: texts
+                for place, texts in self.pinned.items()
+                if earlier.pinned.get(place) != texts
+            },
+            withdrawn=withdrawn,
+            new_notes=self.notes[n_kept:],
+            private=self.private - earlier.private,
+        )
 
-NOTHING_STATED: Final = StatedValues()
+
+class StatedChanges(NamedTuple):
+    """How a part of a prompt changes what the prompt states."""
+
+    pinned: _PinnedTexts  # in the place of older ones
+    withdrawn: frozenset[str]  # notes that were stated, and count no more
+    new_notes: tuple[str, ...]
+    private: frozenset[PrivateValue]
+
+
+NOTHING_STATED: Final = StatedValues({}, (), frozenset())
 
 
 class Restated(NamedTuple):
@@ -7083,9 +7140,15 @@ def restate_messages(
         # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
-    pinned = _merge_pinned(messages, stated)
-    private = stated.private | _private_values(messages)
-    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
+    newest_pinned: dict[FieldPlace, set[str]] = {}
+    for place, pinned in _pinned_fields(messages):
+        newest_pinned.setdefault(place, set()).add(pinned.value)
+    now_stated = StatedValues(
+        pinned={**stated.pinned, **newest_pinned},
+        notes=(*old_notes, *new_notes),
+        private=stated.private | _private_values(messages),
+    )
+    return Restated(copies, now_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7154,17 +7217,6 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     return "\n".join(dict.fromkeys(lines))
 
 
-def _merge_pinned(
-    messages: Sequence[CanonicalMessage], stated: StatedValues
-) -> Mapping[FieldPlace, set[str]]:
-    """The pinned values once these are stated; if none is new, the object is shared."""
-    updates: dict[FieldPlace, set[str]] = {}
-    for place, pinned in _pinned_fields(messages):
-        updates.setdefault(place, set()).add(pinned.value)
-    merged = {**stated.pinned, **updates}
-    return stated.pinned if merged == stated.pinned else merged
-
-
 def _note_texts(messages: Iterable[CanonicalMessage]) -> list[str]:
     return [note.text for message in messages for note in message.notes]
 
@@ -7187,7 +7239,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 800  # of a record with its key, without what it is about
+_RECORD_BYTES: Final = 350  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7206,6 +7258,9 @@ class LedgerRecord:
     """
 
     parent: LedgerRecord | None = None
+    part_of: LedgerRecord | None = (
+        None  # of what Transcript.cut_to() has cut: the whole
+    )
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
@@ -7263,7 +7318,8 @@ class GeneratedReply:
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
-    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()  # of the prompt
+    # Of the prompt; of a transcript those that its parents do not have.
+    block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7279,36 +7335,19 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    stated: StatedValues
+    changes: StatedChanges  # of what the prompt of its parent states
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    # The record that cut_to() has cut.
-    part_of: Annotated[Transcript | None, Field(exclude=True)] = None
+    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
         """As in a Conversation."""
         return self.session_id if self.is_named else ""
-
-    @cached_property
-    def nbytes(self) -> int:
-        n_stated = len(self.stated.private)
-        if self.stated.pinned is not _stated_by(self.parent).pinned:
-            n_stated += len(self.stated.pinned)  # else the parent counts them
-        # The size of new notes is not counted, but taken to be 4 bytes a new token.
-        n_small = 300 * n_stated + 8 * len(self.reply.block_hashes)
-        n_small += 4 * len(self.prompt_ids)
-        reply = self.reply
-        shown = (reply.shown_text, reply.shown_ends)
-        return (
-            _RECORD_BYTES
-            + n_small
-            + memory_bytes(self.prompt_ids, reply.ids, self.new_thinking, *shown)
-        )
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
@@ -7327,6 +7366,24 @@ class Transcript(LedgerRecord):
         """Of all its messages, see new_thinking."""
         parts = [transcript.new_thinking for transcript in self.transcripts()]
         return list(chain.from_iterable(parts))
+
+    def block_hashes(self) -> list[bytes]:
+        """Of its prompt, as far as they are known: see TOKEN HASHES."""
+        parts = [transcript.reply.block_hashes for transcript in self.transcripts()]
+        return list(chain.from_iterable(parts))
+
+    def stated(self) -> StatedValues:
+        """What its prompt states. why(L-215): that of its parents is theirs."""
+        pinned: dict[FieldPlace, set[str]] = {}
+        notes: list[str] = []
+        private: set[PrivateValue] = set()
+        for transcript in self.transcripts():
+            changes = transcript.changes
+            pinned.update(changes.pinned)
+            notes = [text for text in notes if text not in changes.withdrawn]
+            notes += changes.new_notes
+            private |= changes.private
+        return StatedValues(pinned, tuple(notes), frozenset(private))
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7359,17 +7416,13 @@ class Transcript(LedgerRecord):
         return (
             self.session_id == other.session_id
             and self.is_named == other.is_named
-            and self.stated == other.stated
+            and self.stated() == other.stated()
             and self.thinking() == other.thinking()
             and self.last_call_id == other.last_call_id
             and self.reply.shown_ends == other.reply.shown_ends
             and self.reply.is_cut == other.reply.is_cut
             and np.array_equal(self.token_ids(), other.token_ids())
         )
-
-
-def _stated_by(record: LedgerRecord | None) -> StatedValues:
-    return record.stated if isinstance(record, Transcript) else NOTHING_STATED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7413,8 +7466,6 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
     record.key = saved.key
     record.session_id = saved.session_id
     record.last_used = saved.last_used
-    if isinstance(record, Transcript) and record.stated == _stated_by(parent):
-        record.stated = _stated_by(parent)  # in memory once
     return record
 
 
@@ -7441,7 +7492,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Thinking is alike for all four: the client may drop it, but not change it.
+# Where one of both sessions has a name, and the client does not send the last call, the
+# transcript may state no note but those of the request either: they are for somebody
+# else (L-216). Thinking is alike for all four: the client may drop it, but not change
+# it; so is the "cd" before the commands of calls.
 #
 # Of other records the key says for whom they are:
 #
@@ -7456,26 +7510,44 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it."""
     messages = conversation.messages
     session = conversation.session
-    for message, thinking in zip(messages, transcript.thinking(), strict=False):
-        if message.thinking not in ("", thinking):
-            return False
+    if not _has_same_replies(transcript, messages):
+        return False
     if is_same_session(session, transcript.session):
         return True
 
     # why(L-85): without one of the request's notes it is somebody else's. It may have
     # stated more: clients drop notes as they grow old.
     call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(transcript.stated.notes):
+    if not set(notes).issubset(stated.notes):
+        return False
+    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    unsent_notes = set(stated.notes).difference(_note_texts(messages))
+    if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
     # why(L-106): no prompt has a private value that somebody else has sent.
-    unsent = transcript.stated.private - _private_values(messages)
+    unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(transcript.stated.private)
+    has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
         return not unsent
     return all(private.place.message_index < call_index for private in unsent)
+
+
+def _has_same_replies(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> bool:
+    """Whether the client has nothing in its replies that these have otherwise."""
+    for message, thinking in zip(messages, transcript.thinking(), strict=False):
+        if message.thinking not in ("", thinking):
+            return False
+    for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
+        reply = messages[part.n_messages - 1]
+        if not reply.command_starts <= part.command_starts:
+            return False
+    return True
 
 
 def _find_last_call(
@@ -7504,24 +7576,15 @@ class Mismatch(NamedTuple):
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
     """How badly this one fits."""
+    stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not transcript.stated.has_pinned(place, pinned.value):
+        if not stated.has_pinned(place, pinned.value):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
-    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    n_unsent = len(set(stated.notes).difference(sent_notes))
     is_foreign = not is_same_session(conversation.session, transcript.session)
     return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
-
-
-def _conversation_tools_key(
-    messages: Sequence[CanonicalMessage], contexts: Sequence[ReplyContext]
-) -> bytes:
-    """The key under which a conversation has its tools; b"" before its first call."""
-    for message, context in zip(messages, contexts[1:], strict=True):
-        if "tool_calls" in message.original:
-            return _digest("tools", context.all_messages)
-    return b""
 
 
 def _thinking_keys(
@@ -7639,7 +7702,11 @@ class Ledger:
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        conversation_key = _conversation_tools_key(messages, contexts)
+        conversation_key = b""  # of the first call, where it has one
+        for message, context in zip(messages, contexts[1:], strict=True):
+            if "tool_calls" in message.original:
+                conversation_key = _digest("tools", context.all_messages)
+                break
         if not tools:
             with self._ledger_lock:
                 start = self._find_start(conversation_key, RenderedTools)
@@ -7719,21 +7786,29 @@ class Ledger:
         If the client has left it, what it sends back may be shorter: it lies under the
         key of its prompt.
         """
-        last_call_id = plan.transcript.last_call_id if plan.transcript else ""
+        last_call_id = ""
+        stated_before = NOTHING_STATED
+        n_hashes = 0
+        if plan.transcript:
+            last_call_id = plan.transcript.last_call_id
+            stated_before = plan.transcript.stated()
+            n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
             parent=plan.transcript,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
-            reply=generated,
+            reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            stated=plan.stated,
+            changes=plan.stated.since(stated_before),
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
             last_call_id=last_call_id,
+            command_starts=reply.command_starts,
         )
         key = plan.conversation.prefix_keys[-1]
         if not generated.shown_ends:
@@ -7776,7 +7851,7 @@ class Ledger:
         with self._ledger_lock:
             for n in range(newest_index, n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated.private - private
+                    unsent = transcript.stated().private - private
                     if unsent and not may_replay(transcript, conversation):
                         return min(unsent).place.rule
         return ""
@@ -8146,7 +8221,7 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated)
+        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -15435,8 +15510,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # would have been sampled in its place. So a reply is the same with drafts and without,
 # greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
 # as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
-# says whether a draft is expected to pay, and how long it may be; a Drafter finds its
-# tokens.
+# says whether there may be a draft, and how long; a Drafter finds its tokens.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
@@ -15444,7 +15518,11 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
 # there is one, for all requests. It reads the conversation that it was asked about
 # last. A draft need not be accepted, so of a long conversation it reads the tail only:
-# its KV has a bound.
+# its KV has a bound. A third kind, a head that guesses from hidden states (MTP), would be
+# a Drafter, too, and get those of what was accepted from TokenGenerator's calls.
+#
+# Dropped: an expected speed by the share of tokens that were accepted, three lengths,
+# and pauses. On real edits (draft_edits.py) the account alone is as good or better.
 #
 # Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
 #          DraftCosts, can_draft
@@ -15459,19 +15537,11 @@ _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look thr
 _ROOM_TOKENS: Final = 4096  # that a full history grows by
 _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 
-# Lengths: with y before them, copies take calls of 32, 16 and 8 tokens. A model's are
-# shorter, since each of their tokens takes a call of it.
-_COPY_LENGTHS: Final = (31, 15, 7)
-_MODEL_LENGTHS: Final = (7, 4, 2)
-
-# Whether a draft pays. The share of its tokens that are accepted begins with a guess,
-# and is a moving mean. Costs are in plain steps.
-_FIRST_SHARE: Final = 0.9
-_FIRST_MODEL_SHARE: Final = 0.7
-_SHARE_FACTOR: Final = 0.99  # on each measured share: it must stay below 1
-_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_UNKNOWN_COST: Final = 2.0  # of a step with a draft, until it was measured
-_FADING: Final = 0.98  # of a cost at each long pause, until it is measured again
+# Lengths: the usual one, and that after a draft that was right to its end. With y before
+# them, copies take calls of 16 and 32 tokens. A model's are shorter, since each of their
+# tokens takes a call of it.
+_COPY_LENGTHS: Final = (15, 31)
+_MODEL_LENGTHS: Final = (4, 7)
 
 # A reply's account of plain steps: what it begins with, what is spent, what it earns. A
 # model first has to read the conversation.
@@ -15479,8 +15549,8 @@ _FIRST_BALANCE: Final = 8.0
 _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
-_PAUSE_TOKENS: Final = 4  # without a draft, after such a y
-_LONG_PAUSE_TOKENS: Final = 256  # where no length is expected to pay
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
 _MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
@@ -15506,11 +15576,11 @@ class DraftCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
-        self._fading: dict[int, float] = {}  # what faded since it was measured
+        self._n_measured = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether plain steps were measured; `plain_steps` needs it."""
+        """Whether plain steps were measured; `in_plain_steps` needs it."""
         return 1 in self._seconds
 
     def measure(self, n_fed: int, seconds: float) -> bool:
@@ -15518,34 +15588,26 @@ class DraftCosts:
         if n_fed not in self._begun:
             self._begun.add(n_fed)  # the first may have compiled kernels
             return False
-        has_faded = self._fading.pop(n_fed, None) is not None
-        mean = seconds if has_faded else self._seconds.get(n_fed, seconds)
+        mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        self._n_measured += 1
+        if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
+            self._seconds = {1: self._seconds[1]}
         return True
-
-    def plain_steps(self, *, n_draft: int) -> float:
-        """How many plain steps take as long as one with so long a draft."""
-        n_fed = n_draft + 1
-        if n_fed not in self._seconds:
-            return _UNKNOWN_COST
-        return self.in_plain_steps(self._seconds[n_fed] * self._fading.get(n_fed, 1.0))
 
     def in_plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long."""
         return seconds / self._seconds[1]
 
-    def fade(self) -> None:
-        """Take costs for smaller, so that what was slow once is tried again some day.
-
-        A length that takes 30 plain steps is, after 57 fadings.
-        """
-        for n_fed in self._seconds:
-            if n_fed > 1:
-                self._fading[n_fed] = self._fading.get(n_fed, 1.0) * _FADING
+    def can_pay(self, n_draft: int) -> bool:
+        """Whether a draft of this length would pay if it were right to its end."""
+        n_fed = n_draft + 1
+        seconds = self._seconds.get(n_fed)
+        return seconds is None or self.in_plain_steps(seconds) < n_fed
 
 
 class DraftBudget:
-    """Whether the next draft of a reply is expected to pay, and how long it may be.
+    """Whether there may be another draft in this reply, and how long it may be.
 
     Drafts may lose what they have gained in this reply, and a hundredth of its time.
     `balance` counts that in plain steps; there is no draft while it is below 0:
@@ -15556,42 +15618,18 @@ class DraftBudget:
     """
 
     def __init__(
-        self, costs: DraftCosts, *, first_share: float, balance: float
+        self, costs: DraftCosts, *, lengths: tuple[int, int], balance: float
     ) -> None:
-        """`first_share`: of draft tokens, how many are accepted, until it is known."""
+        """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = balance
-        self._first_share = first_share
-        self._share_accepted = first_share
-        self._pauses_until = 0  # this length of the history
-        self._chosen_length = 0
+        self._lengths = lengths
+        self._length = lengths[0]  # of the next draft
 
-    def choose_length(self, lengths: Iterable[int], *, n_history: int) -> int:
-        """The length that pays best; 0 during a pause, and where none pays."""
-        is_pausing = n_history < self._pauses_until or self.balance < 0
-        if is_pausing or not self.costs.is_known:
-            return 0
-        length = max(lengths, key=self.speedup)
-        if self.speedup(length) > 1.0:
-            self._chosen_length = length
-            return length
-        self.pause(n_history + _LONG_PAUSE_TOKENS)
-        self._share_accepted = self._first_share
-        self.costs.fade()
-        return 0
-
-    def speedup(self, n_draft: int) -> float:
-        """Expected speed with drafts of this length; 1.0: as fast as plain steps.
-
-        A token of a draft is tried when the one before it was accepted.
-        """
-        share = self._share_accepted
-        n_expected = (1 - share ** (n_draft + 1)) / (1 - share)
-        return n_expected / self.costs.plain_steps(n_draft=n_draft)
-
-    def pause(self, until: int) -> None:
-        """Allow no draft before the history has this length."""
-        self._pauses_until = max(self._pauses_until, until)
+    def choose_length(self) -> int:
+        """How long the next draft may be; 0: there is none."""
+        is_allowed = self.costs.is_known and self.balance >= 0
+        return self._length if is_allowed and self.costs.can_pay(self._length) else 0
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
@@ -15603,11 +15641,11 @@ class DraftBudget:
 
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
-        n_tried = min(n_accepted + 1, n_draft)  # what comes after says nothing
-        share = _SHARE_FACTOR * n_accepted / n_tried
-        self._share_accepted += _NEW_WEIGHT * (share - self._share_accepted)
-        if self.costs.measure(self._chosen_length + 1, seconds):
+        if self.costs.measure(self._length + 1, seconds):
             self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+        usual, long = self._lengths
+        was_right = n_accepted == n_draft
+        self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
@@ -15668,11 +15706,6 @@ class Drafter:
         self._metrics.bump("draft_tokens_accepted", n_accepted)
         self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
-    def _choose_length(self, lengths: Iterable[int], max_tokens: int) -> int:
-        """How long the next draft may be; 0: there is none."""
-        n_draft = self.budget.choose_length(lengths, n_history=self._n_history)
-        return max(0, min(n_draft, max_tokens))
-
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
         for place, token_id in enumerate(token_ids):
@@ -15700,7 +15733,7 @@ class CopyDrafter(Drafter):
         super().__init__(
             _join(prompt, others),
             end_ids=end_ids,
-            budget=DraftBudget(costs, first_share=_FIRST_SHARE, balance=_FIRST_BALANCE),
+            budget=DraftBudget(costs, lengths=_COPY_LENGTHS, balance=_FIRST_BALANCE),
             metrics=metrics,
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
@@ -15709,8 +15742,8 @@ class CopyDrafter(Drafter):
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
-        n_draft = self._choose_length(_COPY_LENGTHS, max_tokens)
-        if not n_draft:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0:
             return []
 
         y_and_draft = self._find_copy(1 + n_draft)
@@ -15718,7 +15751,6 @@ class CopyDrafter(Drafter):
             return []
         if y_and_draft[0] != wait_for_y():
             self.budget.balance -= _WAIT_COST
-            self.budget.pause(self._n_history + _PAUSE_TOKENS)
             return []
         return y_and_draft[1:]
 
@@ -15769,22 +15801,20 @@ class ModelDrafter(Drafter):
         metrics: CacheMetrics,
     ) -> None:
         budget = DraftBudget(
-            draft_model.costs,
-            first_share=_FIRST_MODEL_SHARE,
-            balance=_FIRST_MODEL_BALANCE,
+            draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
         )
         super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
         self._draft_model = draft_model
         self._tenant = tenant
         self._drafting_seconds = 0.0  # that the last draft took
+        self._has_drafted = False
 
     def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
         """The model's most probable tokens, once it has read the conversation."""
-        n_draft = self._choose_length(_MODEL_LENGTHS, max_tokens)
-        if not n_draft or self._draft_model.has_failed:
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0 or self._draft_model.has_failed:
             return []
         if not self._draft_model.can_read(self._history):
-            self.budget.pause(self._n_history + _LONG_PAUSE_TOKENS)
             return []
 
         y = wait_for_y()
@@ -15802,6 +15832,9 @@ class ModelDrafter(Drafter):
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
+        if not self._has_drafted:  # what reading has left is not for wrong drafts
+            self._has_drafted = True
+            self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
@@ -15985,10 +16018,9 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice).
 #
-# Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, Activity, DroppedKV, Reuse, TokenEvent, SecondTryEvent,
-#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS,
-#          PrefillTimes, Scheduler
+# Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
+#          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
+#          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
 #          DRAFTS
@@ -15997,9 +16029,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 # -- 1 requests ------------------------------------------------------------------------
 
-MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
-
-RequestState = Literal["waiting", "prefilling", "decoding"]
 WaitReason = Literal["queue", "prefix", "memory"]
 EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
@@ -16043,38 +16072,13 @@ class DroppedKV(NamedTuple):
     fault: str  # which files are not deleted yet, and why; "" if all are
 
 
-class Reuse(NamedTuple):
-    """What of a prompt was in the cache when the model began with it."""
-
-    hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
-    cached_tokens: int = 0
-    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
-    disk_tokens: int = 0  # that were loaded from the disk for it
-
-
-class StateSeconds(NamedTuple):
-    """How long a request was in each state."""
-
-    waiting: float = 0.0
-    prefilling: float = 0.0
-    decoding: float = 0.0
-
-
-class FinishedEvent(NamedTuple):
-    """The request is over; its KV is in the cache, unless that failed."""
-
-    reason: EndReason
-    reuse: Reuse = Reuse()
-    seconds: StateSeconds = StateSeconds()
-    saved_steps: int = 0  # by drafts
-
-
 class SecondTryEvent(NamedTuple):
     """The request begins again, without the cache. There was no token yet."""
 
 
-# An int: KV of so many tokens of the prompt is there. An error ends the request.
-type EngineEvent = int | TokenEvent | SecondTryEvent | FinishedEvent | ServerError
+# An int: KV of so many tokens of the prompt is there. The last two end the request; its
+# KV is in the cache then, unless it has failed.
+type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
 
 
 class WaitCause(NamedTuple):
@@ -16089,8 +16093,8 @@ class WaitCause(NamedTuple):
     request_id: str | None = None  # whose prefix it waits for
 
 
-# None: the request has just come, or come again, and the scheduler has not seen it yet.
-type Activity = WaitCause | Literal["prefilling", "decoding"] | None
+# None: it has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
 
 
 class RequestTimes(NamedTuple):
@@ -16102,19 +16106,14 @@ class RequestTimes(NamedTuple):
 
     since: float  # when `activity` began; time.monotonic()
     activity: Activity = None
-    ended: Mapping[Activity, float] = {}  # seconds of what it did before
+    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
 
     @property
-    def state(self) -> RequestState:
-        """The state that it is in."""
+    def phase(self) -> Literal["queued", "prefill", "decode"]:
+        """What it does. One that has ended decodes, until its connection knows."""
         if self.activity is None or isinstance(self.activity, WaitCause):
-            return "waiting"
-        return self.activity
-
-    @property
-    def cause(self) -> WaitCause | None:
-        """What it waits for; None: it does not wait, or nobody knows yet for what."""
-        return self.activity if isinstance(self.activity, WaitCause) else None
+            return "queued"
+        return "prefill" if self.activity == "prefill" else "decode"
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
         """Its times if it does something else from `now` on.
@@ -16125,34 +16124,28 @@ class RequestTimes(NamedTuple):
             return self._replace(activity=activity)
         if self.activity == activity:
             return self
-        return RequestTimes(now, activity, self._until(now))
+        return RequestTimes(now, activity, self.seconds(now))
 
-    def seconds(self, now: float) -> StateSeconds:
-        """How long it has been in each state."""
-        seconds = self._until(now)
-        prefilling = seconds.pop("prefilling", 0.0)
-        decoding = seconds.pop("decoding", 0.0)
-        return StateSeconds(sum(seconds.values()), prefilling, decoding)
+    def seconds(self, now: float) -> defaultdict[Activity, float]:
+        """How long it has done what."""
+        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
+        seconds[self.activity] += now - self.since
+        return seconds
 
     def wait_seconds(self, now: float) -> dict[WaitCause, float]:
         """How long it has waited for each cause."""
         return {
             activity: seconds
-            for activity, seconds in self._until(now).items()
+            for activity, seconds in self.seconds(now).items()
             if isinstance(activity, WaitCause)
         }
 
-    def _until(self, now: float) -> dict[Activity, float]:
-        seconds = dict(self.ended)
-        seconds[self.activity] = seconds.get(self.activity, 0.0) + now - self.since
-        return seconds
-
 
 class RequestHandle:
-    """A submitted request, for its connection: events come out, a stop reason goes in.
+    """A submitted request: what is asked, and what is told of it until it has ended.
 
-    Any thread may use it. Only the scheduler changes `times`, `reuse`, `saved_steps`
-    and `is_second_try`.
+    Any thread may read it. Its connection takes events, and may set `stop_reason`. Only
+    the scheduler changes anything else.
     """
 
     def __init__(
@@ -16162,9 +16155,13 @@ class RequestHandle:
         self.request = request
         self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
-        self.reuse = Reuse()
-        self.saved_steps = 0  # by tokens of drafts
         self.is_second_try = False  # without the cache, after an error
+        # What of the prompt was cached when the model began with it; "-": it has not.
+        self.hit_kind: HitKind | Literal["-"] = "-"
+        self.cached_tokens = 0
+        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
+        self.disk_tokens = 0  # of those cached: loaded from the disk for it
+        self.saved_steps = 0  # by tokens of drafts
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
@@ -16176,32 +16173,22 @@ class RequestHandle:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
         self.begin(None, now)
-        self.reuse = Reuse()
+        self.hit_kind = "-"
+        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
         self.put(SecondTryEvent())
 
-    def finished_event(self, reason: EndReason) -> FinishedEvent:
-        """What is known of the request when it ends, now."""
-        seconds = self.times.seconds(time.monotonic())
-        return FinishedEvent(reason, self.reuse, seconds, self.saved_steps)
+    def end(self, end: EndReason | ServerError) -> None:
+        """Note that it is over, or has failed, and tell its connection."""
+        self.begin("ended", time.monotonic())
+        self.put(end)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
         self._events.put(event)
 
-    def put_end(self, end: EndReason | ServerError) -> None:
-        """Add the last event: it is over, or it has failed."""
-        self.put(end if isinstance(end, ServerError) else self.finished_event(end))
-
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
-
-    def read_stop_reason(self) -> EndReason | None:
-        """Why its connection wants it to end, or does not read it; None: it goes on."""
-        if self.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16764,13 +16751,6 @@ class AcceptedTokens(NamedTuple):
     token_ids: list[int]
 
 
-class PreviousState(NamedTuple):
-    """The state of a request before the last step of its batch."""
-
-    position: int
-    state: StateCheckpoint
-
-
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch.
 
@@ -16791,9 +16771,10 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        self._held_state: LayerCaches | None = None  # before the last step
-        # By request: its row in that state, and its position then.
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Before the last step; None: the model has none, or none is known. Of windows
+        # none is held.
+        self.held_state: LayerCaches | None = None
+        self.held_positions: list[int] = []  # of its rows
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16859,11 +16840,10 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        self.held_state = hold_recurrent_state(self._generator.layer_caches)
+        self.held_positions = [
+            running.num_computed_tokens - n_pending for running in self.requests
+        ]
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16949,23 +16929,13 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self._held_state = None
+        self.held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> PreviousState | None:
-        """Give a request its KV back, and take it out of the batch.
-
-        None: the model has no state, or none is known from before the last step. Of
-        windows none is held.
-        """
-        previous = None
-        if self._held_state is not None:
-            previous_row, position = self._held_rows[running]
-            state = copy_state(self._held_state, row=previous_row)
-            previous = PreviousState(position, state)
-
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
         row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
@@ -16979,7 +16949,6 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -17301,7 +17270,7 @@ class PromptReader:
         now = self._loaded.lockstep.now()
         with ExitStack() as taking:
             for running in requests:
-                running.handle.begin("decoding", now)
+                running.handle.begin("decode", now)
                 end = running.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
@@ -17515,11 +17484,10 @@ class Scheduler:
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
         reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.read_stop_reason() for handle in handles]
+            "stop", lambda: [handle.stop_reason for handle in handles]
         )
         stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_waiting(now, stop_reasons)
-        self._end_running(now, stop_reasons)
+        self._end_some(now, stop_reasons)
         self._admit_waiting(now)
 
         began = self._now()
@@ -17530,17 +17498,31 @@ class Scheduler:
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_waiting(
+    def _end_some(
         self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
     ) -> None:
-        """End waiting requests that are cancelled, or that have waited too long."""
+        """End requests that are cancelled, overdue or not read any more."""
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if stop_reasons[handle] is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
-                handle.put_end(end)
+                handle.end(end)
+
+        max_seconds = self.config.generation_watchdog_seconds or math.inf
+        for running in list(self.running):
+            end = stop_reasons[running.handle]
+            if end is None and not running.has_begun:
+                end = self._find_timeout(running.handle, now)
+            # why(L-87): the deadline does not count the wait for the first slice.
+            elif end is None and now - running.started_at > max_seconds:
+                logger.warning(
+                    "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
+                )
+                end = "deadline"
+            if end is not None:
+                self._finish(running, end)
 
     def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
         """The error for a request that the model has not begun; None: it may wait."""
@@ -17550,30 +17532,6 @@ class Scheduler:
             return None
         setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
         return Overloaded(f"it waited for the model longer than {setting}")
-
-    def _end_running(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End running requests that are cancelled, overdue or not read any more."""
-        for running in list(self.running):
-            end = stop_reasons[running.handle] or self._find_end(running, now)
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_end(
-        self, running: RunningRequest, now: float
-    ) -> EndReason | ServerError | None:
-        """Why a request must end that nobody has stopped; None: it goes on."""
-        if not running.has_begun:
-            return self._find_timeout(running.handle, now)
-
-        # why(L-87): the deadline does not count the wait for the first slice.
-        max_seconds = self.config.generation_watchdog_seconds
-        if max_seconds and now - running.started_at > max_seconds:
-            setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
-            logger.warning("a reply ends after %s", setting)
-            return "deadline"
-        return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
@@ -17585,29 +17543,25 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        previous = self._take_out(running)
+        self._take_out(running)
         if running not in self.running:  # the batch failed when it was taken out
             return
-        self._leave(running, previous)
-        running.handle.put_end(end)
+        self._leave(running)
+        running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> PreviousState | None:
-        """Take a request out of its batch, if any; its state before the last step.
+    def _take_out(self, running: RunningRequest) -> None:
+        """Take a request out of its batch, if any.
 
         An exception ends the whole batch: the request does not run any more then.
         """
-        previous = None
         if running.batch is not None:
             with self.guard(*running.batch.requests):
-                previous = running.batch.remove(running)
-        return previous
+                running.batch.remove(running)
 
-    def _leave(
-        self, running: RunningRequest, previous: PreviousState | None = None
-    ) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more. If its KV cannot be kept, that is all it loses."""
         try:
-            self._put_back(running, previous)
+            self._put_back(running)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
@@ -17616,10 +17570,8 @@ class Scheduler:
             self._free_memory(error)
         self.running.remove(running)
 
-    def _put_back(
-        self, running: RunningRequest, previous: PreviousState | None
-    ) -> None:
-        """Let the cache have the KV, and the state before the last step.
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV, and the state that belongs to it.
 
         This comes before the end is reported: the client's next request must find it.
         """
@@ -17630,8 +17582,6 @@ class Scheduler:
             # the request after the next step only; its client may leave before that.)
             self.cache.drop(entry)
             return
-        if previous is not None:
-            self.cache.add_checkpoint(entry, previous.position, previous.state)
         self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
         key = running.computed_key(self.config.prompt_cache_block_size)
         self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
@@ -17677,7 +17627,7 @@ class Scheduler:
                 if self._may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
-                    handle.put(explanation)
+                    handle.end(explanation)
 
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
@@ -17697,7 +17647,7 @@ class Scheduler:
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
-        handle.put(self.budget.shortage(n_prompt, self.running))
+        handle.end(self.budget.shortage(n_prompt, self.running))
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
@@ -17756,12 +17706,10 @@ class Scheduler:
                 self.cache.drop(match.kv_owner)
             raise
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.reuse = Reuse(
-            match.hit_kind,
-            match.cached_tokens,
-            match.matched_tokens,
-            disk_tokens=max(0, match.cached_tokens - n_in_memory),
-        )
+        handle.hit_kind = match.hit_kind
+        handle.cached_tokens = match.cached_tokens
+        handle.matched_tokens = match.matched_tokens
+        handle.disk_tokens = max(0, match.cached_tokens - n_in_memory)
         self.running.append(running)
         handle.put(offset)
 
@@ -17878,7 +17826,7 @@ class Scheduler:
         with self.guard(*requests):
             for running in requests:
                 running.started_at = min(running.started_at, began)
-                running.handle.begin("prefilling", began)
+                running.handle.begin("prefill", began)
             joint_caches: LayerCaches | None = None
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
@@ -17967,35 +17915,44 @@ class Scheduler:
             if self.spec.has_state:
                 self._keep_reply_states(batch, accepted)
         for running, token_ids in accepted:
-            self._end_if_complete(running, token_ids)
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            end = self._find_reply_end(running, token_ids)
+            if running.has_failed:
+                error = GenerationFailed("the model computed NaN or infinity")
+                self._fail_alone(running, error)
+            elif end is not None:
+                self._finish(running, end)
 
-    def _end_if_complete(
+    def _find_reply_end(
         self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> None:
-        """End a request that its last accepted tokens have completed, or broken.
-
-        Does nothing for one that a failure of its batch has ended already.
-        """
-        if running not in self.running:
-            return
-        if running.has_failed:
-            error = GenerationFailed("the model computed NaN or infinity")
-            self._fail_alone(running, error)
-        elif not self.loaded.eos_ids.isdisjoint(token_ids):
-            self._finish(running, "stop")
-        elif len(running.output_ids) >= running.request.max_tokens:
-            self._finish(running, "length")
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
 
     def _keep_reply_states(
         self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). And one
+        One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        client that cancels the reply (L-121). And where the reply ends, in their place,
+        that of before the last step: a client may send it back without its last token.
         """
-        for running, token_ids in accepted:
+        for row, (running, token_ids) in enumerate(accepted):
+            if self._find_reply_end(running, token_ids) is not None:
+                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+                running.reply_checkpoint = 0
+                if batch.held_state is not None:
+                    state = copy_state(batch.held_state, row=row)
+                    position = batch.held_positions[row]
+                    self.cache.add_checkpoint(running.entry, position, state)
+                continue
+
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -18052,7 +18009,7 @@ class Scheduler:
             self._try_again(running.handle)
         else:
             self.cache.drop(running.entry)
-            running.handle.put(error)
+            running.handle.end(error)
 
     def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
         """Whether a request that failed without a token gets a second try.
@@ -18061,7 +18018,7 @@ class Scheduler:
         """
         if handle.is_second_try or not isinstance(error, GenerationFailed):
             return False
-        return self._lockstep.from_rank_0("stop", handle.read_stop_reason) is None
+        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -18164,12 +18121,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 # took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
 # requests of our own before the server lets others in:
 #
-#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it in the middle    KV that is copied, a checkpoint
-#     3  sampled, with penalties                 all that chooses a token
-#     4  held to a constraint                    masks
-#     5  two, four, eight at once                decode batches that grow and shrink
+#     a prompt of more than one slice         prefill
+#     one that parts from it in the middle    KV that is copied, a checkpoint
+#     two, four, eight short ones at once     decode batches that grow and shrink
 #
+# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
 # Public   WarmUpProgress, is_warm_up_wanted, warm_up
@@ -18178,9 +18134,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
-_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
 _SHORT_PROMPT_TOKENS: Final = 300
-_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
 _SAMPLED: Final = SamplingParams(
     temperature=0.7,
     top_p=0.9,
@@ -18245,13 +18199,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
     n_vocab = scheduler.loaded.vocab_size
     block_size = scheduler.config.prompt_cache_block_size
 
-    def request(
-        number: int,
-        n_tokens: int,
-        *,
-        sampling: SamplingParams = _GREEDY,
-        constraints: tuple[Constraint, ...] = (),
-    ) -> EngineRequest:
+    def request(number: int, n_tokens: int) -> EngineRequest:
         """One whose prompt parts from all others after their first half."""
         ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
         ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
@@ -18260,18 +18208,12 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
             key=TokenKey(b"", ids, hashes),
             checkpoint_positions=(n_tokens // 2, n_tokens - 1),
             max_tokens=_WARM_REPLY_TOKENS,
-            sampling=sampling,
-            constraints=constraints,
+            sampling=_SAMPLED,
+            constraints=(partial(forbid_tokens, [0]),),
         )
 
-    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
-    steps = [
-        [request(0, n_long)],
-        [request(1, n_long)],
-        [request(2, n_short, sampling=_SAMPLED)],
-        [request(3, n_short, constraints=masked)],
-    ]
-    for n_requests in _WARM_BATCHES:
+    steps = [[request(0, n_long)], [request(1, n_long)]]
+    for n_requests in (2, 4, 8):
         numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
@@ -18803,7 +18745,7 @@ class Engine:
             if isinstance(task, _SharedTask) and task.handle is not None:
                 handles.append(task.handle)
         for handle in handles:
-            handle.put(self._explain_end())
+            handle.end(self._explain_end())
 
 
 def _check_room(scheduler: Scheduler) -> None:
@@ -22609,7 +22551,7 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = plan.transcript.block_hashes()
         first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()
@@ -22944,14 +22886,6 @@ class SessionRecord(SessionTurn):
 
 # -- a request that runs ---------------------------------------------------------------
 
-# The states of a request, as the status page names them.
-_PHASES: Final[Mapping[RequestState, str]] = {
-    "waiting": "queued",
-    "prefilling": "prefill",
-    "decoding": "decode",
-}
-
-
 MAX_PERIOD: Final = 96  # tokens that are looked for as repeated
 MIN_REPEATS: Final = 4
 MIN_REPEATED_TOKENS: Final = 64  # of all repeats together
@@ -23003,7 +22937,7 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._event: FinishedEvent | None = None  # None: it goes on
+        self._end_reason: EndReason | None = None  # None: it goes on
         self._ending: ReplyEnding | None = None  # likewise
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
@@ -23015,7 +22949,7 @@ class ReplyGeneration:
         self._state.stores.live.pop(self._request.request_id, None)
         try:
             if self._ending is None:
-                self._end(self._handle.finished_event("cancelled"))
+                self._end("cancelled")
             if self._request.stream and not self._is_sent:
                 self._record_left()
         except Exception:
@@ -23033,7 +22967,7 @@ class ReplyGeneration:
             raise
         except Exception:  # of our own; close() would take it for a leaving
             if self._ending is None:
-                self._end(self._handle.finished_event("failed"))
+                self._end("failed")
             raise
         self._is_sent = True
 
@@ -23057,12 +22991,12 @@ class ReplyGeneration:
                 has_started = True
             if has_started and n_read > n_shown:
                 n_shown = n_read
-                prefill_seconds = self._handle.times.seconds(time.monotonic())[1]
+                seconds = self._handle.times.seconds(time.monotonic())
                 progress = PromptProgress(
                     total=self._prepared.engine_request.n_prompt,
-                    cache=self._handle.reuse.cached_tokens,
+                    cache=self._handle.cached_tokens,
                     processed=n_read,
-                    time_ms=round(1000 * prefill_seconds),
+                    time_ms=round(1000 * seconds["prefill"]),
                 )
                 events += self._formatter.progress_events(progress)
             for delta in deltas:
@@ -23094,16 +23028,16 @@ class ReplyGeneration:
                     case SecondTryEvent():
                         self._n_read = None
                         yield []
-                    case FinishedEvent(reason="cancelled"):
+                    case "cancelled":
                         raise ClientGone
-                    case FinishedEvent():
-                        is_whole = event.reason == "stop"
+                    case str():
+                        is_whole = event == "stop"
                         closes = is_whole or self._formatter.closes_cut_calls
                         deltas = self._decoder.finish(closes=closes)
                         self._end(event)
                         yield deltas
                     case ServerError():
-                        self._end(self._handle.finished_event("failed"))
+                        self._end("failed")
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
@@ -23148,7 +23082,7 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._handle.reuse.cached_tokens,
+            cached_tokens=self._handle.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )
@@ -23169,19 +23103,21 @@ class ReplyGeneration:
         now = time.monotonic()
         engine_request = self._prepared.engine_request
         prefill_times = self._state.engine.prefill_times
-        times = self._handle.times
-        has_ended = self._event is not None
-        event = self._event or self._handle.finished_event("stop")  # as if it were now
-
+        handle = self._handle
+        times = handle.times
+        seconds = times.seconds(now)
         waits = times.wait_seconds(now)
+        waited_seconds = round(sum(waits.values()) + seconds[None], 3)
         longest = max(waits, key=lambda cause: waits[cause], default=None)
-        phase = "ended" if has_ended else _PHASES[times.state]
-        cause = None
-        if phase == "queued":  # or the scheduler has not looked at it yet
-            cause = times.cause or WaitCause("queue")
+
+        phase = "ended" if self._end_reason else times.phase
+        cause: WaitCause | None = None
+        if phase == "queued":
+            cause = WaitCause("queue")  # if the scheduler has not looked at it yet
+            if isinstance(times.activity, WaitCause):
+                cause = times.activity
         n_out = len(self._decoder.token_ids)  # a client that left was not sent all
-        cached_tokens = event.reuse.cached_tokens
-        decode_speed = n_out / event.seconds.decoding if event.seconds.decoding else 0.0
+        decode_speed = n_out / seconds["decode"] if seconds["decode"] else 0.0
 
         return {
             "id": engine_request.request_id,
@@ -23189,18 +23125,18 @@ class ReplyGeneration:
             "session": self._prepared.session_id,
             "prompt": engine_request.n_prompt,
             "out": n_out,
-            "cached": cached_tokens,
-            "saved_steps": max(0, min(event.saved_steps, n_out - 1)),
-            "match": event.reuse.hit_kind,
-            "finish": event.reason if has_ended else "",
-            "prefill": round(event.seconds.prefilling, 3),
-            "decode": round(event.seconds.decoding, 3),
-            "waited": round(event.seconds.waiting, 3),
+            "cached": handle.cached_tokens,
+            "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
+            "match": handle.hit_kind,
+            "finish": self._end_reason or "",
+            "prefill": round(seconds["prefill"], 3),
+            "decode": round(seconds["decode"], 3),
+            "waited": waited_seconds,
             "waited_for": longest.reason if longest else None,
             "ttft_ms": round(1000 * (self._first_token_seconds or 0.0)),
             "replayed": self._prepared.plan.n_replayed,
             "fallback": self._prepared.plan.refusal or None,
-            "time": time.time() if has_ended else None,
+            "time": time.time() if self._end_reason else None,
             "started_at": self._came_at,
             "seconds": round(now - self._began_at, 1),
             "phase": phase,
@@ -23208,15 +23144,15 @@ class ReplyGeneration:
             "done": self._n_read or 0,
             "first_token_seconds": self._first_token_seconds,
             "tokens_per_second": round(decode_speed, 1) or None,
-            "waited_seconds": round(event.seconds.waiting, 3),
+            "waited_seconds": waited_seconds,
             "waited_for_request": longest.request_id if longest else None,
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
             "prefill_left_seconds": (
                 self._prefill_left_seconds(now) if phase == "prefill" else None
             ),
-            "disk_tokens": event.reuse.disk_tokens,
-            "cold_seconds": prefill_times.cold_seconds(cached_tokens),
+            "disk_tokens": handle.disk_tokens,
+            "cold_seconds": prefill_times.cold_seconds(handle.cached_tokens),
             "client": self._client,
             "title": self._title,
         }
@@ -23227,7 +23163,7 @@ class ReplyGeneration:
         It waits while others prefill and decode: as much in the rest as until now.
         """
         times = self._state.engine.prefill_times
-        n_cached = self._handle.reuse.cached_tokens
+        n_cached = self._handle.cached_tokens
         n_read = max(self._n_read or 0, n_cached)
         seconds = times.expected_seconds(n_read, self._prepared.engine_request.n_prompt)
         if seconds is None:
@@ -23239,15 +23175,15 @@ class ReplyGeneration:
 
     # -- what is recorded of it --------------------------------------------------------
 
-    def _end(self, event: FinishedEvent) -> None:
+    def _end(self, reason: EndReason) -> None:
         """Note how it has ended, and put it wherever it belongs."""
         decoder = self._decoder
         if decoder.end == "broken":
             logger.warning("a call cannot be read: the reply ends there, as cut")
-        is_read_only = self._request.max_tokens == 0 and event.reason == "stop"
-        reason: EndReason = "length" if is_read_only else event.reason
+        self._end_reason = reason
+        if self._request.max_tokens == 0 and reason == "stop":
+            reason = "length"  # the prompt was read, and that was all
         n_calls = decoder.reader.n_calls
-        self._event = event
         self._ending = find_ending(reason, decoder.end, n_calls=n_calls)
         try:
             self._record(self._ending.kind)
@@ -23396,25 +23332,23 @@ class ReplyGeneration:
     def _compare_with_history(self, row: RequestRow) -> None:
         """Give a reason if much that the session had sent was prefilled again."""
         stores = self._state.stores
-        reuse = self._handle.reuse
-        n_read = max(row["done"], reuse.cached_tokens)  # fewer if a limit cut it early
+        cached_tokens = self._handle.cached_tokens
+        n_read = max(row["done"], cached_tokens)  # fewer if a limit cut it early
         request = self._prepared.as_sent(self._decoder.token_ids, n_read=n_read)
         index = stores.session_index
         earlier = find_nearest(request, index.requests(request.session_id))
         index.add(request)
         if earlier is None:
             return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=reuse.cached_tokens
-        )
+        n_reread = count_reread_tokens(earlier, request, cached_tokens=cached_tokens)
         if n_reread < MIN_REPORTED_TOKENS:
             return
 
         reason = explain_miss(
             earlier,
             request,
-            cached_tokens=reuse.cached_tokens,
-            matched_tokens=reuse.matched_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=self._handle.matched_tokens,
         )
         reason = self._prepared.in_client_terms(reason)
         sentence = (

@@ -37,7 +37,7 @@ class SeveralAtOnce(s.DecodeBatch):
 
     def _what_is_held(self):
         """What the batch holds of the time before its first step."""
-        return {name: held for name, held in vars(self).items() if "_held" in name}
+        return {name: held for name, held in vars(self).items() if "held" in name}
 
     def _may_end(self, running, token_id):
         request = running.request
@@ -131,7 +131,7 @@ def test_an_end_token_ends_a_reply_wherever_it_comes(bench, several, monkeypatch
         monkeypatch.setattr(SeveralAtOnce, "end_ids", frozenset())
         more_ids, end, ticket = b.ask(prompt + ids + words(rng, 10), n=3)
         assert is_exact(b, kind, ticket, more_ids)
-        assert end.reuse.cached_tokens == len(prompt + ids)
+        assert end.cached_tokens == len(prompt + ids)
 
 
 @pytest.mark.covering(1)
@@ -151,7 +151,7 @@ def test_what_goes_on_with_a_part_of_a_reply_is_exact(bench, several, kind, n_re
         more_ids, end, ticket = b.ask(part + words(rng, 20), n=4)
         assert is_exact(b, kind, ticket, more_ids)
         if n_cut == n_last:
-            assert end.reuse.cached_tokens == len(part)
+            assert end.cached_tokens == len(part)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,7 +200,7 @@ def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch)
 
     part = prompt + ids[: spaced[-1] - len(prompt)]
     more_ids, end, again = b.ask(part + words(rng, 10), n=3)
-    assert end.reuse.cached_tokens == len(part)
+    assert end.cached_tokens == len(part)
     assert is_exact(b, "qwen3_5", again, more_ids)
 
 

@@ -1146,7 +1146,7 @@ def cold(kind, witness, tmp_path_factory):
             if generation.prompt not in reply_ids:
                 ticket = engine.submit(generation.job)
                 event = None
-                while not isinstance(event, s.FinishedEvent):
+                while not isinstance(event, str):
                     event = ticket.next_event(30)
                     assert event is not None
                 reply_ids[generation.prompt] = witness.generations[ticket].ids

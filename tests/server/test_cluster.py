@@ -295,6 +295,7 @@ def test_ranks_with_other_weights_do_not_serve(start, tmp_path):
     assert "the model of rank 1 differs from that of rank 0" in ranks.ranks[0].said
 
 
+@pytest.mark.slow
 def test_ranks_with_other_end_tokens_do_not_serve(start, tmp_path):
     """They are in a file that need not be the same where the weights are."""
     models = [tiny_model(DENSE, tmp_path / name) for name in ("a", "b")]

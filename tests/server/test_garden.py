@@ -9,7 +9,7 @@ from pathlib import Path
 import chat
 import pytest
 from http_client import answer
-from nights import at_night
+from nights import by_day
 from rich.console import Console
 from server_fixture import Served, s
 
@@ -112,7 +112,7 @@ def test_it_thinks_about_a_sum_over_each_api_even_if_asked_not_to(served, path, 
         assert f'"{a} + {b} = {a + b}"' in reply.decode()
 
 
-@pytest.mark.parametrize("seed", [0, *map(at_night, (1, 2, 3))])
+@pytest.mark.parametrize("seed", by_day(1, of=4))
 def test_questions_in_one_conversation_are_answered_to_the_letter(served, seed):
     questions = random.Random(seed).sample(sorted(QUESTIONS), 4)
     conversation = start_chat(served)

@@ -493,6 +493,7 @@ def test_ctrl_c_is_for_the_server(server):
     assert len(groups) == 2, "the keeper can end the other as a whole"
 
 
+@pytest.mark.slow  # by day: test_one_that_is_killed_is_started_again
 def test_a_litellm_that_is_killed_comes_again_and_is_told(server):
     program = server()
     program.family()
@@ -574,6 +575,7 @@ def test_a_keeper_that_is_told_to_end_ends_in_order(server):
     assert are_gone([keeper])
 
 
+@pytest.mark.slow  # by day: test_a_port_of_somebody_else_is_left_alone
 def test_a_port_of_somebody_else_is_in_the_state_and_has_no_url(server):
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         program = server(port=foreign.getsockname()[1])

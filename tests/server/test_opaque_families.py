@@ -12,6 +12,7 @@ from engine_fixture import Bench, words
 from mlx.utils import tree_flatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import load_model
+from nights import at_night
 from opaque_families import FAMILIES, opaque_model
 from server_fixture import Recorder, clear_cache
 from test_vision_families import tokens_one_by_one  # noqa: F401  (a fixture)
@@ -67,11 +68,11 @@ def fresh(request):
         clear_cache(request.getfixturevalue("bench").engine)
 
 
-def ask(bench, tokens, n=12, **fields):
+def ask(bench, tokens, n=6, **fields):
     """A reply whose logits are those of a cold run: (its ids, how many were cached)."""
     ids, end, ticket = bench.ask(tokens, n=n, **fields)
     assert bench.largest_difference(ticket, ids) <= bench.family.tolerance
-    return ids, end.reuse.cached_tokens
+    return ids, end.cached_tokens
 
 
 def message_ends(prompt):
@@ -119,11 +120,11 @@ def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench):
     talks = [[*prefix, *words(rng, 25)] for _ in range(2)]
     n_known = [120, 120]
     for _ in range(3):
-        tickets = [bench.submit(t, n=12, boundaries=[120, len(t) - 3]) for t in talks]
+        tickets = [bench.submit(t, n=6, boundaries=[120, len(t) - 3]) for t in talks]
         for i, ticket in enumerate(tickets):
             ids, end = bench.finish(ticket)
             assert bench.largest_difference(ticket, ids) <= bench.family.tolerance
-            assert end.reuse.cached_tokens == n_known[i]
+            assert end.cached_tokens == n_known[i]
             n_known[i] = len(talks[i]) + len(ids)
             talks[i] = [*talks[i], *ids, *words(rng, 9)]
 
@@ -153,9 +154,9 @@ def test_no_graph_grows_with_the_steps_of_a_reply(bench, monkeypatch):
         return accepted
 
     monkeypatch.setattr(s.DecodeBatch, "step", count_edges_after_step)
-    bench.ask(words(np.random.default_rng(9), 30), n=150)
+    bench.ask(words(np.random.default_rng(9), 30), n=80)
 
-    assert max(n_edges[70:]) <= 1.1 * max(n_edges[:70])
+    assert max(n_edges[40:]) <= 1.1 * max(n_edges[:40])
 
 
 def test_what_a_client_cancels_in_prefill_is_gone_on_from(bench):
@@ -216,7 +217,9 @@ def test_all_bytes_are_counted_and_what_does_not_fit_is_evicted(bench):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [at_night(name) if name == "qwen4_exp" else name for name in FAMILIES]
+)
 def test_a_restart_goes_on_from_the_disk(name, tmp_path_factory, tmp_path, monkeypatch):
     folder = opaque_model(name, tmp_path_factory.getbasetemp())
     rng = np.random.default_rng(7)

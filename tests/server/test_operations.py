@@ -105,7 +105,6 @@ def test_500_clients_in_one_moment_all_wait_to_be_accepted():
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
-    monkeypatch.setattr(s, "MAX_UNREAD_EVENTS", 200)
     accept = s.LLMServer.get_request
 
     def accepted(server):  # the system buffers megabytes, which take long to fill

@@ -77,7 +77,7 @@ def test_a_request_whose_cached_kv_cannot_be_loaded_is_answered_cold(
     ids, end, ticket = b.ask(past + reply + words(rng, 30))
 
     assert b.largest_difference(ticket, ids) <= TOLERANCE.get(kind, 0.0)
-    assert (end.reuse.cached_tokens, end.reuse.hit_kind) == (0, "miss")
+    assert (end.cached_tokens, end.hit_kind) == (0, "miss")
     assert n_second_tries(b) == 1
     assert entry not in entries_of(b, past)
 
@@ -146,8 +146,8 @@ def test_what_a_first_try_reads_is_no_wait(bench):
     _, end, _ = b.ask(words(np.random.default_rng(10), 100))
 
     assert n_second_tries(b) == 1
-    assert end.seconds.waiting < 0.2
-    assert end.seconds.prefilling >= 0.4
+    assert end.times.earlier[None] < 0.2
+    assert end.times.earlier["prefill"] >= 0.4
 
 
 def test_a_second_try_beside_others_waits_from_then_on(bench):

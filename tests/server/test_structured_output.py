@@ -171,7 +171,7 @@ def grow(schemas):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.recursive(leaves, grow, max_leaves=4),
     st.sampled_from([0, 1.0]),
@@ -276,6 +276,7 @@ def test_in_a_batch_the_others_say_what_they_say_alone(served):
     assert replies == replies_alone
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_with_tools_the_reply_is_json_or_calls(served, seed):
     (call,) = served.scribe.ids("<tool_call>")
@@ -536,6 +537,7 @@ def n_thinking(exchange):
     return exchange.usage["completion_tokens_details"]["reasoning_tokens"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 3, 6])
 @pytest.mark.parametrize("has_schema", [True, False])
 def test_the_thinking_budget_is_kept_to_the_token(served, n, has_schema):

@@ -247,6 +247,7 @@ def check(heads: Heads, table: Any, title: str, *, n_shared: int = 1000) -> None
 # -- what holds for all ----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1, over="module")
 def test_new_sessions_read_one_head_once(heads: Heads, family: str, table: Any) -> None:
     heads.forget()
     for n in range(5):
@@ -254,6 +255,7 @@ def test_new_sessions_read_one_head_once(heads: Heads, family: str, table: Any) 
     check(heads, table, f"{family}, five sessions")
 
 
+@pytest.mark.covering(1, over="module")
 def test_sub_agents_read_no_head(heads: Heads, family: str, table: Any) -> None:
     """They begin while a conversation goes on, under the same system prompt."""
     heads.forget()
@@ -265,6 +267,7 @@ def test_sub_agents_read_no_head(heads: Heads, family: str, table: Any) -> None:
     check(heads, table, f"{family}, sub-agents")
 
 
+@pytest.mark.covering(1, over="module")
 def test_eight_at_once_read_one_head_once(
     heads: Heads, family: str, table: Any
 ) -> None:

@@ -151,7 +151,7 @@ def fresh(request):
 
 
 def ask(seeing, messages):
-    return seeing.ask(messages, max_tokens=12)
+    return seeing.ask(messages, max_tokens=6)
 
 
 def then(exchange, *parts, **answer):
@@ -210,7 +210,7 @@ def test_text_alone_and_beside_images_in_one_batch(seeing):
     for i in range(6):
         images = [A, B][: i % 3]
         talks.append([SYSTEM, picture_message(f"number {i}", *images, "say it")])
-    fields = {"model": "x", "temperature": 0, "max_tokens": 24, "tools": TOOLS}
+    fields = {"model": "x", "temperature": 0, "max_tokens": 12, "tools": TOOLS}
 
     def complete(i):
         completion = seeing.openai.chat.completions.create(messages=talks[i], **fields)
@@ -218,7 +218,7 @@ def test_text_alone_and_beside_images_in_one_batch(seeing):
 
     replies = seeing.at_once(complete, len(talks), is_batched=seeing.spec.can_batch)
     for talk, reply in zip(talks, replies, strict=True):
-        alone = seeing.ask(talk, max_tokens=24)
+        alone = seeing.ask(talk, max_tokens=12)
         assert seeing.largest_difference(alone) <= seeing.tolerance
         assert reply == alone.answer.get("content")
 

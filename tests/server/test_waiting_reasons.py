@@ -214,8 +214,7 @@ def test_the_first_cause_counts_from_the_beginning_and_the_longest_is_known():
 
     times = times.begin(queue, 15.0)
     times = times.begin(prefix, 16.0)
-    times = times.begin("prefilling", 18.0)
-    assert times.cause is None
+    times = times.begin("prefill", 18.0)
     assert times.wait_seconds(99.0) == {prefix: 7.0, queue: 1.0}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import start_llm
+from nights import at_night
 from program import BODY_LIMIT, CHAT, Program
 from server_fixture import (
     MAX_WAIT_SECONDS,
@@ -142,7 +143,7 @@ def test_copied_alone_it_says_that_there_is_no_proxy_and_serves(start, model):
     assert program.end(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize("ending", ["killed", "told twice"])
+@pytest.mark.parametrize("ending", [at_night("killed"), "told twice"])
 def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ending):
     if not Path(sys.executable).with_name("litellm").exists():
         pytest.skip("LiteLLM is not installed")
@@ -410,13 +411,16 @@ def at_rest(program: Program) -> dict[str, float]:
         }
 
 
-def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
+def test_it_stands_clients_that_leave_and_requests_that_are_wrong(
+    start, model, pytestconfig
+):
+    n_disconnects = N_DISCONNECTS if pytestconfig.getoption("--all") else 130
     end = Scribe(model).end
     program = start(model)
     program.wait_until_ready()
     replies = converse(program.port, seed=2)
     # what is kept for good, buffers and memories of fixed size, fills up
-    many_leave(program.port, end, seeds=range(N_DISCONNECTS, N_DISCONNECTS + 100))
+    many_leave(program.port, end, seeds=range(n_disconnects, n_disconnects + 100))
 
     check_malformed(program.port)
 
@@ -425,7 +429,7 @@ def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
     # Buffers that fill up late are no leak: a leak grows in each round.
     rests = [first_rest]
     for _ in range(3):
-        many_leave(program.port, end, seeds=range(N_DISCONNECTS))
+        many_leave(program.port, end, seeds=range(n_disconnects))
         assert converse(program.port, seed=2) == replies
         check_malformed(program.port)
         assert converse(program.port, seed=2) == replies

@@ -58,6 +58,20 @@ def oracle(folder, packing=None):
     return Oracle(folder, at_once=512, rounding=rounding)
 
 
+class Ended:
+    """How a request ended, and all that its handle knows of it."""
+
+    def __init__(self, reason, handle):
+        self.reason = reason
+        self.handle = handle
+
+    def __getattr__(self, name):
+        return getattr(self.handle, name)
+
+    def __repr__(self):
+        return f"Ended({self.reason!r})"
+
+
 class Bench:
     """An engine on a tiny model, with a record of the log-probabilities of every token."""
 
@@ -125,19 +139,21 @@ class Bench:
         return ticket
 
     def outcome(self, ticket, timeout=MAX_WAIT_SECONDS):
-        """(ids, Finished or the error): how a request went, whatever way that was."""
+        """(ids, Ended or the error): how a request went, whatever way that was."""
         ids = []
         while True:
             event = ticket.next_event(timeout)
             assert event is not None, "nothing happened for too long"
             if isinstance(event, s.TokenEvent):
                 ids.append(event.token_id)
-            elif not isinstance(event, int | s.SecondTryEvent):
+            elif isinstance(event, str):
+                return ids, Ended(event, ticket)
+            elif isinstance(event, s.ServerError):
                 return ids, event
 
     def finish(self, ticket, timeout=MAX_WAIT_SECONDS):
         ids, end = self.outcome(ticket, timeout)
-        assert isinstance(end, s.FinishedEvent), str(end)
+        assert isinstance(end, Ended), str(end)
         assert self.may_try_again or not ticket.is_second_try
         return ids, end
 

@@ -127,9 +127,9 @@ class Asking:
                 raise event
             if isinstance(event, s.TokenEvent):
                 ids.append(event.token_id)
-            elif isinstance(event, s.FinishedEvent):
-                self.cached[name] = event.reuse.cached_tokens
-                if event.reason != "cancelled":
+            elif isinstance(event, str):
+                self.cached[name] = handle.cached_tokens
+                if event != "cancelled":
                     self.replies[name] = ids
                 return ids
 

@@ -1318,6 +1318,20 @@ def test_the_memo_knows_what_it_holds(n_words: int) -> None:
     assert 0.7 * held < canonicalizer.memo.nbytes < 1.5 * held
 
 
+def test_the_memo_counts_what_another_thread_adds_meanwhile() -> None:
+    """The other one is played by the function that measures a value."""
+
+    def measure(key: str, _value: str) -> int:
+        if key == "long":
+            memo.get_or_make("other", lambda: "value", tenant="")
+        return 1_000
+
+    memo: start_llm.Memo[str] = start_llm.Memo(10_000, measure)
+    memo.get_or_make("long", lambda: "value", tenant="")
+    assert len(memo.entries) == 2
+    assert memo.nbytes == 2 * (1_000 + memo.ENTRY_BYTES)
+
+
 def test_the_sender_in_a_wrapper_is_text() -> None:
     text = f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files"
     other_id = text.replace('"ID"', '"OTHER"').replace("14:16", "14:17")

@@ -801,6 +801,38 @@ def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     assert draft.transcript
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_replayed"),
+    [("s1", "s2", False), ("s1", "", False), ("", "s2", False), ("s1", "s1", True)],
+)
+def test_a_note_of_another_session_is_in_no_prompt(
+    first: str, second: str, *, is_replayed: bool
+) -> None:
+    """Bob sends no note at all (L-216). Without any name, nobody can tell them apart."""
+    server = Server()
+    question = said("user", f"{note('The user is Ann')}\nhi")
+    server.answer([SYSTEM, question], FINE, session_id=first)
+
+    past = [SYSTEM, said("user", "hi"), FINE]
+    draft = server.draft([*past, said("user", "who am I?")], session_id=second)
+    assert ("The user is Ann" in server.text(draft)) == is_replayed
+    assert bool(draft.transcript) == is_replayed
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_replayed"), [("cd a && ", True), ("", True), ("cd b && ", False)]
+)
+def test_a_command_in_another_folder_is_another_one(
+    sent: str, *, is_replayed: bool
+) -> None:
+    """Claude Code may leave out the folder, and changes it never (L-216)."""
+    server = Server()
+    past = server.answer([SYSTEM, USER], asks("cd a && ls"))
+    draft = server.draft([SYSTEM, USER, asks(f"{sent}ls"), result("x")])
+    assert starts_with(draft, past) == is_replayed
+    assert is_replayed or f"{sent}ls" in server.text(draft)
+
+
 @pytest.mark.parametrize("knows_id", [True, False])
 def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -> None:
     """A client without session ids looks at its folder again when it is resumed (L-103)."""
@@ -2548,6 +2580,29 @@ def test_a_row_has_only_what_is_new(tmp_path: Path) -> None:
     sizes = [len(row.value) for row in server.records.of_tenant("").load()]
     assert len(sizes) == 60
     assert sizes[-1] < 2 * sizes[5]
+
+
+def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path: Path) -> None:
+    """A new time and a new reminder in each question, as agents send (L-215)."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    messages = [SYSTEM]
+    for n in range(40):
+        time_and_note = f"[Fri 2026-11-20 14:{n:02} UTC] more\n{note(f'now {n} ' * 50)}"
+        messages.append(said("user", time_and_note))
+        server.answer(messages, FINE)
+        messages.append(FINE)
+
+    assert server.records
+    sizes = [len(row.value) for row in server.records.of_tenant("").load()]
+    assert sizes[-1] < 1.5 * sizes[5]
+    before = server.n_bytes()
+    server.restart(tmp_path / "records")
+    assert server.n_bytes() == pytest.approx(before, rel=0.1)
+    draft = server.draft([*messages, NEXT])
+    assert draft.transcript
+    assert server.text(draft).count("now 0 ") == 50
+    assert len(draft.transcript.stated().notes) == 40
 
 
 def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path: Path) -> None:

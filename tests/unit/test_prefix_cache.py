@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
+from nights import by_day
 
 ROOT = b"root"
 BLOCK = 16
@@ -243,7 +244,7 @@ class History:
 
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("use_index", [True, False])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_day(6, of=12))
 def test_random_histories_get_the_deepest_prefix_and_never_alias(
     has_state, use_index, seed
 ):
@@ -391,7 +392,7 @@ def make_room(cache, tokens, n_more=0):
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", by_day(4, of=12))
 def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
     """Extended, branched, cut short; its line old or young, and by itself or among branches."""
     rng = random.Random(seed)
@@ -695,7 +696,7 @@ def copies_left(monkeypatch):
     return n_left
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", by_day(10, of=20))
 def test_failures_and_evictions_at_any_moment_leave_whole_lines(
     seed, copies_left, monkeypatch
 ):

@@ -429,34 +429,38 @@ def test_memory_shares_add_up_to_what_the_model_leaves():
         assert features == 0 or has_vision
 
 
-def test_request_times_name_the_state_and_the_seconds_in_each():
+def test_request_times_name_the_seconds_of_each_activity():
     queue = s.WaitCause("queue")
     unseen = s.RequestTimes(10.0)
     waiting = unseen.begin(queue, 11.0)
-    prefilling = waiting.begin("prefilling", 12.0)
-    decoding = prefilling.begin("decoding", 17.0)
+    prefilling = waiting.begin("prefill", 12.0)
+    decoding = prefilling.begin("decode", 17.0)
 
     times = [unseen, waiting, prefilling, decoding]
-    states = ["waiting", "waiting", "prefilling", "decoding"]
-    assert [t.state for t in times] == states
     assert [t.since for t in times] == [10, 10, 12, 17]
-    assert unseen.seconds(20.0) == waiting.seconds(20.0) == (10.0, 0.0, 0.0)
-    assert prefilling.seconds(20.0) == (2.0, 8.0, 0.0)
-    assert decoding.seconds(20.0) == (2.0, 5.0, 3.0)
+    assert unseen.seconds(20.0) == {None: 10.0}
+    assert waiting.seconds(20.0) == {queue: 10.0}
+    assert prefilling.seconds(20.0) == {queue: 2.0, "prefill": 8.0}
+    assert decoding.seconds(20.0) == {queue: 2.0, "prefill": 5.0, "decode": 3.0}
+
+
+def test_request_times_stand_still_when_the_request_has_ended():
+    times = s.RequestTimes(10.0).begin("decode", 11.0).begin("ended", 14.0)
+
+    assert times.seconds(15.0)["decode"] == times.seconds(99.0)["decode"] == 3.0
 
 
 def test_request_times_of_a_second_try_add_up():
     """What was read at first is no wait, also if the request had never waited before."""
     queue = s.WaitCause("queue")
-    times = s.RequestTimes(10.0).begin("prefilling", 10.5)
+    times = s.RequestTimes(10.0).begin("prefill", 10.5)
 
     times = times.begin(None, 14.0)
-    assert (times.state, times.cause) == ("waiting", None)
     times = times.begin(queue, 14.5)
-    times = times.begin("prefilling", 15.0)
+    times = times.begin("prefill", 15.0)
 
     assert times.wait_seconds(16.0) == {queue: 1.0}
-    assert times.seconds(16.0) == (1.5, 4.5, 0.0)
+    assert times.seconds(16.0) == {None: 0.5, queue: 1.0, "prefill": 4.5}
 
 
 # -- memory that ran out ---------------------------------------------------------------
