@@ -10714,8 +10714,8 @@ class PrefixCache:
 # To continue the second, the 9,000 tokens of the root are loaded, and its own 700.
 #
 # A name stands for the tenant, the weights and all tokens from the beginning to `end`:
-# it is a hash over them. So are landmarks, the names of every 256 tokens. A prompt is
-# looked up by its landmarks, and its tokens are compared with those in the file.
+# it is a hash over them. The tokens of all files are in memory (4 bytes each; a full
+# disk has some two million), so a lookup compares them and reads no file.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
@@ -10736,14 +10736,12 @@ class PrefixCache:
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
 #          delete_other_folders, report_unused, find_undeletable, DiskError
-# Uses     CONFIG, LOGGING, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
+# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; write_segment: a thread of its own
 
-LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
 MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
-MAX_COMPARED: Final = 8  # segments whose tokens are read, of those that go on
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
@@ -10755,7 +10753,7 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-_DISK_FORMAT: Final = 3  # of the files; Segment refuses another one
+_DISK_FORMAT: Final = 4  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
@@ -10779,12 +10777,11 @@ class DiskError(Exception):
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[3] = _DISK_FORMAT
+    format: Literal[4] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
-    parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
+    parent: _SegmentName  # has the KV before `start`; a root's is the name of no tokens
     start: int = Field(ge=0)
     end: int = Field(ge=1)
-    landmarks: tuple[_SegmentName, ...]  # names of beginnings that end in (start, end]
     head_end: int = 0  # where system prompt and tools end
     tenant: str = ""
     session: str = ""
@@ -10797,15 +10794,15 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
 
 
 class SegmentContents(NamedTuple):
-    """What was read of a file."""
+    """What was read of a file, or written."""
 
     segment: Segment
-    arrays: dict[str, npt.NDArray[Any]]  # those that were asked for, by name
+    arrays: dict[str, npt.NDArray[Any]]  # all, or those that were asked for, by name
 
 
 def write_segment(
     folder: Path, segment: Segment, arrays: dict[str, npt.NDArray[Any]]
-) -> Segment:
+) -> SegmentContents:
     """Write a file; it appears under its name once the disk has it.
 
     Returns what it contains. Raises OSError or SafetensorError.
@@ -10825,7 +10822,7 @@ def write_segment(
         with suppress(OSError):
             new_path.unlink(missing_ok=True)
         raise
-    return segment
+    return SegmentContents(segment, arrays)
 
 
 def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
@@ -10915,34 +10912,20 @@ def _sync(path: Path) -> None:
 # -- 2 which segments there are --------------------------------------------------------
 
 
-class _PromptNames:
-    """The names of the beginnings of a prompt."""
-
-    def __init__(self, key: TokenKey) -> None:
-        self._key = key
-        self._hashes = block_hashes(key.tokens, LANDMARK_TOKENS, root=key.salt)
-        self.landmarks = [name.hex()[:32] for name in self._hashes]  # of 256, 512 ...
-
-    def name_of(self, end: int) -> str:
-        """Of the first `end` tokens."""
-        n_landmarks = end // LANDMARK_TOKENS
-        before = self._hashes[n_landmarks - 1] if n_landmarks else self._key.salt
-        rest = self._key.tokens[n_landmarks * LANDMARK_TOKENS : end]
-        return sha256(before + rest.astype("<i4").tobytes() + b".").hexdigest()[:32]
-
-    def landmarks_in(self, start: int, end: int) -> tuple[str, ...]:
-        """Of the beginnings whose length is in (start, end]."""
-        first = start // LANDMARK_TOKENS
-        return tuple(self.landmarks[first : end // LANDMARK_TOKENS])
+def name_segment(key: TokenKey, end: int) -> str:
+    """The name of a segment that ends after the first `end` tokens of a prompt."""
+    tokens = key.tokens[:end].astype("<i4")
+    return sha256(key.salt + tokens.tobytes()).hexdigest()[:32]
 
 
 class DiskMatch(NamedTuple):
-    """What the disk has of a prompt.
+    """The segments that have most of a prompt.
 
     The KV of each segment counts up to the start of the next one, that of the last one
     up to `depth`.
     """
 
+    last_name: str  # of the last segment, or of no tokens: the parent of what follows
     segments: tuple[Segment, ...] = ()  # from the root on
     depth: int = 0  # leading tokens with KV
 
@@ -10957,9 +10940,6 @@ class DiskMatch(NamedTuple):
         for segment, end in self.parts():
             positions += [p for p in segment.states if p <= min(end, limit)]
         return max(positions)
-
-
-NO_DISK_MATCH: Final = DiskMatch()
 
 
 class LoadPlan(NamedTuple):
@@ -11013,11 +10993,11 @@ class DiskCache:
         self._written_day = 0  # the day of `_written_bytes`
         self._written_bytes = 0
         self._executor = ThreadPoolExecutor(1, "disk")
-        self._new_file: Future[Segment] | None = None  # that is being written
+        self._new_file: Future[SegmentContents] | None = None  # that is being written
         self._clock = clock
         self._segments: dict[str, Segment] = {}  # by name, as all that follow
+        self._tokens: dict[str, TokenIds] = {}  # [start, end) of each
         self._used_at: dict[str, float] = {}  # Unix seconds
-        self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         os.utime(folder / "lock")  # see _drop_other_folders
@@ -11038,20 +11018,20 @@ class DiskCache:
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
-        found: list[Segment] = []
+        found: list[SegmentContents] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                segment = read_segment(path).segment
-                self._used_at[segment.name] = path.stat().st_mtime
+                contents = read_segment(path, ("tokens",))
+                self._used_at[contents.segment.name] = path.stat().st_mtime
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
             except OSError:
                 continue  # it cannot be read now
-            found.append(segment)
+            found.append(contents)
         # A parent begins before its children do, so it is there first.
-        for segment in sorted(found, key=lambda segment: segment.start):
-            self._add(segment)
+        for contents in sorted(found, key=lambda contents: contents.segment.start):
+            self._add(contents)
         self._make_room()
 
     def _read_secret(self) -> bytes:
@@ -11099,14 +11079,15 @@ class DiskCache:
                 self.note_failure(error)
         self._make_room()
 
-    def _note_written(self, segment: Segment) -> None:
+    def _note_written(self, contents: SegmentContents) -> None:
+        segment = contents.segment
         if self.failure:
             logger.info("disk cache: KV is written again")
             self.failure = ""
         self._written_bytes = self.written_today_bytes + segment.nbytes
         self._written_day = self._today()
         if segment.name not in self._segments:
-            self._add(segment)
+            self._add(contents)
         self._note_use(self._segments.get(segment.name))
 
     def note_failure(self, error: Exception) -> None:
@@ -11167,8 +11148,9 @@ class DiskCache:
         for path in list(self._undeleted):
             self._unlink(path)
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, contents: SegmentContents) -> None:
         """Add a segment whose file is there; without its parent, it is deleted."""
+        segment = contents.segment
         parent = self._segments.get(segment.parent)
         has_parent = parent is not None and parent.start < segment.start <= parent.end
         if segment.start and not has_parent:
@@ -11177,10 +11159,9 @@ class DiskCache:
         self._undeleted.pop(self._path_of(segment), None)  # it is another one by now
         self.nbytes += segment.nbytes
         self._segments[segment.name] = segment
+        self._tokens[segment.name] = contents.arrays["tokens"]
         self._used_at.setdefault(segment.name, self._clock())
         self._children[segment.parent].append(segment)
-        for landmark in segment.landmarks:
-            self._by_landmark[landmark].append(segment)
 
     def _make_room(self) -> None:
         """Delete what was used longest ago; what is before a segment is used with it."""
@@ -11202,12 +11183,9 @@ class DiskCache:
             return
         self.nbytes -= segment.nbytes
         self._used_at.pop(segment.name)
+        self._tokens.pop(segment.name)
         self._children.pop(segment.name, None)
         self._children[segment.parent].remove(segment)
-        for landmark in segment.landmarks:
-            self._by_landmark[landmark].remove(segment)
-            if not self._by_landmark[landmark]:
-                del self._by_landmark[landmark]
         self._unlink(self._path_of(segment))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
@@ -11247,67 +11225,31 @@ class DiskCache:
     # -- lookup ------------------------------------------------------------------------
 
     def find(self, key: TokenKey) -> DiskMatch:
-        """The segments that have most of a prompt. Their tokens are compared."""
-        landmarks = _PromptNames(key).landmarks
-        known = set(landmarks)
+        """The segments that have most of a prompt, as their tokens say.
 
-        def is_missing(number: int) -> bool:
-            return landmarks[number] not in self._by_landmark
+        Of a family whose tokens are those of the prompt up to 900, 950 and 800:
 
-        # A segment is here only with all before it. So where a beginning is known, all
-        # shorter ones are.
-        n_known = bisect_left(range(len(landmarks)), True, key=is_missing)
-        if not n_known:
-            return NO_DISK_MATCH
-        segments = list(self._by_landmark[landmarks[n_known - 1]])
-        matches = [self._follow(segment, key, known) for segment in segments]
-        return max(matches, key=lambda match: match.depth)
-
-    def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
-        """What a segment, its parents and those that continue it have of a prompt.
-
-        `known`: the landmarks of the prompt.
+            root          [0 ................. 900 .. end)    path root: 900
+            continues it         [400 ............. 950)      path root, this: 950
+            continues it                  [700 .. 800 .. end)       another path: 800
         """
-        depth = self._common_depth(segment, key)
-        if depth <= segment.start:
-            return NO_DISK_MATCH
-        path = [segment]
-        while True:
-            children = self._children_before(path[-1], depth, known)
-            depths = [self._common_depth(child, key) for child in children]
-            deepest = max(depths, default=0)
-            if deepest <= depth:
-                break
-            path.append(children[depths.index(deepest)])
-            depth = deepest
-        while path[0].parent:
-            path.insert(0, self._segments[path[0].parent])
-        return DiskMatch(tuple(path), depth)
-
-    def _children_before(
-        self, segment: Segment, depth: int, known: set[str]
-    ) -> list[Segment]:
-        """Those that continue a segment from a position up to `depth`.
-
-        Of more than MAX_COMPARED, such as sessions on one system prompt, only those
-        whose first landmark is one of the prompt's: their tokens need not be read.
-        """
-        children = self._children.get(segment.name, ())
-        children = [child for child in children if child.start <= depth]
-        if len(children) > MAX_COMPARED:
-            children = [c for c in children if known.intersection(c.landmarks[:1])]
-        return children
-
-    def _common_depth(self, segment: Segment, key: TokenKey) -> int:
-        """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
-        try:
-            contents = read_segment(self._path_of(segment), ("tokens",))
-        except (DiskError, OSError) as fault:
-            self._note_fault(segment, fault)
-            return 0
-        wanted = key.tokens[segment.start : segment.end]
-        n_common = common_prefix_length(contents.arrays["tokens"], wanted)
-        return segment.start + n_common
+        matches = [DiskMatch(name_segment(key, 0))]
+        for match in matches:  # it grows meanwhile: each path is followed
+            for segment in self._children.get(match.last_name, ()):
+                if segment.start > match.depth:
+                    continue  # it continues tokens that the prompt does not have
+                wanted = key.tokens[segment.start : segment.end]
+                n_common = common_prefix_length(self._tokens[segment.name], wanted)
+                if n_common:
+                    path = (*match.segments, segment)
+                    depth = segment.start + n_common
+                    matches.append(DiskMatch(segment.name, path, depth))
+        best = max(matches, key=lambda match: match.depth)
+        for segment in best.segments:
+            if not self._path_of(segment).exists():
+                self._note_fault(segment, DiskError("somebody has deleted its file"))
+                return self.find(key)
+        return best
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
@@ -11328,24 +11270,38 @@ class DiskCache:
             low, high = max(start, segment.start), min(end, part_end)
             if low >= high:
                 continue
-            positions = [
-                position
-                for position in segment.states
-                if low < position <= high and position in (end, segment.head_end)
-            ]
             try:
-                prefixes = ("kv.", *(f"state.{position}." for position in positions))
-                contents = read_segment(self._path_of(segment), prefixes)
+                part = self._read_part(segment, low, high, wanted_state=end)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
-            arrays = {name: _to_mlx(a) for name, a in contents.arrays.items()}
-            spans.append(_read_span(segment, arrays, low, high))
-            for position in positions:
-                leaves = _state_from_json(segment.states[position], arrays)
-                states[position] = make_checkpoint(leaves)
+            spans.append(part.span)
+            states |= part.states
             self._note_use(segment)
         return LoadedKV(spans[0].join(*spans[1:]), states)
+
+    def _read_part(
+        self, segment: Segment, low: int, high: int, *, wanted_state: int
+    ) -> LoadedKV:
+        """What `read` takes of one file. Raises DiskError, OSError."""
+        positions = segment.states.keys() & {wanted_state, segment.head_end}
+        positions = {p for p in positions if low < p <= high}
+        prefixes = [f"state.{position}." for position in positions]
+        contents = read_segment(self._path_of(segment), ("tokens", "kv.", *prefixes))
+        if not np.array_equal(contents.arrays["tokens"], self._tokens[segment.name]):
+            raise DiskError("it is another one by now")
+
+        arrays = {name: _to_mlx(array) for name, array in contents.arrays.items()}
+        n_kv = sum(name.startswith("kv.") for name in arrays)
+        views = [arrays[f"kv.{number}"] for number in range(n_kv)]
+        span = KVSpan(views, segment.end - segment.start)
+        states = {
+            position: make_checkpoint(
+                _state_from_json(segment.states[position], arrays)
+            )
+            for position in positions
+        }
+        return LoadedKV(span.cut(low - segment.start, high - segment.start), states)
 
     def _note_use(self, segment: Segment | None) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
@@ -11405,13 +11361,11 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         leaves = entry.checkpoints[position].leaves
         states[position] = _state_to_json(leaves, f"state.{position}", readers)
 
-    names = _PromptNames(entry.key._replace(tokens=entry.key.tokens[:end]))
     segment = Segment(
-        name=names.name_of(end),
-        parent=match.segments[-1].name if match.segments else "",
+        name=name_segment(entry.key, end),
+        parent=match.last_name,
         start=start,
         end=end,
-        landmarks=names.landmarks_in(start, end),
         head_end=entry.head_end,
         tenant=entry.owner.tenant,
         session=entry.owner.session,
@@ -11524,16 +11478,6 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
 def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     is_bfloat16 = array.dtype == np.uint16
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
-
-
-def _read_span(
-    segment: Segment, arrays: Mapping[str, mx.array], low: int, high: int
-) -> KVSpan:
-    """KV [low, high) out of the arrays of a segment."""
-    n_kv = sum(name.startswith("kv.") for name in arrays)
-    views = [arrays[f"kv.{number}"] for number in range(n_kv)]
-    span = KVSpan(views, segment.end - segment.start)
-    return span.cut(low - segment.start, high - segment.start)
 
 
 # -- 4 what the model thread does ------------------------------------------------------
@@ -11772,7 +11716,7 @@ class DiskTier:
         self._spec = spec
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
-        self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
+        self._max_tokens = max(MIN_SAVED_TOKENS, max_tokens)  # of a segment
         # The key of each entry as it rested last, and how many tokens the disk has.
         self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
         # While the disk was slow: what is deleted once it is there.
@@ -11917,8 +11861,7 @@ class DiskTier:
         """
         if self._clock() - entry.last_used < min_seconds:
             return False
-        # A shorter one is found by no lookup.
-        if entry.end < LANDMARK_TOKENS:
+        if entry.end < MIN_LOADED_TOKENS:
             return False
         n_new = entry.end - self._find_saved_end(entry)
         return n_new >= (MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS)
@@ -11942,17 +11885,14 @@ class DiskTier:
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            if parent.is_running or parent.end < LANDMARK_TOKENS:
-                return None
-            return self._begin(parent)
+            return None if parent.is_running else self._begin(parent)
         end = min(entry.end, match.depth + self._max_tokens)
-        n_tokens = end - match.depth
-        n_bytes = n_tokens * self._spec.token_bytes
+        if end <= match.depth:  # its parent, which was written meanwhile, has it all
+            return None
+        n_bytes = (end - match.depth) * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
-        if not n_tokens or not self.files.may_write(n_bytes):
-            return None
-        return self._copy(entry, match, end)
+        return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
 
     def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
         """Copy a segment, an array at a time, and let it be written."""
