@@ -18,6 +18,7 @@ from engine_fixture import Bench, words
 from mlx_lm import load
 from mlx_lm.models import deepseek_v32, falcon_h1, gemma3n, minimax_m3_vl
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from nights import at_night
 from numpy.testing import assert_allclose
 from recurrent_families import FAMILIES
 from server_fixture import Served, user
@@ -200,7 +201,7 @@ def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
     assert ask(follow_up)[:2] == (702, 0.0)
 
 
-@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+@pytest.mark.parametrize("kind", [DENSE_VISION, at_night(HYBRID_VISION)])
 def test_images_are_packed_like_words(kind, tmp_path):
     """Warm as a server that reuses nothing, after an image and a turn about it."""
     folder = tiny_vision_model(kind, tmp_path, **WIDE)
@@ -314,13 +315,13 @@ def test_a_reply_of_packed_kv_is_the_same_with_drafts_and_without(
 
 
 def check_drafts(bench, monkeypatch, kind, settings):
-    """Three turns, whose replies are the prompt's tokens or, at each place, another."""
+    """Two turns, whose replies are the prompt's tokens or, at each place, another."""
     monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
     plain = bench(kind, WIDE, speculation="off", **settings)
     drafting = bench(kind, WIDE, **settings)
     rng = np.random.default_rng(4)
     prompt = words(rng, 60) * 3
-    for _ in range(3):
+    for _ in range(2):
         copy = forced(prompt[:60] * 2, n_others=1)
         expected, _, plain_ticket = plain.ask(prompt, n=100, constraints=(copy,))
         ids, _, ticket = drafting.ask(prompt, n=100, constraints=(copy,))
@@ -425,7 +426,9 @@ def test_a_step_of_one_token_reads_kv_packed(
     assert b.largest_difference(ticket, ids) <= tolerance
 
 
-@pytest.mark.parametrize("scenario", [edits_everywhere, at_once, staggered, cancelled])
+@pytest.mark.parametrize(
+    "scenario", [edits_everywhere, at_once, *map(at_night, (staggered, cancelled))]
+)
 def test_turned_kv_that_is_read_packed_is_the_same_but_for_rounding(
     bench, monkeypatch, packed_reads, scenario
 ):
