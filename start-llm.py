@@ -24671,8 +24671,8 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # 0 does.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
-#          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
+# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+#          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0
