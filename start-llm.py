@@ -4052,7 +4052,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
+    command_starts: tuple[str, ...] = ()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4309,23 +4309,38 @@ class Canonicalizer:
             return self._make_reply(message)
 
         rules = [rule for rule in self.rules if role in rule.roles]
-        parts = [_read_part(text, rules) for text in _text_parts(message["content"])]
-        content, starts = self._join_parts([part.text for part in parts], role)
-        # Joined without its notes: a part that is a note leaves no line break behind.
-        canonical, _ = self._join_parts([part.canonical for part in parts], role)
-        fields: list[VolatileField] = []
+        telemetry = [rule for rule in rules if rule.kind == "telemetry"]
+        lasting = [rule for rule in rules if rule.kind != "telemetry"]
         dropped: list[str] = []
-        for part, start in zip(parts, starts, strict=True):
-            fields += _move_fields(part.fields, start)
-            dropped += part.dropped
+        texts: list[str] = []  # of the parts, which are all that a rule sees at a time
+        for sent_text in _text_parts(message["content"]):
+            text = sent_text
+            for rule in telemetry:
+                text, n_dropped = rule.pattern.subn("", text)
+                dropped += [rule.name] * n_dropped
+            texts.append(text)
+        fields_of_texts = [_find_fields(text, lasting) for text in texts]
+        content, starts = self._join_parts(texts, role)
+
+        # Joined without its notes: a part that is a note leaves no line break behind.
+        masked = map(mask_volatile, texts, fields_of_texts)
+        canonical, _ = self._join_parts(masked, role)
+        fields: list[VolatileField] = []
+        for found, start in zip(fields_of_texts, starts, strict=True):
+            fields += _move_fields(found, start)
         return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
         content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
-        if not thinking:
-            thinking, content = _cut_thinking(content, self._thinking_tags)
+        start_tag, end_tag = self._thinking_tags
+        if not thinking and start_tag and end_tag:
+            # Some clients send a reply back as it was streamed, thinking in the content.
+            inside, found_tag, answer = content.lstrip().partition(end_tag)
+            if found_tag and inside.startswith(start_tag):
+                thinking = inside.removeprefix(start_tag).strip("\n")
+                content = answer.lstrip("\n")
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
         original = {**message, "content": content}
@@ -4339,7 +4354,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
-            command_starts=frozenset(_command_starts(original)),
+            command_starts=tuple(sorted(_command_starts(original))),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4362,20 +4377,6 @@ class Canonicalizer:
             starts.append(len(text))
             text += part
         return text, starts
-
-
-def _cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
-    """The thinking at the start of a reply, and the content after it.
-
-    Some clients send a reply back as it was streamed, its thinking in the content.
-    """
-    start_tag, end_tag = tags
-    if start_tag and end_tag:
-        inside, found_tag, answer = content.lstrip().partition(end_tag)
-        if found_tag and inside.startswith(start_tag):
-            thinking = inside.removeprefix(start_tag).strip("\n")
-            return thinking, answer.lstrip("\n")
-    return "", content
 
 
 def _text_parts(content: str | list[JsonObject]) -> list[str]:
@@ -4407,28 +4408,6 @@ def _make_input(
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
     )
-
-
-class _Part(NamedTuple):
-    """A text part of a message, which is all that a rule sees at a time."""
-
-    text: str  # without telemetry
-    canonical: str
-    fields: list[VolatileField]  # in `text`
-    dropped: list[RuleName]  # the rule of each telemetry field
-
-
-def _read_part(text: str, rules: Iterable[Rule]) -> _Part:
-    dropped = []
-    lasting_rules = []
-    for rule in rules:
-        if rule.kind != "telemetry":
-            lasting_rules.append(rule)
-            continue
-        text, n_dropped = rule.pattern.subn("", text)
-        dropped += [rule.name] * n_dropped
-    fields = _find_fields(text, lasting_rules)
-    return _Part(text, mask_volatile(text, fields), fields, dropped)
 
 
 def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[VolatileField]:
@@ -5405,7 +5384,12 @@ class Renderer:
         for one. Raises BadRequest with the template's own sentence if it refuses.
         """
         if self._reads_only_parts:
-            messages = [_as_parts(message) for message in messages]
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in messages
+            ]
         kwargs = {"add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
             return str(self._apply(messages, tools=list(tools) or None, **kwargs))
@@ -5440,14 +5424,6 @@ class Renderer:
         contents = [message["content"] for message in _canned_conversation(kinds)]
         in_order = re.compile(".*".join(contents), re.DOTALL)
         return in_order.search(self.try_render(kinds, tools=tools)) is not None
-
-
-def _as_parts(message: Message) -> Message:
-    """The message with a text part for content, if that is a text."""
-    content = message["content"]
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 # -- 2 probing -------------------------------------------------------------------------
@@ -5486,7 +5462,8 @@ def _canned_conversation(kinds: str) -> list[Message]:
         reply: Message = {"role": "assistant", "reasoning_content": _CANNED_THINKING}
         match kind:
             case "parts":
-                message = {"role": "user", "content": _canned_parts(words)}
+                parts = [{"type": "text", "text": w} for w in (_CANNED_FIRST, words)]
+                message = {"role": "user", "content": parts}
             case "reply":
                 message = {**reply, "content": words}
             case "empty":
@@ -5509,13 +5486,6 @@ def _canned_conversation(kinds: str) -> list[Message]:
                 message = {"role": role, "content": words}
         messages.append(message)
     return messages
-
-
-def _canned_parts(words: str) -> list[JsonObject]:
-    return [
-        {"type": "text", "text": _CANNED_FIRST},
-        {"type": "text", "text": words},
-    ]
 
 
 def _canned_call_id(n: int) -> str:
@@ -5563,21 +5533,20 @@ class TemplateTraits:
 def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     """All traits of a template. It renders about sixty canned conversations."""
     has_system = renderer.shows("system user")
+    question = renderer.try_render("user")
+    two_calls = renderer.try_render("user calls tool tool")
     part_separator = _probe_part_separator(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
-    start_ids = {
-        int(encoder.encode(text)[0])
-        for text in _probe_message_starts(renderer, thinking_kwargs)
-    }
+    start_texts, user_start = _probe_starts(renderer, thinking_kwargs)
+    start_ids = {int(encoder.encode(text)[0]) for text in start_texts}
     return TemplateTraits(
         has_system=has_system,
         has_late_system=renderer.shows(
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
-        has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
-        != renderer.try_render("user"),
+        has_tools=question != renderer.try_render("user", tools=[_CANNED_TOOL]),
         has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
@@ -5588,9 +5557,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
-        has_parallel_calls=_has_words(
-            renderer.try_render("user calls tool tool"), _CANNED_FIRST, _canned_words(1)
-        ),
+        has_parallel_calls=_CANNED_FIRST in two_calls and _canned_words(1) in two_calls,
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
@@ -5601,7 +5568,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=np.array(sorted(start_ids), np.int32),
-        user_start=_probe_user_start(renderer),
+        user_start=user_start,
     )
 
 
@@ -5614,9 +5581,9 @@ def _probe_part_separator(renderer: Renderer) -> str:
 
 def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     """What it prints for an image between two texts."""
-    first, last = _canned_parts(_canned_words(0))
-    parts = [first, {"type": "image"}, last]
-    text = renderer.try_render([{"role": "user", "content": parts}])
+    [message] = _canned_conversation("parts")
+    message["content"].insert(1, {"type": "image"})
+    text = renderer.try_render([message])
     gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
     if gap is None:
         return ""
@@ -5690,10 +5657,6 @@ def _probe_lone_results(renderer: Renderer) -> bool:
         if result["content"] not in renderer.try_render([*messages, result]):
             return False
     return True
-
-
-def _has_words(text: str, *words: str) -> bool:
-    return all(word in text for word in words)
 
 
 def _probe_text_beside_calls(renderer: Renderer) -> bool:
@@ -5807,19 +5770,24 @@ def _probe_merged_thinking(renderer: Renderer) -> bool:
         alone = {**call, name: _CANNED_THINKING}
         with_text = {**alone, "content": _CANNED_FIRST}
         text = renderer.try_render([user, with_text])
-        has_both = _has_words(text, _CANNED_THINKING, _CANNED_FIRST)
+        has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
         if not has_both and _CANNED_THINKING in renderer.try_render([user, alone]):
             return True
     return False
 
 
-def _probe_message_starts(
+def _probe_starts(
     renderer: Renderer, thinking_kwargs: Mapping[bool, JsonObject]
-) -> list[str]:
-    """The texts with which messages of all kinds begin, and all generation prompts."""
+) -> tuple[list[str], re.Pattern[str]]:
+    """How messages of all kinds and generation prompts begin; what finds the user's.
+
+    It finds no results that stand in user messages.
+    """
+    user_start = _probe_message_start(renderer, "user reply", "user")
+    result_start = _probe_message_start(renderer, "user call", "tool")
     texts = [
-        _probe_message_start(renderer, "user reply", "user"),
-        _probe_message_start(renderer, "user call", "tool"),
+        user_start,
+        result_start,
         _probe_message_start(renderer, "user calls tool", "tool"),
         _probe_message_start(renderer, "user", "reply"),
         _probe_message_start(renderer, "user reply", "system"),
@@ -5827,19 +5795,14 @@ def _probe_message_starts(
     for kwargs in thinking_kwargs.values():
         texts.append(probe_generation_prompt(renderer, "user", kwargs))
         texts.append(probe_generation_prompt(renderer, "tool", kwargs))
-    return [text for text in texts if text]
-
-
-def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
-    """Finds the start of user messages, and not of results that stand in some."""
-    user_start = _probe_message_start(renderer, "user reply", "user")
-    result_start = _probe_message_start(renderer, "user call", "tool")
+    texts = [text for text in texts if text]
     if not user_start:
-        return token_pattern([])  # finds nothing
+        return texts, token_pattern([])  # finds nothing
+
     pattern = re.escape(user_start)
     if result_start.startswith(user_start) and result_start != user_start:
         pattern += f"(?!{re.escape(result_start.removeprefix(user_start))})"
-    return re.compile(pattern)
+    return texts, re.compile(pattern)
 
 
 def probe_generation_prompt(
@@ -6968,11 +6931,11 @@ def block_hashes(
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
 #  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
-#               after each reply under the key of that conversation. It has its new
-#               tokens alone, and points to the transcript that it continues. (A prompt
-#               needs none: rendered again, it gives the same tokens.) System messages
-#               and tools are recorded as they were first rendered, and the thinking of
-#               replies for THINKING RESTORE.
+#               after each reply under the key of that conversation. It has what is new
+#               in it alone, and points to the transcript that it continues, its parent.
+#               (A prompt needs none: rendered again, it gives the same tokens.) System
+#               messages and tools are recorded as they were first rendered, and the
+#               thinking of replies for THINKING RESTORE.
 #  4 Whose      Conversations of several people may have the same key. Which records may
 #               be used for whom is decided here.
 #  5 Store      Finds records by key, and drops those used least recently.
@@ -7339,6 +7302,8 @@ class GeneratedReply:
 class Transcript(LedgerRecord):
     """The tokens of a conversation up to a reply, after those of its parent.
 
+    Each field is about what comes after the parent; the methods tell it of all.
+
     The end token of the reply is not among them: templates print it before the next
     message. Before the end token of a cut reply they may print more (a line break),
     which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
@@ -7355,7 +7320,7 @@ class Transcript(LedgerRecord):
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
+    command_starts: tuple[str, ...]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
@@ -7471,17 +7436,6 @@ _SAVED_VALUE: Final[TypeAdapter[Any]] = TypeAdapter(
 _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 
-def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecord:
-    """A record as it was. Raises ValueError: it is none."""
-    record: LedgerRecord = _SAVED_VALUE.validate_json(saved.value)
-    record.id = saved.id
-    record.parent = parent
-    record.key = saved.key
-    record.session_id = saved.session_id
-    record.last_used = saved.last_used
-    return record
-
-
 # -- 4 whose is it? --------------------------------------------------------------------
 # Pure functions. All conversations that begin with the same words have the same keys:
 # Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
@@ -7505,10 +7459,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Where one of both sessions has a name, and the client does not send the last call, the
-# transcript may state no note but those of the request either: they are for somebody
-# else (L-216). Thinking is alike for all four: the client may drop it, but not change
-# it; so is the "cd" before the commands of calls.
+# For all four: thinking, and the "cd" before a command, may be dropped by the client,
+# but not be changed. And if one of both sessions has a name, the request must have all
+# notes that were stated, unless it has the last call: they are for somebody else
+# (L-216). Of two anonymous ones nobody knows: a client drops notes as they grow old.
 #
 # Of other records the key says for whom they are:
 #
@@ -7558,7 +7512,7 @@ def _has_same_replies(
             return False
     for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
         reply = messages[part.n_messages - 1]
-        if not reply.command_starts <= part.command_starts:
+        if not set(reply.command_starts).issubset(part.command_starts):
             return False
     return True
 
@@ -7661,8 +7615,14 @@ class Ledger:
             if row.parent_id and parent is None:
                 continue
             with suppress(ValueError):
-                records[row.id] = _read_record(row, parent)
-                records[row.id].saved_in = self._saved.file_number
+                record: LedgerRecord = _SAVED_VALUE.validate_json(row.value)
+                record.id = row.id
+                record.parent = parent
+                record.key = row.key
+                record.session_id = row.session_id
+                record.last_used = row.last_used
+                record.saved_in = self._saved.file_number
+                records[row.id] = record
 
         with self._ledger_lock:
             for record in sorted(records.values(), key=lambda r: r.last_used):
@@ -8190,7 +8150,10 @@ class PromptPlanner:
         refusals: list[str] = []
         n_tries = 0
         for transcript in self.ledger.candidates(conversation):
-            if not self._may_show_thinking(transcript, messages):
+            new_roles = {message.role for message in messages[transcript.n_messages :]}
+            # With PRESERVE_THINKING=false it goes with the next message of the user.
+            drops_thinking = not self.config.preserve_thinking and "user" in new_roles
+            if drops_thinking and any(transcript.thinking()):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
             try:
@@ -8211,18 +8174,6 @@ class PromptPlanner:
         # Counts plans without the longest transcript, as configured or for a fault.
         self.metrics.bump("ledger_seam_fallback")
         return replace(plan, refusal=refusals[0])
-
-    def _may_show_thinking(
-        self, transcript: Transcript, messages: Sequence[CanonicalMessage]
-    ) -> bool:
-        """Whether the prompt may have the thinking of this transcript, if it has any.
-
-        With PRESERVE_THINKING=false thinking goes with the next message of the user.
-        """
-        if self.config.preserve_thinking or not any(transcript.thinking()):
-            return True
-        new_messages = messages[transcript.n_messages :]
-        return all(message.role != "user" for message in new_messages)
 
     def _replay(
         self,
@@ -13011,16 +12962,13 @@ class ClusterRank(Lockstep):
             raise RanksEnd(f"{link.peer} sends no message of ours")
         link.received_at = time.monotonic()
         name, value = message
+        if name == "gone" and value is not None:
+            raise RanksEnd(f"{link.peer} has ended: {value}")
         if name == "gone":
-            raise self._explain_leave(link, value)
+            # From rank 0 it is an ordinary stop; no other rank may stop by itself.
+            raise RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
         if message != _ALIVE:
             link.messages.put(message)
-
-    def _explain_leave(self, link: _Link, failure: object) -> RanksEnd:
-        if failure is not None:
-            return RanksEnd(f"{link.peer} has ended: {failure}")
-        # From rank 0 it is an ordinary stop; no other rank may stop by itself.
-        return RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
 
     def _check_silence(self, link: _Link) -> None:
         if self._is_loading:
@@ -13109,24 +13057,20 @@ class _Link:
         while True:
             line, newline, rest = self._unread.partition(b"\n")
             if newline:
-                self._unread = rest
-                return self._parse(line)
+                break
             if len(self._unread) > max_bytes:
                 raise RanksEnd(f"{self.peer} sends no message of ours")
             left_seconds = max(0.0, deadline - time.monotonic())
             if not left_seconds or not self._poll.poll(1000 * left_seconds):
                 return None
-            self._receive()
+            data = b""
+            with suppress(OSError):
+                data = self._connection.recv(1 << 20)
+            if not data:
+                raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
+            self._unread += data
 
-    def _receive(self) -> None:
-        data = b""
-        with suppress(OSError):
-            data = self._connection.recv(1 << 20)
-        if not data:
-            raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
-        self._unread += data
-
-    def _parse(self, line: bytes | bytearray) -> Any:
+        self._unread = rest
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -13149,10 +13093,14 @@ class _Link:
         self._connection.close()
 
 
-class _JoinedRank(NamedTuple):
+class _Arrival(NamedTuple):
+    """A rank that has proved to have the secret."""
+
     rank: int
     link: _Link
+    facts: dict[str, Any]
     memory_bytes: int
+    proof: str  # that rank 0 has it, too
 
 
 def join_ranks(
@@ -13230,17 +13178,13 @@ def _is_proof(value: object, proof: str) -> bool:
     return hmac.compare_digest(str(value).encode(errors="replace"), proof.encode())
 
 
-def _new_nonce() -> str:
-    return os.urandom(16).hex()
-
-
 def _gather_ranks(
     config: Config,
     place: RankPlace,
     *,
     facts: dict[str, Any],
     stop: threading.Event,
-) -> list[_JoinedRank]:
+) -> list[_Arrival]:
     """All other ranks, once they have joined rank 0. Raises ConfigError, RanksEnd."""
     address = (place.host, config.cluster_port)
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -13253,7 +13197,7 @@ def _gather_ranks(
             f" {reason}"
         ) from error
     missing = set(range(1, place.n_ranks))
-    joined: list[_JoinedRank] = []
+    joined: list[_Arrival] = []
     greeted: deque[_Link] = deque()  # the oldest first
     arrivals = queue.SimpleQueue[_Arrival]()
     try:
@@ -13269,7 +13213,8 @@ def _gather_ranks(
                 greeted.popleft().shut_down()
             while not arrivals.empty():
                 arrival = arrivals.get()
-                joined.append(_admit(arrival, facts=facts, missing=missing))
+                _admit(arrival, facts=facts, missing=missing)
+                joined.append(arrival)
                 missing.remove(arrival.rank)
                 greeted = deque(link for link in greeted if link is not arrival.link)
     finally:
@@ -13279,22 +13224,12 @@ def _gather_ranks(
     return sorted(joined)  # by rank
 
 
-class _Arrival(NamedTuple):
-    """A rank that has proved to have the secret."""
-
-    rank: int
-    link: _Link
-    facts: dict[str, Any]
-    memory_bytes: int
-    proof: str  # that rank 0 has it, too
-
-
 def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> None:
     """Ask who connects to rank 0 for their proof. Many are asked at the same time.
 
     So who connects and is silent keeps no rank waiting.
     """
-    nonce = _new_nonce()
+    nonce = os.urandom(16).hex()
     try:
         link.send({"nonce": nonce})
         hello = link.read_hello()
@@ -13319,29 +13254,20 @@ def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> N
     arrivals.put(_Arrival(rank, link, facts, memory_bytes, proof))
 
 
-def _admit(
-    arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]
-) -> _JoinedRank:
+def _admit(arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]) -> None:
     """Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone."""
-    refusal = _find_other_fact(arrival.rank, facts, arrival.facts)
-    if not refusal and arrival.rank not in missing:
-        refusal = f"MLX_RANK={arrival.rank} is that of another process, too"
-    if refusal:
-        arrival.link.send({"refusal": refusal})
-        raise ConfigError(refusal)
+    rank = arrival.rank
+    refusals = [
+        f"{name} is {value} on rank 0, and {arrival.facts.get(name)} on rank {rank}"
+        for name, value in facts.items()
+        if arrival.facts.get(name) != value
+    ]
+    if rank not in missing:
+        refusals.append(f"MLX_RANK={rank} is that of another process, too")
+    if refusals:
+        arrival.link.send({"refusal": refusals[0]})
+        raise ConfigError(refusals[0])
     arrival.link.send({"proof": arrival.proof})
-    return _JoinedRank(arrival.rank, arrival.link, arrival.memory_bytes)
-
-
-def _find_other_fact(
-    rank: int, facts: dict[str, Any], its_facts: dict[str, Any]
-) -> str:
-    """Which fact of a rank is another one on rank 0; "": none."""
-    for name, value in facts.items():
-        other = its_facts.get(name)
-        if other != value:
-            return f"{name} is {value} on rank 0, and {other} on rank {rank}"
-    return ""
 
 
 def _check_start(stop: threading.Event, deadline: float, lack: str) -> None:
@@ -13361,7 +13287,7 @@ def _join_rank_0(
     """Join rank 0: the link to it, and its settings. Raises ConfigError, RanksEnd."""
     deadline = time.monotonic() + _JOIN_SECONDS
     link = _connect_to_rank_0(config, place, deadline=deadline, stop=stop)
-    nonces = (str(link.read_hello().get("nonce")), _new_nonce())
+    nonces = (str(link.read_hello().get("nonce")), os.urandom(16).hex())
     hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
     hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
     link.send(hello)
@@ -24636,8 +24562,8 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # 0 does.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
-#          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
+# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+#          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0
