@@ -10329,6 +10329,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
+            # Another entry counts only if it has more than both: deeper KV is better,
+            # and `matched_tokens` is the most that any has, also without a state there.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -11776,7 +11778,10 @@ class DiskTier:
     def save_some(
         self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
     ) -> bool:
-        """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
+        """Copy some arrays, for SAVE_PIECE_SECONDS.
+
+        Returns False if nothing is due, and True if there is more to do, now or later:
+        a file is being written, or copying has had its share of the time for now.
 
         `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
         hold. `is_closing`: there will be no later chance, so everything is written now.
