@@ -10329,8 +10329,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # Another entry counts only if it has more than both: deeper KV is better,
-            # and `matched_tokens` is the most that any has, also without a state there.
+            # An entry counts if it may have more than one of these two: deeper KV is
+            # better, and the most that any has is told, also without a state there.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
