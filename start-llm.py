@@ -220,7 +220,6 @@ from typing import (
     TextIO,
     TypedDict,
     cast,
-    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -3456,7 +3455,7 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # Unicode keeps for the inside of programs.
 #
 # Public   SentImage, extract_images
-# Uses     CONFIG, ERRORS, API TYPES
+# Uses     ERRORS, CONFIG, LOGGING, API TYPES
 # Thread   connection
 
 
@@ -3481,7 +3480,7 @@ def extract_images(
         field = part["request_field"]
         if has_vision:
             url = image_url.get("url") if isinstance(image_url, dict) else image_url
-            data = _read_image(str(url), config, field=field)
+            data = _read_image(str(url), config, field=field, held=images.values())
             digest = sha256(salt + data).hexdigest()
             images.setdefault(digest, SentImage(data, field))
             return {"type": "text", "text": f"\ufdd1{digest}\ufdd2"}
@@ -3505,8 +3504,14 @@ def extract_images(
     return replace(request, messages=OriginalMessages(tuple(messages))), images
 
 
-def _read_image(url: str, config: Config, *, field: str) -> bytes:
-    """The file that a URL contains or names. Raises BadRequest."""
+def _read_image(
+    url: str, config: Config, *, field: str, held: Iterable[SentImage]
+) -> bytes:
+    """The file that a URL contains or names. Raises BadRequest.
+
+    `held`: the images before it, which are held until all are read. Files from
+    elsewhere are no part of the body, so its limit is none for them.
+    """
     head, comma, encoded = url.partition(",")
     if comma and head.startswith("data:"):
         with suppress(ValueError):
@@ -3517,7 +3522,12 @@ def _read_image(url: str, config: Config, *, field: str) -> bytes:
         raise BadRequest("should be a data: URL in base64", field=field)
     if not url.startswith(("http:", "https:")):
         raise BadRequest("should be a data: URL in base64, or http(s)", field=field)
-    return _fetch_image(url, field=field)
+    data = _fetch_image(url, field=field)
+    if len(data) + sum(len(image.data) for image in held) > config.max_body_bytes:
+        limit = f"{config.max_body_bytes:,} bytes (MAX_BODY_BYTES)"
+        sentence = f"takes, with the images before it, more than {limit}"
+        raise BadRequest(sentence, field=field)
+    return data
 
 
 def _fetch_image(url: str, *, field: str) -> bytes:
@@ -3534,11 +3544,14 @@ def _fetch_image(url: str, *, field: str) -> bytes:
         capture_output=True,
         check=False,
     )
-    if process.returncode != 0:
-        complaint = process.stderr.decode()[:200].strip()
-        sentence = f"cannot be fetched: {complaint}"
-        raise BadRequest(sentence, field=field, quote=complaint)
-    return process.stdout
+    if process.returncode == 0:
+        return process.stdout
+    complaint = process.stderr.decode(errors="replace").strip()
+    if process.returncode != 1 or complaint.startswith("Traceback"):
+        logger.error("%s has failed: %s", script, complaint)
+        complaint = "what fetches images here has failed"
+    sentence = f"cannot be fetched: {complaint[:200]}"
+    raise BadRequest(sentence, field=field, quote=complaint[:200])
 
 
 # -- pixels ----------------------------------------------------------------------------
@@ -8326,8 +8339,8 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
 # there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
 # have 4 here and values 3; there it is the other way round, which harms more. What
-# stays as it is computed: windows, states, and heads whose size is no multiple of the
-# group.
+# stays as it is computed: windows, states, heads whose size is no multiple of the
+# group, and all of a layer that keeps a list of caches.
 #
 # A layer reads KV in one of two ways:
 #
@@ -8339,7 +8352,6 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # They differ in their last bits where calls of one token and of many differ anyway: on
 # a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
-# Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG, LOGGING
 # Thread   model; mlx
 
@@ -8376,10 +8388,7 @@ class KVPacking:
         return f"{bits}, turboquant" if self.is_rotated else bits
 
     def can_pack(self, *arrays: mx.array) -> bool:
-        """Whether all of these `(..., head_dim)` are made of whole groups.
-
-        MiniMax-M3's index has values of no numbers at all: it stays plain.
-        """
+        """Whether all of these `(..., head_dim)` are made of whole groups."""
         sizes = [array.shape[-1] for array in arrays]
         return all(size and size % self.group_size == 0 for size in sizes)
 
@@ -8470,46 +8479,23 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     filled_caches = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
     model(two_tokens, cache=filled_caches)
-    dtypes = [_packed_dtype(layer, packing) for layer in filled_caches]
+    dtypes: dict[int, mx.Dtype] = {}  # of layers that pack their KV, by number
+    for number, filled in enumerate(filled_caches):
+        if type(filled) is KVCache and packing.can_pack(filled.keys, filled.values):
+            dtypes[number] = filled.keys.dtype
 
     def make_packed(*, read_packed: bool) -> list[Any]:
-        layers = zip(make_plain(), dtypes, strict=True)
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        return [pack(*layer) for layer in layers]
+        layers = make_plain()
+        for number, dtype in dtypes.items():
+            layers[number] = PackedKVCache(packing, dtype, can_read_packed=read_packed)
+        return layers
 
     # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
     # a call of one token a row.
     attention.quantized_scaled_dot_product_attention = _attend_packed
-    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes)
+    is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes.values())
     read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
-
-
-# The dtype of the KV that a layer packs; None: the layer stays plain. Of a CacheList, a
-# list of these, one for each part.
-type _PackedDtype = mx.Dtype | list[_PackedDtype] | None
-
-
-def _packed_dtype(filled_layer: Any, packing: KVPacking) -> _PackedDtype:
-    if hasattr(filled_layer, "caches"):
-        return [_packed_dtype(part, packing) for part in filled_layer.caches]
-    if type(filled_layer) is not KVCache:
-        return None
-    keys, values = filled_layer.keys, filled_layer.values
-    return keys.dtype if packing.can_pack(keys, values) else None
-
-
-def _pack_layer(
-    layer: Any, dtype: _PackedDtype, *, packing: KVPacking, read_packed: bool
-) -> Any:
-    """The layer's own cache, or what packs in its place."""
-    if dtype is None:
-        return layer
-    if isinstance(dtype, list):
-        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
-        layer.caches = tuple(map(pack, layer.caches, dtype))
-        return layer
-    return PackedKVCache(packing, dtype, can_read_packed=read_packed)
 
 
 def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
@@ -8541,17 +8527,13 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
     return can_read
 
 
-def _is_better_packed(dtype: _PackedDtype, packing: KVPacking) -> bool:
+def _is_better_packed(dtype: mx.Dtype, packing: KVPacking) -> bool:
     """Whether a call of one token should read KV packed, if its layer can.
 
     On the CPU: only float32 without rotation. MLX has no vector code for other types;
     and rotated sums have another order, so warm KV would differ from cold in the last
     bits.
     """
-    if isinstance(dtype, list):
-        return any(_is_better_packed(part, packing) for part in dtype)
-    if dtype is None:
-        return False
     if mx.default_device() == mx.gpu:
         return True
     return bool(dtype == mx.float32 and not packing.is_rotated)
@@ -8585,7 +8567,7 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
         sharing = packing.rotate(sharing)
     multiply = partial(mx.quantized_matmul, group_size=group_size)
     scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
-    if mask is not None:  # it may be another one for each head (MiniMax-M3)
+    if mask is not None:
         head_scores = scores.reshape(n_rows, n_heads, 1, -1)
         head_scores = mx.where(mask, head_scores, mx.finfo(scores.dtype).min)
         scores = head_scores.reshape(scores.shape)
@@ -8617,28 +8599,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         self._dtype = dtype
         self._can_read_packed = can_read_packed
         self._is_read_packed = False  # in the call of the model that runs now
-        self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
-        # DeepSeek-V3.2's index has keys only. It hands them in twice, and then sets
-        # `values` to zeros of their shape.
-        is_index = values is keys
-        if is_index:
-            self._value_bits = self.packing.key_bits
-
         words, groups = self.caches
         key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
-        value_words, value_groups = self.packing.pack(values, self._value_bits)
+        value_words, value_groups = self.packing.pack(values, self.packing.value_bits)
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-
-        # why(L-172): a step computes what its logits need. Layers read one offset of
-        # the two, and of an index that need not choose yet they ask for `keys` alone.
+        # why(L-172): a step computes what its logits need, and layers read one offset.
         groups.offset = words.offset
-        if is_index:
-            words.keys = mx.depends(words.keys, (groups.keys, groups.values))
-
         self._is_read_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
@@ -8659,7 +8629,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         unpack = partial(self.packing.unpack, dtype=dtype)
         return (
             unpack(key_words, key_groups, bits=self.packing.key_bits),
-            unpack(value_words, value_groups, bits=self._value_bits),
+            unpack(value_words, value_groups, bits=self.packing.value_bits),
         )
 
     @property
@@ -8683,24 +8653,6 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         """How many tokens each row has, as upstream's caches say it."""
         return self.caches[0].offset
 
-    @property
-    def keys(self) -> Any:
-        """The words. Layers with an index make them depend on what it keeps."""
-        return self.caches[0].keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.caches[0].keys = keys
-
-    @property
-    def values(self) -> Any:
-        """The words. DeepSeek-V3.2 alone sets them, of its index."""
-        return self.caches[0].values
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.caches[0].values = values
-
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         """What each new token sees, as upstream's caches say it."""
         return self.caches[0].make_mask(*args, **kwargs)
@@ -8722,32 +8674,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
 
 # region UPSTREAM ==============================================================
-# What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
-# attributes of their cache objects, the ways their models are called. Each has a
-# function or class here with a plain name, and no other section uses the name itself,
-# with three exceptions: PACKED KV has caches that are made of mlx-lm's, and replaces
-# mlx-lm's attention for caches that have `bits`; KV STATE uses attributes of caches (1
-# below); and VISION MODEL calls `language_model` (4) with inputs of its own.
+# What several sections lean on in mlx-lm and mlx-vlm although it is not documented:
+# private names, cache objects, the ways models are called. All private names of both
+# are here, each in a function with a plain name.
 #
 # A release may change any of it without a word. So the versions are pinned
-# (requirements.txt), and a comment in front of each function names the test that fails
-# then. Where one fails, upstream is read again before the pin moves.
+# (requirements.txt), and a comment names the test that fails then, here and wherever
+# else it stands ("Pinned by"). Where one fails, upstream is read again before the pin
+# moves.
 #
-#  1 Caches      what a layer keeps. KV STATE moves and copies it
-#  2 Calls       rows of unlike lengths, read in one call
-#  3 Tokenizer   the tags of a reply
-#  4 Vision      models of mlx-vlm
-#  5 Ranks       a model that is divided among several machines
-#  6 CUDA        what is slow there
-#
-# Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, OpaqueState, count_kv_bytes,
-#          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
-#          to_mlx_lm_caches, leaf_fields, ModelCall, feed_padded, REPLY_TAGS,
-#          set_reply_tag, keep_no_words, read_tool_parser_source, read_byte_letters, LayerInputs,
-#          has_text_class, has_vision_class, load_vlm_model, mend_layers,
-#          load_image_processor, image_token_id, find_rope_index, see_images_both_ways,
-#          embed_text, embed_image, divide_model, read_gated_delta_in_chunks
-# Uses     TOKEN HASHES
+# Uses     -
 # Thread   model; the tokenizer's: any; mlx
 
 
@@ -9042,25 +8978,6 @@ def feed_padded(
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
-#
-# mlx-lm's TokenizerWrapper has the tags of a reply as read-only properties,
-# `think_start`, `think_start_tokens`, and so on: None where a model has no such tag.
-
-ReplyTag = Literal["think_start", "think_end", "tool_call_start", "tool_call_end"]
-REPLY_TAGS: Final[tuple[ReplyTag, ...]] = get_args(ReplyTag)
-
-
-# Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
-def set_reply_tag(
-    tokenizer: Any,
-    tag: ReplyTag,
-    text: str,
-) -> None:
-    """Teach mlx-lm's tokenizer a tag that it does not know of the model."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    private_name = f"_{tag}"
-    setattr(tokenizer, private_name, text)
-    setattr(tokenizer, f"{private_name}_tokens", tuple(token_ids))
 
 
 # Pinned by test_upstream.py::test_a_tokenizer_is_told_to_keep_no_words
@@ -9072,17 +8989,6 @@ def keep_no_words(tokenizer: Any) -> None:
     model = tokenizer.backend_tokenizer.model
     if hasattr(model, "_resize_cache"):  # WordPiece and WordLevel have none
         model._resize_cache(0)
-
-
-# Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
-def read_tool_parser_source(tokenizer: Any) -> str:
-    """The source text of mlx-lm's parser of this model's tool calls; "" if it has none.
-
-    Special tokens that occur in it are a part of the grammar of calls.
-    """
-    if tokenizer.tool_parser is None:
-        return ""
-    return inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
 
 
 # Pinned by test_reply_ends.py::test_the_bytes_of_all_tokens_are_those_of_the_text
@@ -9097,14 +9003,6 @@ def read_byte_letters() -> Mapping[str, int]:
 # A model of mlx-vlm has a `language_model`, which is called as mlx-lm's models are, and
 # `get_input_embeddings`, which runs its vision tower. Nothing here is documented.
 # mlx_vlm is imported inside functions: a server of a text model starts without it.
-
-# What the layers take beside tokens, by the names of their arguments.
-type LayerInputs = dict[str, mx.array]
-_LAYER_INPUTS: Final = frozenset(
-    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
-)
-# What VISION MODEL makes for each call itself, or no layer reads.
-_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 # Pinned by test_model_kind.py
@@ -9198,50 +9096,6 @@ def _overlapping_pool_class() -> type:
     return OverlappingPool
 
 
-# Pinned by test_vision_families.py, whose tokenizers add a token in front
-def load_image_processor(path: Path, *, trust_remote_code: bool) -> Any:
-    """What makes tokens and pixels of text and images. It adds no tokens by itself."""
-    from mlx_vlm import utils
-
-    processor = utils.load_processor(
-        path, add_detokenizer=False, trust_remote_code=trust_remote_code
-    )
-    # Or each image would begin with the <bos> of a prompt.
-    processor.tokenizer.backend_tokenizer.post_processor = None
-    return processor
-
-
-# Pinned by test_vision_families.py
-def image_token_id(model: Any) -> int:
-    """The token that stands for each part of an image. Raises ValueError."""
-    for name in ("image_token_id", "image_token_index"):
-        token_id = getattr(model.config, name, None)
-        if token_id is not None:
-            return int(token_id)
-    raise ValueError("its config.json names no token for images")
-
-
-# (token ids `(1, n)`, image_grid_thw=rows and columns)
-# -> (positions `(3, 1, n)`, the shift of what follows `(1, 1)`)
-type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
-
-
-# Pinned by test_vision.py::test_a_planted_fault_is_noticed
-def find_rope_index(model: Any) -> RopeIndex | None:
-    """What gives images positions in rows and columns (mRoPE); None if nothing does."""
-    if not hasattr(model.language_model, "get_rope_index"):
-        return None
-    tokens = mx.array([[0, 0]])
-    positions = mx.zeros((3, *tokens.shape), mx.int32)
-    cache = make_prompt_cache(model.language_model)
-    try:
-        model.language_model(tokens, cache=cache, position_ids=positions)
-    except ValueError:  # MiniMax-M3 has the function, and takes no rows
-        return None
-    rope_index: RopeIndex = model.language_model.get_rope_index
-    return rope_index
-
-
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other
 def see_images_both_ways(model: Any) -> bool:
     """Let the tokens of an image see those after them, too, where a model wants that.
@@ -9272,63 +9126,7 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     return mask | is_pair[:, None]
 
 
-# Pinned by test_vision_families.py
-def embed_text(model: Any, token_ids: mx.array) -> LayerInputs:
-    """What the layers take of text `(1, n)`."""
-    return _present_inputs(model.get_input_embeddings(token_ids))
-
-
-# Pinned by test_vision_families.py
-def embed_image(
-    model: Any,
-    token_ids: mx.array,
-    pixels: dict[str, mx.array],
-) -> LayerInputs:
-    """What the layers take of an image: the vision tower runs. Not evaluated.
-
-    `token_ids`: `(1, n)`, the image's own; `pixels`: what the processor made beside
-    them. Raises NotImplementedError if layers want what is not fed here.
-    """
-    mask = mx.ones_like(token_ids)
-    features = model.get_input_embeddings(token_ids, mask=mask, **pixels)
-    inputs = _present_inputs(features)
-    unknown = inputs.keys() - _LAYER_INPUTS - _IGNORED_INPUTS
-    if unknown:
-        raise NotImplementedError(
-            f"its layers want {unknown}, which nothing here feeds"
-        )
-    return {name: inputs[name] for name in inputs if name in _LAYER_INPUTS}
-
-
-def _present_inputs(features: Any) -> LayerInputs:
-    inputs: LayerInputs = {}
-    for name, value in features.to_dict().items():
-        if value is not None:
-            inputs[name] = value
-    return inputs
-
-
-# -- 5 ranks ---------------------------------------------------------------------------
-
-
-# Pinned by test_cluster.py
-def divide_model(model: Any, group: Any) -> None:
-    """Keep one rank's part of each layer, of weights that are not computed yet.
-
-    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
-    """
-    if not hasattr(model, "shard"):
-        raise ValueError("a model of this kind cannot be divided among ranks")
-    try:
-        model.shard(group)
-        mx.eval(model.parameters())
-        mx.eval(model(mx.array([[0, 0]])))
-    except ValueError as error:
-        n_ranks = group.size()
-        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
-
-
-# -- 6 CUDA ----------------------------------------------------------------------------
+# -- 5 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -12258,8 +12056,6 @@ class DiskTier:
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
 #
-# Public   SessionIndex, SessionRow, session_id_for, SentRequest, MissReason,
-#          find_nearest, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
 # Owns     _sessions_lock
 # Thread   any
@@ -12620,10 +12416,18 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # mlx-vlm remembers the shift of its last call, which may be another conversation's. So
 # positions are stated in each call.
 #
-# Public   ImageTokens, ImagePositions, VlmModel, VisionModel, has_vision_tower
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
 # Thread   model, mlx; image_tokens: any
+
+
+# What the layers take beside tokens, by the names of their arguments.
+type LayerInputs = dict[str, mx.array]
+_LAYER_INPUTS: Final = frozenset(
+    ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+)
+# What is made here for each call, or no layer reads.
+_IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
 class ImageTokens(NamedTuple):
@@ -12636,6 +12440,19 @@ class ImageTokens(NamedTuple):
     model_ids: TokenIds  # tokens of all of `text`
     image_slice: slice  # its own in `model_ids`, from the first to the last
     grid: Any  # its rows and columns, where the processor counts them
+
+
+class _Features(NamedTuple):
+    """What the vision tower made of an image, kept for when the image comes again."""
+
+    inputs: LayerInputs
+    used_at: float  # time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays: Any = dict(tree_flatten(self.inputs)).values()
+        return sum(array.nbytes for array in arrays)
 
 
 class ImagePositions(NamedTuple):
@@ -12666,7 +12483,18 @@ class VlmModel(Module):  # type: ignore[misc]
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
         self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
-        self._rope_index = find_rope_index(self.whole)
+        # What gives images positions in rows and columns, if anything does:
+        # (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
+        # `(3, 1, n)`, the shift of what follows `(1, 1)`). Pinned by test_vision.py
+        layers = self.whole.language_model
+        self._rope_index: Callable[..., tuple[mx.array, mx.array]] | None = None
+        if hasattr(layers, "get_rope_index"):
+            two_tokens = mx.array([[0, 0]])
+            positions = mx.zeros((3, 1, 2), mx.int32)
+            caches = make_prompt_cache(layers)
+            with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
+                layers(two_tokens, cache=caches, position_ids=positions)
+                self._rope_index = layers.get_rope_index
         self._uncounted: frozenset[int] = frozenset()
         self._uncounted = self._find_uncounted()
 
@@ -12734,10 +12562,20 @@ class VisionModel(VlmModel):
 
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__(path, trust_remote_code=trust_remote_code)
-        self._processor: Any = load_image_processor(
-            path, trust_remote_code=trust_remote_code
+        from mlx_vlm import utils
+
+        # Makes tokens and pixels of text and images. Pinned by test_vision_families.py,
+        # whose tokenizers add a token in front: or each image would begin with a <bos>.
+        self._processor: Any = utils.load_processor(
+            path, add_detokenizer=False, trust_remote_code=trust_remote_code
         )
-        self.image_token = image_token_id(self.whole)
+        self._processor.tokenizer.backend_tokenizer.post_processor = None
+        # The token that stands for each part of an image.
+        names = ("image_token_id", "image_token_index")
+        token_ids = [getattr(self.whole.config, name, None) for name in names]
+        self.image_token = next((n for n in token_ids if n is not None), -1)
+        if self.image_token < 0:
+            raise ValueError("its config.json names no token for images")
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
         # It is in the digest of each image, so that nobody can write markers, or find
         # two images whose markers are alike. ENGINE puts that of a disk cache here.
@@ -12745,11 +12583,10 @@ class VisionModel(VlmModel):
 
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest, the oldest use first. `_image_tokens` is for any thread, the others
-        # for the model thread.
+        # By digest. `_image_tokens` is for any thread, the others for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = OrderedDict()
+        self._features: OrderedDict[str, _Features] = OrderedDict()  # as last used
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
         # why(L-112): one image is unpacked at a time. Connection threads first queue in
         # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
@@ -12759,8 +12596,7 @@ class VisionModel(VlmModel):
     @property
     def feature_bytes(self) -> int:
         """Bytes of what the tower made of images, as far as it is kept."""
-        arrays: Any = dict(tree_flatten(self._features)).values()
-        return sum(array.nbytes for array in arrays)
+        return sum(features.nbytes for features in self._features.values())
 
     # -- any thread: images as tokens --------------------------------------------------
 
@@ -12860,13 +12696,14 @@ class VisionModel(VlmModel):
 
         features = self._features.pop(image.digest, None)
         metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
-        if features is None:
-            features = self._run_tower(image)
-        self._features[image.digest] = features  # now used last
+        inputs = features.inputs if features else self._run_tower(image)
+        features = _Features(inputs, time.monotonic())
+        if features.nbytes <= self.max_bytes:  # a larger one would leave no other
+            self._features[image.digest] = features
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
-        inputs = self._layer_inputs(features, model_ids, n_text=n_text)
+        inputs = self._layer_inputs(inputs, model_ids, n_text=n_text)
         if self._rope_index is not None:
             text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
             image_positions = self.image_positions(image).positions + n_text
@@ -12878,20 +12715,37 @@ class VisionModel(VlmModel):
         return metric
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
-        """What the layers take of an image. It does not depend on what is before it."""
+        """What the layers take of an image. It does not depend on what is before it.
+
+        Raises NotImplementedError if layers want what is not fed here.
+        """
         # Pixels are made again here: nobody keeps those of all images that wait.
         pixels: dict[str, mx.array] = {}
         for name, value in self._process(image.source).items():
             if name != "input_ids":
                 pixels[name] = mx.array(value)
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
-        features = embed_image(self.whole, token_ids, pixels)
-        mx.eval(features)
-        return features
+        # Pinned by test_vision_families.py
+        mask = mx.ones_like(token_ids)
+        embedded = self.whole.get_input_embeddings(token_ids, mask=mask, **pixels)
+        inputs: LayerInputs = {}
+        for name, value in embedded.to_dict().items():
+            if value is None or name in _IGNORED_INPUTS:
+                continue
+            if name not in _LAYER_INPUTS:
+                raise NotImplementedError(
+                    f"its layers want {name}, which nothing here feeds"
+                )
+            inputs[name] = value
+        mx.eval(inputs)
+        return inputs
 
-    def forget_features(self) -> None:
-        """Let the tower run again for all images: what it made may be wrong (L-114)."""
-        self._features.clear()
+    def forget_features(self, *, unused_seconds: float = 0.0) -> None:
+        """Let the tower run again for images that were not used for so long."""
+        latest = time.monotonic() - unused_seconds
+        for digest, features in list(self._features.items()):
+            if features.used_at <= latest:
+                del self._features[digest]
 
     def _layer_inputs(
         self,
@@ -12904,9 +12758,9 @@ class VisionModel(VlmModel):
         inputs = dict(features)
         if n_text:
             text_ids = mx.array(model_ids[:n_text])[None]
-            text_inputs = embed_text(self.whole, text_ids)
+            text_inputs = self.whole.get_input_embeddings(text_ids).to_dict()
             for name in ("inputs_embeds", "per_layer_inputs"):
-                if name in text_inputs:
+                if text_inputs.get(name) is not None:
                     parts = [text_inputs[name], features[name]]
                     inputs[name] = mx.concatenate(parts, axis=1)
         # A copy: Gemma 3 changes it in place.
@@ -12978,7 +12832,6 @@ class VisionModel(VlmModel):
 # in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
 # ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
 #
-# Public   RankPlace, find_rank, RanksEnd, Lockstep, ALONE, ClusterRank, join_ranks
 # Uses     OPTIONS, CONFIG, LOGGING
 # Thread   main: find_rank, join_ranks; rank, one for each connection: _read_all, which
 #          calls on_end; any: leave; model: all else; mlx
@@ -13611,12 +13464,10 @@ def _connect_to_rank_0(
 # has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
 # know. The model's chat template is probed, and the facts are gathered.
 #
-# Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
-#          resolve_model, load_or_demo, load_model, load_part, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
 #          KV STATE, VISION MODEL, CLUSTER
-# Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
-#          model; the rest any; mlx
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the rest
+#          any; mlx
 
 
 class ModelError(Exception):
@@ -13858,8 +13709,11 @@ def _fetch(setting: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
-# thinking, then of a call. A model has them if the last one is in its vocabulary.
+# mlx-lm's tokenizer has the tags of a reply as read-only properties, `think_start`,
+# `think_start_tokens`, and so on: None where a model has no such tag.
+REPLY_TAGS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+# Those that mlx-lm does not know (L-88), in this order. A model has them if the last
+# one is in its vocabulary.
 _MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
 _GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
@@ -13883,20 +13737,25 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
-def load_part(path: Path, config: Config, cluster: ClusterRank) -> LoadedModel:
-    """load_model() of this rank's part of a text model. Raises RanksEnd, too."""
-    _prepare_device(config)
-    cluster.compare("the model", lambda: _weights_digest(path))
-    return _load_or_explain(path, config, kind="text", cluster=cluster)
-
-
-def load_model(path: Path, config: Config) -> LoadedModel:
+def load_model(
+    path: Path, config: Config, cluster: ClusterRank | None = None
+) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
     A model whose images cannot be read is served as a text model, with a warning,
-    unless MODEL_KIND insists.
+    unless MODEL_KIND insists. With `cluster`, this rank's part of a text model is
+    loaded; raises RanksEnd, too.
     """
-    _prepare_device(config)
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
+
+    if cluster is not None:
+        cluster.compare("the model", lambda: _weights_digest(path))
+        return _load_or_explain(path, config, kind="text", cluster=cluster)
     if not config.draft_model or config.speculation == "off":
         return _load_kind(path, config)
     name = _HUB_URL.sub(r"\1", config.draft_model)
@@ -13907,9 +13766,14 @@ def load_model(path: Path, config: Config) -> LoadedModel:
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
+    """Load a model as MODEL_KIND says, by default for images if it can read some."""
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
-    if not _has_vision_tower(path):
+    try:
+        can_see = has_vision_tower(path)
+    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
+        can_see = False
+    if not can_see:
         return _load_or_explain(path, config, kind="text")
     try:
         return _load_or_explain(path, config, kind="vision")
@@ -13926,23 +13790,6 @@ def _load_kind(path: Path, config: Config) -> LoadedModel:
         vision_error,
     )
     return loaded
-
-
-def _prepare_device(config: Config) -> None:
-    """Choose the device of MLX_BACKEND, and set what a GPU needs."""
-    if config.mlx_backend == "cpu":
-        mx.set_default_device(mx.cpu)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
-        read_gated_delta_in_chunks()
-    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
-        mx.set_memory_limit(memory_limit(config))
-
-
-def _has_vision_tower(path: Path) -> bool:
-    try:
-        return has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        return False
 
 
 def _load_or_explain(
@@ -13988,8 +13835,7 @@ def _load(
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     if cluster is not None:
-        _check_heads(facts, cluster.n_ranks)
-        divide_model(model, cluster.connect())
+        _divide_model(model, facts, cluster)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -14005,7 +13851,11 @@ def _load(
     pack_caches(model, choose_packing(config))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
-    _test_layers(model)
+    # Raises what layers do that cannot be served, or ValueError.
+    if isinstance(model, VlmModel):
+        model.self_test()
+    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
+        check_copies(model)
 
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
@@ -14034,22 +13884,30 @@ def _load(
     )
 
 
-def _test_layers(model: Any) -> None:
-    """Raise what layers do that cannot be served, or ValueError."""
-    if isinstance(model, VlmModel):
-        model.self_test()
-    if type(model) is VlmModel or has_opaque_leaf(make_prompt_cache(model)):
-        check_copies(model)
+# Pinned by test_cluster.py
+def _divide_model(model: Any, facts: JsonObject, cluster: ClusterRank) -> None:
+    """Keep this rank's part of each layer, of weights that are not computed yet.
 
-
-def _check_heads(facts: JsonObject, n_ranks: int) -> None:
-    """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
+    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
+    """
+    n_ranks = cluster.n_ranks
     for kind in ("num_attention", "linear_num_key", "linear_num_value"):
         n_heads = facts.get(f"{kind}_heads")
+        # If a head was cut, mlx-lm's sums might go wrong unseen.
         if isinstance(n_heads, int) and n_heads % n_ranks:
             raise ValueError(
                 f"{n_ranks} ranks cannot divide {n_heads} heads of a layer"
             )
+    if not hasattr(model, "shard"):
+        raise ValueError("a model of this kind cannot be divided among ranks")
+
+    group = cluster.connect()
+    try:
+        model.shard(group)
+        mx.eval(model.parameters())
+        mx.eval(model(mx.array([[0, 0]])))
+    except ValueError as error:
+        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
 
 
 def _load_parts(
@@ -14162,8 +14020,11 @@ def _teach_tags(tokenizer: Any) -> None:
     if call_end in vocabulary and not tokenizer.tool_call_start:
         texts = _GPT_OSS_TAGS
         tokenizer.add_eos_token(call_end)
+    # Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
     for tag, text in zip(REPLY_TAGS, texts, strict=False):
-        set_reply_tag(tokenizer, tag, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        setattr(tokenizer, f"_{tag}", text)
+        setattr(tokenizer, f"_{tag}_tokens", tuple(token_ids))
 
 
 # -- weights on the CPU ----------------------------------------------------------------
@@ -14178,18 +14039,16 @@ def _teach_tags(tokenizer: Any) -> None:
 # So weights are made float32 where memory allows. Those of 16 bits keep their values
 # exactly, and quantized ones become what they stand for.
 
-_NARROW_TYPES: Final = (mx.float16, mx.bfloat16)
-
 
 def widen_weights(model: Any, *, max_bytes: int) -> None:
     """Make all weights of a model float32, if they take no more than `max_bytes`.
 
     One layer at a time: at no time do all weights exist twice.
     """
-    n_bytes = _count_bytes(model)
-    n_wide_bytes = _count_wide_bytes(model)
-    if n_wide_bytes == n_bytes:
+    if all(array.dtype == mx.float32 for array in _weights_of(model)):
         return
+    n_bytes = _count_bytes(model)
+    n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)
     if n_wide_bytes > max_bytes:
         logger.info(
             "weights stay as they are, which is slow on a CPU: as float32 they would"
@@ -14203,7 +14062,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
     mlx_lm.utils.dequantize_model(model)  # not computed yet
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
     for _, module in [*modules, ("", model)]:
-        module.apply(_as_float32)
+        module.set_dtype(mx.float32)
         mx.eval(module.parameters())
     logger.info(
         "weights are computed as float32, which is fast on a CPU: %s, stored as %s;"
@@ -14212,26 +14071,6 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
         in_bytes(n_bytes),
         time.monotonic() - began,
     )
-
-
-def _as_float32(weights: mx.array) -> mx.array:
-    return weights.astype(mx.float32) if weights.dtype in _NARROW_TYPES else weights
-
-
-def _count_wide_bytes(model: Any) -> int:
-    """Bytes of all weights, were they float32."""
-    n_bytes = sum(_wide_bytes(array) for array in _weights_of(model))
-    modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
-    for _, module in modules:
-        if "scales" in module:  # quantized: one array will take the place of three
-            n_bytes += 4 * (module.weight.nbytes * 8 // module.bits)
-            for name in ("weight", "scales", "biases"):
-                n_bytes -= _wide_bytes(module[name]) if name in module else 0
-    return n_bytes
-
-
-def _wide_bytes(weights: mx.array) -> int:
-    return weights.nbytes * (2 if weights.dtype in _NARROW_TYPES else 1)
 
 
 # -- facts -----------------------------------------------------------------------------
@@ -14374,10 +14213,12 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     for tag in REPLY_TAGS:
         shown_ids |= set(getattr(tokenizer, f"{tag}_tokens") or ())
 
-    # A special token that the parser of calls names is part of a call, as gemma4's
+    # A special token that mlx-lm's parser of calls names is part of a call, as gemma4's
     # <|"|> is. [CALL_ID] is, too, though Mistral's parser does not name it (L-90).
-    grammar = read_tool_parser_source(tokenizer)
-    if grammar:
+    # Pinned by test_upstream.py::test_a_tool_parser_is_a_function_of_a_module
+    grammar = ""
+    if tokenizer.tool_parser is not None:
+        grammar = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
         grammar += "[CALL_ID]"
     special_ids: set[int] = set()
     for token_id, token in tokenizer.added_tokens_decoder.items():
@@ -18126,15 +17967,19 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.loaded.vision is not None and ttl_seconds:
+            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
         if self.draft_model is not None and not self.cache.entries:
             self.draft_model.forget()
-        ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
         n_entries = self.cache.evict_session(tenant, session)
+        if self.loaded.vision is not None:  # nobody knows whose images they are of
+            self.loaded.vision.forget_features()
         if self.draft_model is not None:
             self.draft_model.forget()
         n_files, fault = 0, ""
@@ -24893,9 +24738,7 @@ def build_state(
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
-        if cluster is not None:
-            return load_part(resolve_model(config), config, cluster)
-        return load_model(resolve_model(config), config)
+        return load_model(resolve_model(config), config, cluster)
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
@@ -25361,7 +25204,7 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     engine = Engine(
         config,
         CacheMetrics(),
-        load=lambda: load_part(resolve_model(config), config, cluster),
+        load=lambda: load_model(resolve_model(config), config, cluster),
         cluster=cluster,
     )
     engine.start()

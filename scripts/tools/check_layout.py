@@ -103,10 +103,10 @@ def check_lessons(source: str, lessons: str) -> Iterator[str]:
 
 
 def check_banner(section: Section) -> Iterator[str]:
-    for field_name in ("Public", "Uses", "Thread"):
+    for field_name in ("Uses", "Thread"):
         if field_name not in section.fields:
             yield f"has no line {field_name} in its banner"
-    for name in section.entries("Public"):
+    for name in public_names(section):
         statement = section.definitions.get(name)
         if statement is None:
             yield f"does not define its public name {name}"
@@ -135,10 +135,17 @@ def check_uses(section: Section, sections: list[Section]) -> Iterator[str]:
         unused.discard(owner.name)
         if owner.name not in uses:
             yield f"uses {name} of {owner.name} at line {line}, which is not in Uses"
-        elif name not in owner.entries("Public"):
+        elif name not in public_names(owner):
             yield f"uses {name} at line {line}, which {owner.name} does not make public"
     for name in sorted(unused):
         yield f"lists {name} in Uses and uses nothing of it"
+
+
+def public_names(section: Section) -> list[str]:
+    """What sections below may use: all without an underscore, or what a line lists."""
+    if "Public" in section.fields:
+        return section.entries("Public")
+    return [name for name in section.definitions if not name.startswith("_")]
 
 
 def find_owner(name: str, sections: list[Section]) -> Section | None:

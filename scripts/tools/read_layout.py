@@ -2,8 +2,8 @@
 
     # region LEDGER =====================================
     # What it is for.
-    # Public   Ledger, PromptPlan,       what sections below may use
-    #          PromptPlanner
+    # Public   Ledger, PromptPlan,       what sections below may use, if it is less than
+    #          PromptPlanner             all that has no underscore
     # Uses     CONFIG, LOGGING           sections above; "-" is none, "all" all above
     # Owns     _ledger_lock, a leaf      attributes that only this section touches
     # Thread   any; pure                 "mlx": may use MLX; "pure": nothing impure

@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -309,11 +310,13 @@ def test_ranks_with_other_end_tokens_do_not_serve(start, tmp_path):
 
 def test_a_model_that_ranks_cannot_divide_is_refused():
     facts = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    s._check_heads(facts, 4)
-    with pytest.raises(ValueError, match="3 ranks cannot divide 4 heads"):
-        s._check_heads(facts, 3)
-    with pytest.raises(ValueError, match="of this kind cannot be divided"):
-        s.divide_model(object(), None)
+    for n_ranks, reason in (
+        (3, "3 ranks cannot divide 4 heads"),
+        (4, "of this kind cannot be divided"),
+    ):
+        cluster = SimpleNamespace(n_ranks=n_ranks)
+        with pytest.raises(ValueError, match=reason):
+            s._divide_model(object(), facts, cluster)
 
 
 # -- killed and stopped ----------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from cold_reference import RoundedKVCache, Rounding
 from engine_fixture import Bench, words
 from mlx_lm import load
 from mlx_lm.models import deepseek_v32, falcon_h1, gemma3n, minimax_m3_vl
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+from nights import at_night
 from numpy.testing import assert_allclose
 from recurrent_families import FAMILIES
 from server_fixture import Served, user
@@ -128,27 +129,38 @@ def test_numbers_far_from_zero_are_kept_as_finely_as_their_type_allows(dtype):
     assert worst <= (0.013 if dtype == mx.float16 else 0.07)
 
 
-@pytest.mark.parametrize("bits", ["2.5", "8"])
-def test_an_index_of_keys_alone_is_packed(bits):
-    """DeepSeek-V3.2 sets the values of its index to zeros of the shape of its keys."""
-    model = deepseek_v32.Model(deepseek_v32.ModelArgs(**INDEXED))
-    s.pack_caches(model, s.choose_packing(s.Config(kv_bits=bits)))
-    caches = make_prompt_cache(model)
+def indexed_model():
+    """DeepSeek-V3.2: a list of MLA's KV and of an index of keys alone."""
+    return deepseek_v32.Model(deepseek_v32.ModelArgs(**INDEXED))
 
+
+def falcon_model():
+    """Each layer has a list: of recurrent state, and of KV."""
+    fields = {**FAMILIES["falcon_h1"], "model_type": "falcon_h1", **WIDE}
+    return falcon_h1.Model(falcon_h1.ModelArgs.from_dict(fields))
+
+
+def picking_model():
+    """MiniMax-M3: a list of KV and of an index with values of no numbers."""
+    return minimax_m3_vl.Model(minimax_m3_vl.ModelArgs(text_config=PICKING))
+
+
+@pytest.mark.parametrize("make_model", [indexed_model, falcon_model, picking_model])
+def test_layers_that_keep_a_list_stay_plain(make_model):
+    model = make_model()
+    layers = make_prompt_cache(model)
+    is_list = [isinstance(layer, CacheList) for layer in layers]
+    assert any(is_list)
+
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
+    packed = make_prompt_cache(model)
+
+    for layer, of_list, plain in zip(packed, is_list, layers, strict=True):
+        assert (type(layer) is s.PackedKVCache) == (type(plain) is s.KVCache)
+        assert type(layer) is CacheList or not of_list
     for tokens in ([1, 2, 3], [4], [5]):
-        logits = model(mx.array([tokens]), cache=caches)
-
+        logits = model(mx.array([tokens]), cache=packed)
     assert mx.isfinite(logits).all()
-    assert s.kv_cache_offset(caches, recorded=0) == 5
-
-
-def test_an_index_with_values_of_no_numbers_stays_plain():
-    """As MiniMax-M3 has one."""
-    keys = mx.random.normal((1, 1, 3, 64))
-    packing = s.choose_packing(s.Config(kv_bits="8"))
-
-    assert packing.can_pack(keys)
-    assert not packing.can_pack(keys, mx.zeros((1, 1, 3, 0)))
 
 
 def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
@@ -189,7 +201,7 @@ def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
     assert ask(follow_up)[:2] == (702, 0.0)
 
 
-@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+@pytest.mark.parametrize("kind", [DENSE_VISION, at_night(HYBRID_VISION)])
 def test_images_are_packed_like_words(kind, tmp_path):
     """Warm as a server that reuses nothing, after an image and a turn about it."""
     folder = tiny_vision_model(kind, tmp_path, **WIDE)
@@ -228,10 +240,6 @@ def dense_model(tmp_path):
     return load(str(tiny_model(DENSE, tmp_path, **WIDE)))[0]
 
 
-def indexed_model(_tmp_path):
-    return deepseek_v32.Model(deepseek_v32.ModelArgs(**INDEXED))
-
-
 def count_edges(caches):
     """Of the graph of all that these caches keep and that is still to be computed."""
     leaves = s.cache_leaves(caches)
@@ -242,10 +250,9 @@ def count_edges(caches):
 
 
 @pytest.mark.parametrize("n_rows", [1, 2])
-@pytest.mark.parametrize("make_model", [dense_model, indexed_model])
-def test_no_graph_grows_with_the_steps_of_a_reply(tmp_path, make_model, n_rows):
+def test_no_graph_grows_with_the_steps_of_a_reply(tmp_path, n_rows):
     """A step asks for its logits alone: they have to need all that it has written."""
-    model = make_model(tmp_path)
+    model = dense_model(tmp_path)
     s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
     rows = [make_prompt_cache(model) for _ in range(n_rows)]
     for n_tokens, row in enumerate(rows, start=3):
@@ -308,13 +315,13 @@ def test_a_reply_of_packed_kv_is_the_same_with_drafts_and_without(
 
 
 def check_drafts(bench, monkeypatch, kind, settings):
-    """Three turns, whose replies are the prompt's tokens or, at each place, another."""
+    """Two turns, whose replies are the prompt's tokens or, at each place, another."""
     monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
     plain = bench(kind, WIDE, speculation="off", **settings)
     drafting = bench(kind, WIDE, **settings)
     rng = np.random.default_rng(4)
     prompt = words(rng, 60) * 3
-    for _ in range(3):
+    for _ in range(2):
         copy = forced(prompt[:60] * 2, n_others=1)
         expected, _, plain_ticket = plain.ask(prompt, n=100, constraints=(copy,))
         ids, _, ticket = drafting.ask(prompt, n=100, constraints=(copy,))
@@ -419,7 +426,9 @@ def test_a_step_of_one_token_reads_kv_packed(
     assert b.largest_difference(ticket, ids) <= tolerance
 
 
-@pytest.mark.parametrize("scenario", [edits_everywhere, at_once, staggered, cancelled])
+@pytest.mark.parametrize(
+    "scenario", [edits_everywhere, at_once, *map(at_night, (staggered, cancelled))]
+)
 def test_turned_kv_that_is_read_packed_is_the_same_but_for_rounding(
     bench, monkeypatch, packed_reads, scenario
 ):
@@ -471,44 +480,6 @@ def test_attention_of_packed_kv_refuses_what_it_would_read_wrongly(n_tokens, mas
         s._attend_packed(
             queries, array, array, scale=1.0, mask=mask, group_size=64, bits=packing
         )
-
-
-def falcon_model():
-    """Each layer has a list: of recurrent state, and of KV."""
-    fields = {**FAMILIES["falcon_h1"], "model_type": "falcon_h1", **WIDE}
-    return falcon_h1.Model(falcon_h1.ModelArgs.from_dict(fields))
-
-
-def picking_model():
-    """Its index, of a list of two, is plain, and a mask differs with the head."""
-    args = minimax_m3_vl.ModelArgs(text_config=PICKING)
-    return minimax_m3_vl.Model(args)
-
-
-@pytest.mark.parametrize("make_model", [falcon_model, picking_model])
-def test_kv_in_lists_is_read_packed(packed_reads, make_model):
-    mx.random.seed(2)
-    model = make_model()
-    packing = s.choose_packing(s.Config(kv_bits="8"))
-    rounding = Rounding((8, 8), group_size=64, is_rotated=False)
-    rounded = [rounded_layer(layer, rounding) for layer in make_prompt_cache(model)]
-    s.pack_caches(model, packing)
-    packed = make_prompt_cache(model)
-    packed_reads.clear()
-
-    for n_tokens in (20, 1, 1):
-        tokens = mx.random.randint(0, 50, (1, n_tokens))
-        logits = model(tokens, cache=packed)
-        expected = model(tokens, cache=rounded)
-        assert_allclose(np.array(logits), np.array(expected), atol=1e-5)
-
-    assert set(packed_reads) == {21, 22}
-
-
-def rounded_layer(layer, rounding):
-    if hasattr(layer, "caches"):
-        layer.caches = tuple(rounded_layer(part, rounding) for part in layer.caches)
-    return RoundedKVCache(rounding) if type(layer) is s.KVCache else layer
 
 
 def test_mla_is_unpacked(bench, packed_reads):

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import signal
 import struct
+import subprocess
 import threading
 import time
 import types
@@ -506,6 +507,41 @@ def test_a_private_address_is_refused_through_the_server(web):
         read(image_part(f"{url}/cat.png"), allow_remote_images=True)
     assert refused.value.param == "messages[0].content[0]"
     assert not asked_for
+
+
+@pytest.mark.parametrize("status", (1, 2, -9))
+def test_what_the_fetching_script_prints_when_it_fails_is_not_sent(
+    status, monkeypatch, caplog
+):
+    script_path = b"/home/anna/start-llm/scripts/helpers/fetch_image.py"
+    error = b"Traceback (most recent call last): %s" % script_path
+    failed = subprocess.CompletedProcess([], status, b"", error)
+    monkeypatch.setattr(s.subprocess, "run", lambda *_, **__: failed)
+
+    with pytest.raises(s.BadRequest) as refused:
+        read(image_part("https://example.org/cat.png"), allow_remote_images=True)
+    assert str(refused.value).endswith("what fetches images here has failed")
+    assert "anna" in caplog.text
+
+
+def test_images_from_elsewhere_are_no_more_than_a_body_may_have(monkeypatch):
+    """They are fetched one by one, and all are held until the request is prepared."""
+    fetched = []
+
+    def fetch(url, **_):
+        fetched.append(url)
+        return url.encode() * 1_000
+
+    monkeypatch.setattr(s, "_fetch_image", fetch)
+    parts = [image_part(f"https://example.org/{n}.png") for n in range(1_000)]
+
+    with pytest.raises(s.BadRequest, match="MAX_BODY_BYTES") as refused:
+        read(*parts, allow_remote_images=True, max_body_bytes=1_000_000)
+    assert 20 < len(fetched) < 50
+    assert refused.value.param == f"messages[0].content[{len(fetched) - 1}]"
+
+    same = [parts[0]] * 100  # an image that comes again is held once
+    read(*same, allow_remote_images=True, max_body_bytes=1_000_000)
 
 
 def test_public_images_are_fetched_and_redirects_are_checked_again(

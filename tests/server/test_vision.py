@@ -295,14 +295,53 @@ def test_features_take_no_more_than_their_share(seeing):
         model.max_bytes = share
 
 
+def test_features_that_are_larger_than_the_share_evict_no_others(seeing):
+    model = seeing.model
+    share = model.max_bytes
+    seeing.ask([picture_message("what is on this", A)])
+    n_bytes = model.feature_bytes
+    large = picture(11, width=480, height=480)
+    try:
+        model.max_bytes = n_bytes
+        seeing.ask([picture_message("what is on this", large)])
+        assert seeing.tower_runs == 2
+        assert model.feature_bytes == n_bytes
+        seeing.ask([picture_message("and on this", A)])
+        assert seeing.tower_runs == 2
+    finally:
+        model.max_bytes = share
+
+
+@pytest.mark.parametrize("by", ("request", "age"))
+def test_features_are_forgotten_with_the_kv(by, seeing, monkeypatch):
+    seeing.ask([SYSTEM, picture_message("what is on this", A)])
+    config = s.Config(prompt_cache_ttl_seconds=1_000)
+
+    def grow_old(scheduler):
+        monkeypatch.setattr(scheduler, "config", config)
+        scheduler.evict_idle()
+        assert seeing.model.feature_bytes
+        for digest, features in seeing.model._features.items():
+            older = features._replace(used_at=features.used_at - 1_001)
+            seeing.model._features[digest] = older
+        scheduler.evict_idle()
+
+    if by == "age":
+        seeing.state.engine.call(grow_old)
+    else:
+        seeing.state.engine.drop_kv("", None)
+    assert seeing.model.feature_bytes == 0
+
+
 def test_a_second_try_uses_no_features_of_the_first(seeing):
     """They may be what was faulty (L-114)."""
     seeing.ask([SYSTEM, picture_message("what is on this", A)])
 
     def damage(_scheduler):
         (features,) = seeing.model._features.values()
-        features["inputs_embeds"] = features["inputs_embeds"] * float("nan")
-        mx.eval(features)
+        inputs = features.inputs
+        inputs["inputs_embeds"] = inputs["inputs_embeds"] * float("nan")
+        mx.eval(inputs)
 
     seeing.state.engine.call(damage)
     exchange = seeing.ask([picture_message("a conversation of its own", A)])
@@ -374,7 +413,7 @@ def test_an_image_that_the_processor_refuses_is_refused_with_its_reason(seeing):
 
 def another_images_features(patch, model):
     def first_features(image):
-        return next(iter(model._features.values()))
+        return next(iter(model._features.values())).inputs
 
     patch.setattr(model, "_run_tower", first_features)
 

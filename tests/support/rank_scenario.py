@@ -215,7 +215,7 @@ def main():
     engine = s.Engine(
         config,
         s.CacheMetrics(),
-        load=lambda: s.load_part(folder, config, cluster),
+        load=lambda: s.load_model(folder, config, cluster),
         cluster=cluster,
     )
     engine.start()

@@ -1,5 +1,7 @@
 """The layout check passes a sound source text and finds each planted fault."""
 
+import re
+
 import pytest
 from check_layout import check_layout
 from style_measure import find_slips, measure
@@ -179,3 +181,11 @@ def test_planted_style_slip_is_found(slip, source):
 def test_two_lessons_with_one_number_are_found():
     twice = LESSON_PAGE + "\n## L-01 Another failure\n"
     assert check_layout(SOUND, twice) == ["L-01 is the number of two lessons"]
+
+
+def test_without_a_list_all_names_without_an_underscore_are_public():
+    unlisted = re.sub(r"# Public .*\n(#  {4}.*\n)*", "", SOUND)
+    assert check_layout(unlisted, LESSON_PAGE) == []
+    undocumented = unlisted.replace('    """Serve."""\n', "")
+    [fault] = check_layout(undocumented, LESSON_PAGE)
+    assert fault == "MAIN has no docstring for its public name main"

@@ -95,6 +95,9 @@ class Loaded:
 MADE_KINDS = [kind for kind in KINDS if kind not in ("qwen3_moe", "glm4_moe")]
 
 
+one_kind_each = pytest.mark.covering(1, over="module")
+
+
 @pytest.fixture(scope="module", params=MADE_KINDS)
 def loaded(request, tmp_path_factory) -> Loaded:
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp() / "models")
@@ -129,6 +132,7 @@ def parsed(text: str) -> dict[str, Any]:
     }
 
 
+@one_kind_each
 def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
     end_ids = loaded.tokenizer.eos_token_ids
     ended = [reply for _, reply in replies if reply[-1] in end_ids]
@@ -150,6 +154,7 @@ def test_text_and_calls_are_both_common(loaded, replies):
     assert len({tuple(reply) for _, reply in replies}) >= 17
 
 
+@one_kind_each
 def test_sampled_replies_parse_too(loaded):
     mx.random.seed(5)
     sampler = make_sampler(temp=1.0)
@@ -187,6 +192,7 @@ def first_difference(left: list[int], right: list[int]) -> int:
     raise ValueError("one prompt begins with the other")
 
 
+@one_kind_each
 def test_a_word_far_back_changes_logits_and_words(loaded):
     differing = 0
     for seed in range(5):
@@ -203,6 +209,7 @@ def test_a_word_far_back_changes_logits_and_words(loaded):
     assert differing >= 3
 
 
+@one_kind_each
 def test_warm_logits_equal_cold_logits(loaded):
     tokens = mx.array([loaded.prompt(3, n_words=120)])
     n = tokens.shape[1]

@@ -6,6 +6,7 @@ A new version that fails here must be read before the pin moves.
 import ast
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -53,19 +54,16 @@ def test_each_part_of_the_section_names_a_test_that_exists():
     after_its_start = SOURCE.partition("\n# region UPSTREAM ")[2]
     section = after_its_start.partition("\n# region ")[0]
 
-    pins = re.findall(r"(?m)^# Pinned by (\w+\.py)(?:::(\w+))?", section)
+    pins = re.findall(r"Pinned by (\w+\.py)(?:::(\w+))?", SOURCE)
 
-    assert len(pins) > 15
+    assert len(pins) > 20
     for file, test in pins:
         [path] = TESTS.rglob(file)
         text = path.read_text(encoding="utf-8")
         assert f"\ndef {test or 'test_'}" in text, (file, test)
 
     parts = re.findall(r"(?m)^(# Pinned .*\n)?(def|class) (\w+)", section)
-    helpers = {
-        "_add_image_block",
-        "_present_inputs",
-    }
+    helpers = {"_add_image_block"}
     assert {name for pin, _, name in parts if not pin} == helpers
 
 
@@ -282,7 +280,8 @@ def test_a_tag_that_is_set_is_read_by_the_property(folder, tag):
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
     ids = tuple(tokenizer.encode("<|im_start|>[x]", add_special_tokens=False))
 
-    s.set_reply_tag(tokenizer, tag, "<|im_start|>[x]")
+    setattr(tokenizer, f"_{tag}", "<|im_start|>[x]")
+    setattr(tokenizer, f"_{tag}_tokens", ids)
 
     assert getattr(tokenizer, tag) == "<|im_start|>[x]"
     assert getattr(tokenizer, f"{tag}_tokens") == ids
@@ -291,10 +290,11 @@ def test_a_tag_that_is_set_is_read_by_the_property(folder, tag):
 def test_a_tool_parser_is_a_function_of_a_module(folder):
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
 
-    assert "def parse_tool_call" in s.read_tool_parser_source(tokenizer)
-    assert tokenizer.tool_call_start in s.read_tool_parser_source(tokenizer)
+    source = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
+    assert "def parse_tool_call" in source
+    assert tokenizer.tool_call_start in source
     tokenizer._tool_parser = None
-    assert s.read_tool_parser_source(tokenizer) == ""
+    assert tokenizer.tool_parser is None
 
 
 # -- 4 vision --------------------------------------------------------------------------
