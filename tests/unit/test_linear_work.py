@@ -173,7 +173,7 @@ def hostile_texts(example: str, n: int) -> Iterator[str]:
 def largest_growth(pattern: re.Pattern[str], example: str) -> float:
     """By what the work grows at most if a hostile text is twice as long."""
     growth = 0.0
-    texts = zip(hostile_texts(example, 8), hostile_texts(example, 16), strict=True)
+    texts = zip(hostile_texts(example, 5), hostile_texts(example, 10), strict=True)
     for short, long in texts:
         steps = []
         for text in (short, long):
