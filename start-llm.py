@@ -15762,10 +15762,10 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #              admit      slice by slice     step by step
 #
 # One step of the scheduler ends what is over, admits what fits, decodes one step in
-# each batch, and prefills: no slice while decoding has to catch up, else one slice of
-# one prompt, and a slice of the next if that ends the prompt. A step takes about
-# SLICE_SECONDS, so others decode on beside a long prompt, and a new request is noticed
-# soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
+# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
+# of short prompts as many as others may pause for, a second at most, so that those that
+# come together decode together. Others decode on beside all of them, and a new request
+# is noticed soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
