@@ -4052,7 +4052,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    command_starts: frozenset[str] = frozenset()  # "cd a && ": neither are these
+    command_starts: tuple[str, ...] = ()  # "cd a && ": neither are these
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4309,23 +4309,38 @@ class Canonicalizer:
             return self._make_reply(message)
 
         rules = [rule for rule in self.rules if role in rule.roles]
-        parts = [_read_part(text, rules) for text in _text_parts(message["content"])]
-        content, starts = self._join_parts([part.text for part in parts], role)
-        # Joined without its notes: a part that is a note leaves no line break behind.
-        canonical, _ = self._join_parts([part.canonical for part in parts], role)
-        fields: list[VolatileField] = []
+        telemetry = [rule for rule in rules if rule.kind == "telemetry"]
+        lasting = [rule for rule in rules if rule.kind != "telemetry"]
         dropped: list[str] = []
-        for part, start in zip(parts, starts, strict=True):
-            fields += _move_fields(part.fields, start)
-            dropped += part.dropped
+        texts: list[str] = []  # of the parts, which are all that a rule sees at a time
+        for sent_text in _text_parts(message["content"]):
+            text = sent_text
+            for rule in telemetry:
+                text, n_dropped = rule.pattern.subn("", text)
+                dropped += [rule.name] * n_dropped
+            texts.append(text)
+        fields_of_texts = [_find_fields(text, lasting) for text in texts]
+        content, starts = self._join_parts(texts, role)
+
+        # Joined without its notes: a part that is a note leaves no line break behind.
+        masked = map(mask_volatile, texts, fields_of_texts)
+        canonical, _ = self._join_parts(masked, role)
+        fields: list[VolatileField] = []
+        for found, start in zip(fields_of_texts, starts, strict=True):
+            fields += _move_fields(found, start)
         return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
         content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
-        if not thinking:
-            thinking, content = _cut_thinking(content, self._thinking_tags)
+        start_tag, end_tag = self._thinking_tags
+        if not thinking and start_tag and end_tag:
+            # Some clients send a reply back as it was streamed, thinking in the content.
+            inside, found_tag, answer = content.lstrip().partition(end_tag)
+            if found_tag and inside.startswith(start_tag):
+                thinking = inside.removeprefix(start_tag).strip("\n")
+                content = answer.lstrip("\n")
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
         original = {**message, "content": content}
@@ -4339,7 +4354,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
-            command_starts=frozenset(_command_starts(original)),
+            command_starts=tuple(sorted(_command_starts(original))),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -4362,20 +4377,6 @@ class Canonicalizer:
             starts.append(len(text))
             text += part
         return text, starts
-
-
-def _cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
-    """The thinking at the start of a reply, and the content after it.
-
-    Some clients send a reply back as it was streamed, its thinking in the content.
-    """
-    start_tag, end_tag = tags
-    if start_tag and end_tag:
-        inside, found_tag, answer = content.lstrip().partition(end_tag)
-        if found_tag and inside.startswith(start_tag):
-            thinking = inside.removeprefix(start_tag).strip("\n")
-            return thinking, answer.lstrip("\n")
-    return "", content
 
 
 def _text_parts(content: str | list[JsonObject]) -> list[str]:
@@ -4407,28 +4408,6 @@ def _make_input(
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
     )
-
-
-class _Part(NamedTuple):
-    """A text part of a message, which is all that a rule sees at a time."""
-
-    text: str  # without telemetry
-    canonical: str
-    fields: list[VolatileField]  # in `text`
-    dropped: list[RuleName]  # the rule of each telemetry field
-
-
-def _read_part(text: str, rules: Iterable[Rule]) -> _Part:
-    dropped = []
-    lasting_rules = []
-    for rule in rules:
-        if rule.kind != "telemetry":
-            lasting_rules.append(rule)
-            continue
-        text, n_dropped = rule.pattern.subn("", text)
-        dropped += [rule.name] * n_dropped
-    fields = _find_fields(text, lasting_rules)
-    return _Part(text, mask_volatile(text, fields), fields, dropped)
 
 
 def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[VolatileField]:
@@ -5405,7 +5384,12 @@ class Renderer:
         for one. Raises BadRequest with the template's own sentence if it refuses.
         """
         if self._reads_only_parts:
-            messages = [_as_parts(message) for message in messages]
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in messages
+            ]
         kwargs = {"add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
             return str(self._apply(messages, tools=list(tools) or None, **kwargs))
@@ -5440,14 +5424,6 @@ class Renderer:
         contents = [message["content"] for message in _canned_conversation(kinds)]
         in_order = re.compile(".*".join(contents), re.DOTALL)
         return in_order.search(self.try_render(kinds, tools=tools)) is not None
-
-
-def _as_parts(message: Message) -> Message:
-    """The message with a text part for content, if that is a text."""
-    content = message["content"]
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 # -- 2 probing -------------------------------------------------------------------------
@@ -5486,7 +5462,8 @@ def _canned_conversation(kinds: str) -> list[Message]:
         reply: Message = {"role": "assistant", "reasoning_content": _CANNED_THINKING}
         match kind:
             case "parts":
-                message = {"role": "user", "content": _canned_parts(words)}
+                parts = [{"type": "text", "text": w} for w in (_CANNED_FIRST, words)]
+                message = {"role": "user", "content": parts}
             case "reply":
                 message = {**reply, "content": words}
             case "empty":
@@ -5509,13 +5486,6 @@ def _canned_conversation(kinds: str) -> list[Message]:
                 message = {"role": role, "content": words}
         messages.append(message)
     return messages
-
-
-def _canned_parts(words: str) -> list[JsonObject]:
-    return [
-        {"type": "text", "text": _CANNED_FIRST},
-        {"type": "text", "text": words},
-    ]
 
 
 def _canned_call_id(n: int) -> str:
@@ -5563,21 +5533,20 @@ class TemplateTraits:
 def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     """All traits of a template. It renders about sixty canned conversations."""
     has_system = renderer.shows("system user")
+    question = renderer.try_render("user")
+    two_calls = renderer.try_render("user calls tool tool")
     part_separator = _probe_part_separator(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
-    start_ids = {
-        int(encoder.encode(text)[0])
-        for text in _probe_message_starts(renderer, thinking_kwargs)
-    }
+    start_texts, user_start = _probe_starts(renderer, thinking_kwargs)
+    start_ids = {int(encoder.encode(text)[0]) for text in start_texts}
     return TemplateTraits(
         has_system=has_system,
         has_late_system=renderer.shows(
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
-        has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
-        != renderer.try_render("user"),
+        has_tools=question != renderer.try_render("user", tools=[_CANNED_TOOL]),
         has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
@@ -5588,9 +5557,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             for kinds in _WITHOUT_USER[: 2 + has_system]
             for tools in ((), [_CANNED_TOOL])
         ),
-        has_parallel_calls=_has_words(
-            renderer.try_render("user calls tool tool"), _CANNED_FIRST, _canned_words(1)
-        ),
+        has_parallel_calls=_CANNED_FIRST in two_calls and _canned_words(1) in two_calls,
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
@@ -5601,7 +5568,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         preserve_kwargs=probe_preserve_thinking_support(renderer),
         merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=np.array(sorted(start_ids), np.int32),
-        user_start=_probe_user_start(renderer),
+        user_start=user_start,
     )
 
 
@@ -5614,9 +5581,9 @@ def _probe_part_separator(renderer: Renderer) -> str:
 
 def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
     """What it prints for an image between two texts."""
-    first, last = _canned_parts(_canned_words(0))
-    parts = [first, {"type": "image"}, last]
-    text = renderer.try_render([{"role": "user", "content": parts}])
+    [message] = _canned_conversation("parts")
+    message["content"].insert(1, {"type": "image"})
+    text = renderer.try_render([message])
     gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
     if gap is None:
         return ""
@@ -5690,10 +5657,6 @@ def _probe_lone_results(renderer: Renderer) -> bool:
         if result["content"] not in renderer.try_render([*messages, result]):
             return False
     return True
-
-
-def _has_words(text: str, *words: str) -> bool:
-    return all(word in text for word in words)
 
 
 def _probe_text_beside_calls(renderer: Renderer) -> bool:
@@ -5807,19 +5770,24 @@ def _probe_merged_thinking(renderer: Renderer) -> bool:
         alone = {**call, name: _CANNED_THINKING}
         with_text = {**alone, "content": _CANNED_FIRST}
         text = renderer.try_render([user, with_text])
-        has_both = _has_words(text, _CANNED_THINKING, _CANNED_FIRST)
+        has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
         if not has_both and _CANNED_THINKING in renderer.try_render([user, alone]):
             return True
     return False
 
 
-def _probe_message_starts(
+def _probe_starts(
     renderer: Renderer, thinking_kwargs: Mapping[bool, JsonObject]
-) -> list[str]:
-    """The texts with which messages of all kinds begin, and all generation prompts."""
+) -> tuple[list[str], re.Pattern[str]]:
+    """How messages of all kinds and generation prompts begin; what finds the user's.
+
+    It finds no results that stand in user messages.
+    """
+    user_start = _probe_message_start(renderer, "user reply", "user")
+    result_start = _probe_message_start(renderer, "user call", "tool")
     texts = [
-        _probe_message_start(renderer, "user reply", "user"),
-        _probe_message_start(renderer, "user call", "tool"),
+        user_start,
+        result_start,
         _probe_message_start(renderer, "user calls tool", "tool"),
         _probe_message_start(renderer, "user", "reply"),
         _probe_message_start(renderer, "user reply", "system"),
@@ -5827,19 +5795,14 @@ def _probe_message_starts(
     for kwargs in thinking_kwargs.values():
         texts.append(probe_generation_prompt(renderer, "user", kwargs))
         texts.append(probe_generation_prompt(renderer, "tool", kwargs))
-    return [text for text in texts if text]
-
-
-def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
-    """Finds the start of user messages, and not of results that stand in some."""
-    user_start = _probe_message_start(renderer, "user reply", "user")
-    result_start = _probe_message_start(renderer, "user call", "tool")
+    texts = [text for text in texts if text]
     if not user_start:
-        return token_pattern([])  # finds nothing
+        return texts, token_pattern([])  # finds nothing
+
     pattern = re.escape(user_start)
     if result_start.startswith(user_start) and result_start != user_start:
         pattern += f"(?!{re.escape(result_start.removeprefix(user_start))})"
-    return re.compile(pattern)
+    return texts, re.compile(pattern)
 
 
 def probe_generation_prompt(
@@ -6968,11 +6931,11 @@ def block_hashes(
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
 #  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
-#               after each reply under the key of that conversation. It has its new
-#               tokens alone, and points to the transcript that it continues. (A prompt
-#               needs none: rendered again, it gives the same tokens.) System messages
-#               and tools are recorded as they were first rendered, and the thinking of
-#               replies for THINKING RESTORE.
+#               after each reply under the key of that conversation. It has what is new
+#               in it alone, and points to the transcript that it continues, its parent.
+#               (A prompt needs none: rendered again, it gives the same tokens.) System
+#               messages and tools are recorded as they were first rendered, and the
+#               thinking of replies for THINKING RESTORE.
 #  4 Whose      Conversations of several people may have the same key. Which records may
 #               be used for whom is decided here.
 #  5 Store      Finds records by key, and drops those used least recently.
@@ -7339,6 +7302,8 @@ class GeneratedReply:
 class Transcript(LedgerRecord):
     """The tokens of a conversation up to a reply, after those of its parent.
 
+    Each field is about what comes after the parent; the methods tell it of all.
+
     The end token of the reply is not among them: templates print it before the next
     message. Before the end token of a cut reply they may print more (a line break),
     which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
@@ -7355,7 +7320,7 @@ class Transcript(LedgerRecord):
     new_thinking: tuple[str, ...]
     is_named: bool  # its session: the client has sent session_id
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    command_starts: frozenset[str]  # of the reply, see CanonicalMessage
+    command_starts: tuple[str, ...]  # of the reply, see CanonicalMessage
 
     @property
     def session(self) -> str:
@@ -7471,17 +7436,6 @@ _SAVED_VALUE: Final[TypeAdapter[Any]] = TypeAdapter(
 _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 
-def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecord:
-    """A record as it was. Raises ValueError: it is none."""
-    record: LedgerRecord = _SAVED_VALUE.validate_json(saved.value)
-    record.id = saved.id
-    record.parent = parent
-    record.key = saved.key
-    record.session_id = saved.session_id
-    record.last_used = saved.last_used
-    return record
-
-
 # -- 4 whose is it? --------------------------------------------------------------------
 # Pure functions. All conversations that begin with the same words have the same keys:
 # Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
@@ -7505,10 +7459,10 @@ def _read_record(saved: SavedRecord, parent: LedgerRecord | None) -> LedgerRecor
 #     anonymous                    the last call            the last call
 #     anonymous, another head      the last call            message 0
 #
-# Where one of both sessions has a name, and the client does not send the last call, the
-# transcript may state no note but those of the request either: they are for somebody
-# else (L-216). Thinking is alike for all four: the client may drop it, but not change
-# it; so is the "cd" before the commands of calls.
+# For all four: thinking, and the "cd" before a command, may be dropped by the client,
+# but not be changed. And if one of both sessions has a name, the request must have all
+# notes that were stated, unless it has the last call: they are for somebody else
+# (L-216). Of two anonymous ones nobody knows: a client drops notes as they grow old.
 #
 # Of other records the key says for whom they are:
 #
@@ -7558,7 +7512,7 @@ def _has_same_replies(
             return False
     for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
         reply = messages[part.n_messages - 1]
-        if not reply.command_starts <= part.command_starts:
+        if not set(reply.command_starts).issubset(part.command_starts):
             return False
     return True
 
@@ -7661,8 +7615,14 @@ class Ledger:
             if row.parent_id and parent is None:
                 continue
             with suppress(ValueError):
-                records[row.id] = _read_record(row, parent)
-                records[row.id].saved_in = self._saved.file_number
+                record: LedgerRecord = _SAVED_VALUE.validate_json(row.value)
+                record.id = row.id
+                record.parent = parent
+                record.key = row.key
+                record.session_id = row.session_id
+                record.last_used = row.last_used
+                record.saved_in = self._saved.file_number
+                records[row.id] = record
 
         with self._ledger_lock:
             for record in sorted(records.values(), key=lambda r: r.last_used):
@@ -8190,7 +8150,10 @@ class PromptPlanner:
         refusals: list[str] = []
         n_tries = 0
         for transcript in self.ledger.candidates(conversation):
-            if not self._may_show_thinking(transcript, messages):
+            new_roles = {message.role for message in messages[transcript.n_messages :]}
+            # With PRESERVE_THINKING=false it goes with the next message of the user.
+            drops_thinking = not self.config.preserve_thinking and "user" in new_roles
+            if drops_thinking and any(transcript.thinking()):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
             try:
@@ -8211,18 +8174,6 @@ class PromptPlanner:
         # Counts plans without the longest transcript, as configured or for a fault.
         self.metrics.bump("ledger_seam_fallback")
         return replace(plan, refusal=refusals[0])
-
-    def _may_show_thinking(
-        self, transcript: Transcript, messages: Sequence[CanonicalMessage]
-    ) -> bool:
-        """Whether the prompt may have the thinking of this transcript, if it has any.
-
-        With PRESERVE_THINKING=false thinking goes with the next message of the user.
-        """
-        if self.config.preserve_thinking or not any(transcript.thinking()):
-            return True
-        new_messages = messages[transcript.n_messages :]
-        return all(message.role != "user" for message in new_messages)
 
     def _replay(
         self,
@@ -10378,6 +10329,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
+            # An entry counts if it may have more than one of these two: deeper KV is
+            # better, and the most that any has is told, also without a state there.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10763,8 +10716,8 @@ class PrefixCache:
 # To continue the second, the 9,000 tokens of the root are loaded, and its own 700.
 #
 # A name stands for the tenant, the weights and all tokens from the beginning to `end`:
-# it is a hash over them. So are landmarks, the names of every 256 tokens. A prompt is
-# looked up by its landmarks, and its tokens are compared with those in the file.
+# it is a hash over them. The tokens of all files are in memory (4 bytes each; a full
+# disk has some two million), so a lookup compares them and reads no file.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
@@ -10785,14 +10738,12 @@ class PrefixCache:
 #
 # Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
 #          delete_other_folders, report_unused, find_undeletable, DiskError
-# Uses     CONFIG, LOGGING, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
+# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; write_segment: a thread of its own
 
-LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
 MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
-MAX_COMPARED: Final = 8  # segments whose tokens are read, of those that go on
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
@@ -10804,7 +10755,7 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-_DISK_FORMAT: Final = 3  # of the files; Segment refuses another one
+_DISK_FORMAT: Final = 4  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
@@ -10828,12 +10779,11 @@ class DiskError(Exception):
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[3] = _DISK_FORMAT
+    format: Literal[4] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
-    parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
+    parent: _SegmentName  # has the KV before `start`; a root's is the name of no tokens
     start: int = Field(ge=0)
     end: int = Field(ge=1)
-    landmarks: tuple[_SegmentName, ...]  # names of beginnings that end in (start, end]
     head_end: int = 0  # where system prompt and tools end
     tenant: str = ""
     session: str = ""
@@ -10846,15 +10796,15 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
 
 
 class SegmentContents(NamedTuple):
-    """What was read of a file."""
+    """What was read of a file, or written."""
 
     segment: Segment
-    arrays: dict[str, npt.NDArray[Any]]  # those that were asked for, by name
+    arrays: dict[str, npt.NDArray[Any]]  # all, or those that were asked for, by name
 
 
 def write_segment(
     folder: Path, segment: Segment, arrays: dict[str, npt.NDArray[Any]]
-) -> Segment:
+) -> SegmentContents:
     """Write a file; it appears under its name once the disk has it.
 
     Returns what it contains. Raises OSError or SafetensorError.
@@ -10874,7 +10824,7 @@ def write_segment(
         with suppress(OSError):
             new_path.unlink(missing_ok=True)
         raise
-    return segment
+    return SegmentContents(segment, arrays)
 
 
 def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
@@ -10964,34 +10914,20 @@ def _sync(path: Path) -> None:
 # -- 2 which segments there are --------------------------------------------------------
 
 
-class _PromptNames:
-    """The names of the beginnings of a prompt."""
-
-    def __init__(self, key: TokenKey) -> None:
-        self._key = key
-        self._hashes = block_hashes(key.tokens, LANDMARK_TOKENS, root=key.salt)
-        self.landmarks = [name.hex()[:32] for name in self._hashes]  # of 256, 512 ...
-
-    def name_of(self, end: int) -> str:
-        """Of the first `end` tokens."""
-        n_landmarks = end // LANDMARK_TOKENS
-        before = self._hashes[n_landmarks - 1] if n_landmarks else self._key.salt
-        rest = self._key.tokens[n_landmarks * LANDMARK_TOKENS : end]
-        return sha256(before + rest.astype("<i4").tobytes() + b".").hexdigest()[:32]
-
-    def landmarks_in(self, start: int, end: int) -> tuple[str, ...]:
-        """Of the beginnings whose length is in (start, end]."""
-        first = start // LANDMARK_TOKENS
-        return tuple(self.landmarks[first : end // LANDMARK_TOKENS])
+def name_segment(key: TokenKey, end: int) -> str:
+    """The name of a segment that ends after the first `end` tokens of a prompt."""
+    tokens = key.tokens[:end].astype("<i4")
+    return sha256(key.salt + tokens.tobytes()).hexdigest()[:32]
 
 
 class DiskMatch(NamedTuple):
-    """What the disk has of a prompt.
+    """The segments that have most of a prompt.
 
     The KV of each segment counts up to the start of the next one, that of the last one
     up to `depth`.
     """
 
+    last_name: str  # of the last segment, or of no tokens: the parent of what follows
     segments: tuple[Segment, ...] = ()  # from the root on
     depth: int = 0  # leading tokens with KV
 
@@ -11006,9 +10942,6 @@ class DiskMatch(NamedTuple):
         for segment, end in self.parts():
             positions += [p for p in segment.states if p <= min(end, limit)]
         return max(positions)
-
-
-NO_DISK_MATCH: Final = DiskMatch()
 
 
 class LoadPlan(NamedTuple):
@@ -11062,11 +10995,11 @@ class DiskCache:
         self._written_day = 0  # the day of `_written_bytes`
         self._written_bytes = 0
         self._executor = ThreadPoolExecutor(1, "disk")
-        self._new_file: Future[Segment] | None = None  # that is being written
+        self._new_file: Future[SegmentContents] | None = None  # that is being written
         self._clock = clock
         self._segments: dict[str, Segment] = {}  # by name, as all that follow
+        self._tokens: dict[str, TokenIds] = {}  # [start, end) of each
         self._used_at: dict[str, float] = {}  # Unix seconds
-        self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         os.utime(folder / "lock")  # see _drop_other_folders
@@ -11087,20 +11020,20 @@ class DiskCache:
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
-        found: list[Segment] = []
+        found: list[SegmentContents] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                segment = read_segment(path).segment
-                self._used_at[segment.name] = path.stat().st_mtime
+                contents = read_segment(path, ("tokens",))
+                self._used_at[contents.segment.name] = path.stat().st_mtime
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
             except OSError:
                 continue  # it cannot be read now
-            found.append(segment)
+            found.append(contents)
         # A parent begins before its children do, so it is there first.
-        for segment in sorted(found, key=lambda segment: segment.start):
-            self._add(segment)
+        for contents in sorted(found, key=lambda contents: contents.segment.start):
+            self._add(contents)
         self._make_room()
 
     def _read_secret(self) -> bytes:
@@ -11148,14 +11081,15 @@ class DiskCache:
                 self.note_failure(error)
         self._make_room()
 
-    def _note_written(self, segment: Segment) -> None:
+    def _note_written(self, contents: SegmentContents) -> None:
+        segment = contents.segment
         if self.failure:
             logger.info("disk cache: KV is written again")
             self.failure = ""
         self._written_bytes = self.written_today_bytes + segment.nbytes
         self._written_day = self._today()
         if segment.name not in self._segments:
-            self._add(segment)
+            self._add(contents)
         self._note_use(self._segments.get(segment.name))
 
     def note_failure(self, error: Exception) -> None:
@@ -11216,8 +11150,9 @@ class DiskCache:
         for path in list(self._undeleted):
             self._unlink(path)
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, contents: SegmentContents) -> None:
         """Add a segment whose file is there; without its parent, it is deleted."""
+        segment = contents.segment
         parent = self._segments.get(segment.parent)
         has_parent = parent is not None and parent.start < segment.start <= parent.end
         if segment.start and not has_parent:
@@ -11226,10 +11161,9 @@ class DiskCache:
         self._undeleted.pop(self._path_of(segment), None)  # it is another one by now
         self.nbytes += segment.nbytes
         self._segments[segment.name] = segment
+        self._tokens[segment.name] = contents.arrays["tokens"]
         self._used_at.setdefault(segment.name, self._clock())
         self._children[segment.parent].append(segment)
-        for landmark in segment.landmarks:
-            self._by_landmark[landmark].append(segment)
 
     def _make_room(self) -> None:
         """Delete what was used longest ago; what is before a segment is used with it."""
@@ -11251,12 +11185,9 @@ class DiskCache:
             return
         self.nbytes -= segment.nbytes
         self._used_at.pop(segment.name)
+        self._tokens.pop(segment.name)
         self._children.pop(segment.name, None)
         self._children[segment.parent].remove(segment)
-        for landmark in segment.landmarks:
-            self._by_landmark[landmark].remove(segment)
-            if not self._by_landmark[landmark]:
-                del self._by_landmark[landmark]
         self._unlink(self._path_of(segment))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
@@ -11296,67 +11227,31 @@ class DiskCache:
     # -- lookup ------------------------------------------------------------------------
 
     def find(self, key: TokenKey) -> DiskMatch:
-        """The segments that have most of a prompt. Their tokens are compared."""
-        landmarks = _PromptNames(key).landmarks
-        known = set(landmarks)
+        """The segments that have most of a prompt, as their tokens say.
 
-        def is_missing(number: int) -> bool:
-            return landmarks[number] not in self._by_landmark
+        Of a family whose tokens are those of the prompt up to 900, 950 and 800:
 
-        # A segment is here only with all before it. So where a beginning is known, all
-        # shorter ones are.
-        n_known = bisect_left(range(len(landmarks)), True, key=is_missing)
-        if not n_known:
-            return NO_DISK_MATCH
-        segments = list(self._by_landmark[landmarks[n_known - 1]])
-        matches = [self._follow(segment, key, known) for segment in segments]
-        return max(matches, key=lambda match: match.depth)
-
-    def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
-        """What a segment, its parents and those that continue it have of a prompt.
-
-        `known`: the landmarks of the prompt.
+            root          [0 ................. 900 .. end)    path root: 900
+            continues it         [400 ............. 950)      path root, this: 950
+            continues it                  [700 .. 800 .. end)       another path: 800
         """
-        depth = self._common_depth(segment, key)
-        if depth <= segment.start:
-            return NO_DISK_MATCH
-        path = [segment]
-        while True:
-            children = self._children_before(path[-1], depth, known)
-            depths = [self._common_depth(child, key) for child in children]
-            deepest = max(depths, default=0)
-            if deepest <= depth:
-                break
-            path.append(children[depths.index(deepest)])
-            depth = deepest
-        while path[0].parent:
-            path.insert(0, self._segments[path[0].parent])
-        return DiskMatch(tuple(path), depth)
-
-    def _children_before(
-        self, segment: Segment, depth: int, known: set[str]
-    ) -> list[Segment]:
-        """Those that continue a segment from a position up to `depth`.
-
-        Of more than MAX_COMPARED, such as sessions on one system prompt, only those
-        whose first landmark is one of the prompt's: their tokens need not be read.
-        """
-        children = self._children.get(segment.name, ())
-        children = [child for child in children if child.start <= depth]
-        if len(children) > MAX_COMPARED:
-            children = [c for c in children if known.intersection(c.landmarks[:1])]
-        return children
-
-    def _common_depth(self, segment: Segment, key: TokenKey) -> int:
-        """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
-        try:
-            contents = read_segment(self._path_of(segment), ("tokens",))
-        except (DiskError, OSError) as fault:
-            self._note_fault(segment, fault)
-            return 0
-        wanted = key.tokens[segment.start : segment.end]
-        n_common = common_prefix_length(contents.arrays["tokens"], wanted)
-        return segment.start + n_common
+        matches = [DiskMatch(name_segment(key, 0))]
+        for match in matches:  # it grows meanwhile: each path is followed
+            for segment in self._children.get(match.last_name, ()):
+                if segment.start > match.depth:
+                    continue  # it continues tokens that the prompt does not have
+                wanted = key.tokens[segment.start : segment.end]
+                n_common = common_prefix_length(self._tokens[segment.name], wanted)
+                if n_common:
+                    path = (*match.segments, segment)
+                    depth = segment.start + n_common
+                    matches.append(DiskMatch(segment.name, path, depth))
+        best = max(matches, key=lambda match: match.depth)
+        for segment in best.segments:
+            if not self._path_of(segment).exists():
+                self._note_fault(segment, DiskError("somebody has deleted its file"))
+                return self.find(key)
+        return best
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
@@ -11377,24 +11272,38 @@ class DiskCache:
             low, high = max(start, segment.start), min(end, part_end)
             if low >= high:
                 continue
-            positions = [
-                position
-                for position in segment.states
-                if low < position <= high and position in (end, segment.head_end)
-            ]
             try:
-                prefixes = ("kv.", *(f"state.{position}." for position in positions))
-                contents = read_segment(self._path_of(segment), prefixes)
+                part = self._read_part(segment, low, high, wanted_state=end)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
-            arrays = {name: _to_mlx(a) for name, a in contents.arrays.items()}
-            spans.append(_read_span(segment, arrays, low, high))
-            for position in positions:
-                leaves = _state_from_json(segment.states[position], arrays)
-                states[position] = make_checkpoint(leaves)
+            spans.append(part.span)
+            states |= part.states
             self._note_use(segment)
         return LoadedKV(spans[0].join(*spans[1:]), states)
+
+    def _read_part(
+        self, segment: Segment, low: int, high: int, *, wanted_state: int
+    ) -> LoadedKV:
+        """What `read` takes of one file. Raises DiskError, OSError."""
+        positions = segment.states.keys() & {wanted_state, segment.head_end}
+        positions = {p for p in positions if low < p <= high}
+        prefixes = [f"state.{position}." for position in positions]
+        contents = read_segment(self._path_of(segment), ("tokens", "kv.", *prefixes))
+        if not np.array_equal(contents.arrays["tokens"], self._tokens[segment.name]):
+            raise DiskError("it is another one by now")
+
+        arrays = {name: _to_mlx(array) for name, array in contents.arrays.items()}
+        n_kv = sum(name.startswith("kv.") for name in arrays)
+        views = [arrays[f"kv.{number}"] for number in range(n_kv)]
+        span = KVSpan(views, segment.end - segment.start)
+        states = {
+            position: make_checkpoint(
+                _state_from_json(segment.states[position], arrays)
+            )
+            for position in positions
+        }
+        return LoadedKV(span.cut(low - segment.start, high - segment.start), states)
 
     def _note_use(self, segment: Segment | None) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
@@ -11454,13 +11363,11 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         leaves = entry.checkpoints[position].leaves
         states[position] = _state_to_json(leaves, f"state.{position}", readers)
 
-    names = _PromptNames(entry.key._replace(tokens=entry.key.tokens[:end]))
     segment = Segment(
-        name=names.name_of(end),
-        parent=match.segments[-1].name if match.segments else "",
+        name=name_segment(entry.key, end),
+        parent=match.last_name,
         start=start,
         end=end,
-        landmarks=names.landmarks_in(start, end),
         head_end=entry.head_end,
         tenant=entry.owner.tenant,
         session=entry.owner.session,
@@ -11573,16 +11480,6 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
 def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     is_bfloat16 = array.dtype == np.uint16
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
-
-
-def _read_span(
-    segment: Segment, arrays: Mapping[str, mx.array], low: int, high: int
-) -> KVSpan:
-    """KV [low, high) out of the arrays of a segment."""
-    n_kv = sum(name.startswith("kv.") for name in arrays)
-    views = [arrays[f"kv.{number}"] for number in range(n_kv)]
-    span = KVSpan(views, segment.end - segment.start)
-    return span.cut(low - segment.start, high - segment.start)
 
 
 # -- 4 what the model thread does ------------------------------------------------------
@@ -11821,7 +11718,7 @@ class DiskTier:
         self._spec = spec
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
-        self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
+        self._max_tokens = max(MIN_SAVED_TOKENS, max_tokens)  # of a segment
         # The key of each entry as it rested last, and how many tokens the disk has.
         self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
         # While the disk was slow: what is deleted once it is there.
@@ -11881,7 +11778,10 @@ class DiskTier:
     def save_some(
         self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
     ) -> bool:
-        """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
+        """Copy some arrays, for SAVE_PIECE_SECONDS.
+
+        Returns False if nothing is due, and True if there is more to do, now or later:
+        a file is being written, or copying has had its share of the time for now.
 
         `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
         hold. `is_closing`: there will be no later chance, so everything is written now.
@@ -11966,8 +11866,7 @@ class DiskTier:
         """
         if self._clock() - entry.last_used < min_seconds:
             return False
-        # A shorter one is found by no lookup.
-        if entry.end < LANDMARK_TOKENS:
+        if entry.end < MIN_LOADED_TOKENS:
             return False
         n_new = entry.end - self._find_saved_end(entry)
         return n_new >= (MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS)
@@ -11991,17 +11890,14 @@ class DiskTier:
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            if parent.is_running or parent.end < LANDMARK_TOKENS:
-                return None
-            return self._begin(parent)
+            return None if parent.is_running else self._begin(parent)
         end = min(entry.end, match.depth + self._max_tokens)
-        n_tokens = end - match.depth
-        n_bytes = n_tokens * self._spec.token_bytes
+        if end <= match.depth:  # its parent, which was written meanwhile, has it all
+            return None
+        n_bytes = (end - match.depth) * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
-        if not n_tokens or not self.files.may_write(n_bytes):
-            return None
-        return self._copy(entry, match, end)
+        return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
 
     def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
         """Copy a segment, an array at a time, and let it be written."""
@@ -13071,16 +12967,13 @@ class ClusterRank(Lockstep):
             raise RanksEnd(f"{link.peer} sends no message of ours")
         link.received_at = time.monotonic()
         name, value = message
+        if name == "gone" and value is not None:
+            raise RanksEnd(f"{link.peer} has ended: {value}")
         if name == "gone":
-            raise self._explain_leave(link, value)
+            # From rank 0 it is an ordinary stop; no other rank may stop by itself.
+            raise RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
         if message != _ALIVE:
             link.messages.put(message)
-
-    def _explain_leave(self, link: _Link, failure: object) -> RanksEnd:
-        if failure is not None:
-            return RanksEnd(f"{link.peer} has ended: {failure}")
-        # From rank 0 it is an ordinary stop; no other rank may stop by itself.
-        return RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
 
     def _check_silence(self, link: _Link) -> None:
         if self._is_loading:
@@ -13169,24 +13062,20 @@ class _Link:
         while True:
             line, newline, rest = self._unread.partition(b"\n")
             if newline:
-                self._unread = rest
-                return self._parse(line)
+                break
             if len(self._unread) > max_bytes:
                 raise RanksEnd(f"{self.peer} sends no message of ours")
             left_seconds = max(0.0, deadline - time.monotonic())
             if not left_seconds or not self._poll.poll(1000 * left_seconds):
                 return None
-            self._receive()
+            data = b""
+            with suppress(OSError):
+                data = self._connection.recv(1 << 20)
+            if not data:
+                raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
+            self._unread += data
 
-    def _receive(self) -> None:
-        data = b""
-        with suppress(OSError):
-            data = self._connection.recv(1 << 20)
-        if not data:
-            raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
-        self._unread += data
-
-    def _parse(self, line: bytes | bytearray) -> Any:
+        self._unread = rest
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -13209,10 +13098,14 @@ class _Link:
         self._connection.close()
 
 
-class _JoinedRank(NamedTuple):
+class _Arrival(NamedTuple):
+    """A rank that has proved to have the secret."""
+
     rank: int
     link: _Link
+    facts: dict[str, Any]
     memory_bytes: int
+    proof: str  # that rank 0 has it, too
 
 
 def join_ranks(
@@ -13290,17 +13183,13 @@ def _is_proof(value: object, proof: str) -> bool:
     return hmac.compare_digest(str(value).encode(errors="replace"), proof.encode())
 
 
-def _new_nonce() -> str:
-    return os.urandom(16).hex()
-
-
 def _gather_ranks(
     config: Config,
     place: RankPlace,
     *,
     facts: dict[str, Any],
     stop: threading.Event,
-) -> list[_JoinedRank]:
+) -> list[_Arrival]:
     """All other ranks, once they have joined rank 0. Raises ConfigError, RanksEnd."""
     address = (place.host, config.cluster_port)
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -13313,7 +13202,7 @@ def _gather_ranks(
             f" {reason}"
         ) from error
     missing = set(range(1, place.n_ranks))
-    joined: list[_JoinedRank] = []
+    joined: list[_Arrival] = []
     greeted: deque[_Link] = deque()  # the oldest first
     arrivals = queue.SimpleQueue[_Arrival]()
     try:
@@ -13329,7 +13218,8 @@ def _gather_ranks(
                 greeted.popleft().shut_down()
             while not arrivals.empty():
                 arrival = arrivals.get()
-                joined.append(_admit(arrival, facts=facts, missing=missing))
+                _admit(arrival, facts=facts, missing=missing)
+                joined.append(arrival)
                 missing.remove(arrival.rank)
                 greeted = deque(link for link in greeted if link is not arrival.link)
     finally:
@@ -13339,22 +13229,12 @@ def _gather_ranks(
     return sorted(joined)  # by rank
 
 
-class _Arrival(NamedTuple):
-    """A rank that has proved to have the secret."""
-
-    rank: int
-    link: _Link
-    facts: dict[str, Any]
-    memory_bytes: int
-    proof: str  # that rank 0 has it, too
-
-
 def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> None:
     """Ask who connects to rank 0 for their proof. Many are asked at the same time.
 
     So who connects and is silent keeps no rank waiting.
     """
-    nonce = _new_nonce()
+    nonce = os.urandom(16).hex()
     try:
         link.send({"nonce": nonce})
         hello = link.read_hello()
@@ -13379,29 +13259,20 @@ def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> N
     arrivals.put(_Arrival(rank, link, facts, memory_bytes, proof))
 
 
-def _admit(
-    arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]
-) -> _JoinedRank:
+def _admit(arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]) -> None:
     """Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone."""
-    refusal = _find_other_fact(arrival.rank, facts, arrival.facts)
-    if not refusal and arrival.rank not in missing:
-        refusal = f"MLX_RANK={arrival.rank} is that of another process, too"
-    if refusal:
-        arrival.link.send({"refusal": refusal})
-        raise ConfigError(refusal)
+    rank = arrival.rank
+    refusals = [
+        f"{name} is {value} on rank 0, and {arrival.facts.get(name)} on rank {rank}"
+        for name, value in facts.items()
+        if arrival.facts.get(name) != value
+    ]
+    if rank not in missing:
+        refusals.append(f"MLX_RANK={rank} is that of another process, too")
+    if refusals:
+        arrival.link.send({"refusal": refusals[0]})
+        raise ConfigError(refusals[0])
     arrival.link.send({"proof": arrival.proof})
-    return _JoinedRank(arrival.rank, arrival.link, arrival.memory_bytes)
-
-
-def _find_other_fact(
-    rank: int, facts: dict[str, Any], its_facts: dict[str, Any]
-) -> str:
-    """Which fact of a rank is another one on rank 0; "": none."""
-    for name, value in facts.items():
-        other = its_facts.get(name)
-        if other != value:
-            return f"{name} is {value} on rank 0, and {other} on rank {rank}"
-    return ""
 
 
 def _check_start(stop: threading.Event, deadline: float, lack: str) -> None:
@@ -13421,7 +13292,7 @@ def _join_rank_0(
     """Join rank 0: the link to it, and its settings. Raises ConfigError, RanksEnd."""
     deadline = time.monotonic() + _JOIN_SECONDS
     link = _connect_to_rank_0(config, place, deadline=deadline, stop=stop)
-    nonces = (str(link.read_hello().get("nonce")), _new_nonce())
+    nonces = (str(link.read_hello().get("nonce")), os.urandom(16).hex())
     hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
     hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
     link.send(hello)
@@ -15891,10 +15762,10 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #              admit      slice by slice     step by step
 #
 # One step of the scheduler ends what is over, admits what fits, decodes one step in
-# each batch, and prefills: no slice while decoding has to catch up, else one slice of
-# one prompt, and a slice of the next if that ends the prompt. A step takes about
-# SLICE_SECONDS, so others decode on beside a long prompt, and a new request is noticed
-# soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
+# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
+# of short prompts as many as others may pause for, a second at most, so that those that
+# come together decode together. Others decode on beside all of them, and a new request
+# is noticed soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -24696,8 +24567,8 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # 0 does.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
-#          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
+# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+#          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0

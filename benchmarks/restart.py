@@ -140,12 +140,11 @@ def start(scratch: Path, n_files: int = 10_000) -> float:
     for number in range(n_files):
         tokens = np.full(600, number, "<i4")
         key = module.TokenKey(b"r", tokens, [])
-        names = module._PromptNames(key)
         segment = module.Segment(
-            name=names.name_of(600),
+            name=module.name_segment(key, 600),
+            parent=module.name_segment(key, 0),
             start=0,
             end=600,
-            landmarks=names.landmarks_in(0, 600),
         )
         module.write_segment(folder, segment, {"tokens": tokens})
     own_folder = module._OwnFolder(folder, module._take_lock(folder))

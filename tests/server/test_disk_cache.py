@@ -254,13 +254,13 @@ def test_little_that_is_new_is_written_only_before_it_is_lost(
     assert segments(bench) == [(0, 301), (300, 555)]
 
 
-def test_what_is_too_short_to_be_found_keeps_nothing_else_from_the_disk(
+def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(
     restart, tmp_path
 ):
     rng = np.random.default_rng(21)
     bench = restart(tiny_model("qwen3", tmp_path))
     bench.ask(words(rng, 700), n=1)
-    bench.ask(words(rng, 100), n=1)  # newer, and shorter than a landmark
+    bench.ask(words(rng, 100), n=1)  # newer
 
     save(bench)
 
@@ -279,18 +279,44 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
     assert segments(bench) == [(0, 1001), (700, 1001)]
 
 
-def test_parent_that_no_lookup_finds_is_not_written(restart, tmp_path):
+def test_short_parent_of_what_is_written_is_written_once(restart, tmp_path):
     rng = np.random.default_rng(24)
     bench = restart(tiny_model("qwen3", tmp_path))
     prompt = words(rng, 350)
     bench.ask(prompt, n=1)
-    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: shorter than a landmark
+    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: too short by itself
 
     on_model_thread(bench, lambda disk: disk.save_all(2.0))
     on_model_thread(bench, lambda disk: disk.files.collect())
 
-    assert segments(bench) == []
-    assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
+    files = on_model_thread(bench, lambda disk: disk.files.report())
+    assert segments(bench) == [(0, 231), (220, 351)]
+    assert files["written_today_bytes"] == files["bytes"]
+    bench = restart(tiny_model("qwen3", tmp_path))
+    assert difference(bench, prompt, n=1)[:2] == (349, 0.0)
+
+
+def test_branch_that_has_read_nothing_is_not_written(restart, tmp_path):
+    """Its parent's file has all of it, and comes first."""
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(np.random.default_rng(32), 1500)
+    bench.ask(prompt, n=1)
+
+    def cancel_a_branch_before_it_reads(scheduler):
+        cache = scheduler.cache
+        salt = cache.entries[0].key.salt
+        tokens = np.asarray(prompt[:401], np.int32)
+        key = s.TokenKey(salt, tokens, s.block_hashes(tokens, 16, root=salt))
+        entry, span = cache.start(
+            cache.find(key), key, read_span=lambda _end: None, owner=s.NO_OWNER
+        )
+        cache.put_back(entry, key._replace(tokens=tokens[:400]), span)
+        assert (entry.start, entry.end) == (400, 400)
+
+    bench.engine.call(cancel_a_branch_before_it_reads)
+    save(bench)
+
+    assert segments(bench) == [(0, 1501)]
 
 
 def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypatch):
@@ -440,22 +466,24 @@ def test_what_rests_beside_a_large_request_is_written_before_it_goes(
     assert n_files == 1
 
 
-def test_disk_cache_keeps_within_its_bytes_and_drops_the_least_valuable(
+def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
     restart, tmp_path
 ):
     rng = np.random.default_rng(3)
     path = tiny_model("qwen3", tmp_path)
     prompts = [words(rng, 700) for _ in range(4)]
     bench = restart(path)
+    seen = []  # the files in the order in which they came
     for prompt in prompts:
         bench.ask(prompt, n=1)
         save(bench)
+        seen += [file for file in files_in(tmp_path / "kv") if file not in seen]
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
     bench = restart(path, cache_disk_max_bytes=n_bytes * 5 // 8)
     files = files_in(tmp_path / "kv")
 
-    assert len(files) == 2
+    assert files == sorted(seen[2:])
     assert sum(file.stat().st_size for file in files) < n_bytes * 5 // 8 + 20_000
 
 
@@ -467,16 +495,16 @@ def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
     save(bench)
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
-    bench = restart(path, cache_disk_max_bytes_per_day=n_bytes + n_bytes // 2)
-    for _ in range(2):
+    bench = restart(path, cache_disk_max_bytes_per_day=2 * n_bytes + n_bytes // 2)
+    for _ in range(3):
         bench.ask(words(rng, 700), n=1)
         save(bench)
 
-    assert len(segments(bench)) == 2, "one of this server, and one of the last"
+    assert len(segments(bench)) == 3, "two of this server, and one of the last"
     tomorrow = s.time.time() + 86_400
     on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: tomorrow))
     save(bench)
-    assert len(segments(bench)) == 3
+    assert len(segments(bench)) == 4
 
 
 # -- damage ---------------------------------------------------------------------------------------
@@ -508,7 +536,7 @@ def damage_file(file, damage, rng):
     elif damage == "longer":
         data += bytes(8)
     elif damage == "another format":
-        data = data.replace(b'\\"format\\":3', b'\\"format\\":2')
+        data = data.replace(b'\\"format\\":4', b'\\"format\\":3')
     elif damage == "empty":
         data = bytearray()
     file.write_bytes(data)

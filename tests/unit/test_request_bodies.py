@@ -1263,9 +1263,3 @@ def test_a_template_s_own_switch_for_thinking_is_heard():
     for name in ("thinking", "enable_thinking"):
         assert chat(chat_template_kwargs={name: False}).thinking is False
         assert chat(chat_template_kwargs={name: True}).thinking is True
-
-
-def test_a_keyword_with_an_unprintable_character_is_named() -> None:
-    schema = {"properties": {"tags": {"x\u200by": 1}}}
-    error = r'Unimplemented keys: ["x\u{200b}y"]'
-    assert "of properties.tags cannot" in start_llm._describe_fault(error, schema)
