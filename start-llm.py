@@ -10329,6 +10329,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
+            # An entry counts if it may have more than one of these two: deeper KV is
+            # better, and the most that any has is told, also without a state there.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -11776,7 +11778,10 @@ class DiskTier:
     def save_some(
         self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
     ) -> bool:
-        """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
+        """Copy some arrays, for SAVE_PIECE_SECONDS.
+
+        Returns False if nothing is due, and True if there is more to do, now or later:
+        a file is being written, or copying has had its share of the time for now.
 
         `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
         hold. `is_closing`: there will be no later chance, so everything is written now.
@@ -12962,16 +12967,13 @@ class ClusterRank(Lockstep):
             raise RanksEnd(f"{link.peer} sends no message of ours")
         link.received_at = time.monotonic()
         name, value = message
+        if name == "gone" and value is not None:
+            raise RanksEnd(f"{link.peer} has ended: {value}")
         if name == "gone":
-            raise self._explain_leave(link, value)
+            # From rank 0 it is an ordinary stop; no other rank may stop by itself.
+            raise RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
         if message != _ALIVE:
             link.messages.put(message)
-
-    def _explain_leave(self, link: _Link, failure: object) -> RanksEnd:
-        if failure is not None:
-            return RanksEnd(f"{link.peer} has ended: {failure}")
-        # From rank 0 it is an ordinary stop; no other rank may stop by itself.
-        return RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
 
     def _check_silence(self, link: _Link) -> None:
         if self._is_loading:
@@ -13060,24 +13062,20 @@ class _Link:
         while True:
             line, newline, rest = self._unread.partition(b"\n")
             if newline:
-                self._unread = rest
-                return self._parse(line)
+                break
             if len(self._unread) > max_bytes:
                 raise RanksEnd(f"{self.peer} sends no message of ours")
             left_seconds = max(0.0, deadline - time.monotonic())
             if not left_seconds or not self._poll.poll(1000 * left_seconds):
                 return None
-            self._receive()
+            data = b""
+            with suppress(OSError):
+                data = self._connection.recv(1 << 20)
+            if not data:
+                raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
+            self._unread += data
 
-    def _receive(self) -> None:
-        data = b""
-        with suppress(OSError):
-            data = self._connection.recv(1 << 20)
-        if not data:
-            raise RanksEnd(f"{self.peer} has ended, or its connection is lost")
-        self._unread += data
-
-    def _parse(self, line: bytes | bytearray) -> Any:
+        self._unread = rest
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -13100,10 +13098,14 @@ class _Link:
         self._connection.close()
 
 
-class _JoinedRank(NamedTuple):
+class _Arrival(NamedTuple):
+    """A rank that has proved to have the secret."""
+
     rank: int
     link: _Link
+    facts: dict[str, Any]
     memory_bytes: int
+    proof: str  # that rank 0 has it, too
 
 
 def join_ranks(
@@ -13181,17 +13183,13 @@ def _is_proof(value: object, proof: str) -> bool:
     return hmac.compare_digest(str(value).encode(errors="replace"), proof.encode())
 
 
-def _new_nonce() -> str:
-    return os.urandom(16).hex()
-
-
 def _gather_ranks(
     config: Config,
     place: RankPlace,
     *,
     facts: dict[str, Any],
     stop: threading.Event,
-) -> list[_JoinedRank]:
+) -> list[_Arrival]:
     """All other ranks, once they have joined rank 0. Raises ConfigError, RanksEnd."""
     address = (place.host, config.cluster_port)
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -13204,7 +13202,7 @@ def _gather_ranks(
             f" {reason}"
         ) from error
     missing = set(range(1, place.n_ranks))
-    joined: list[_JoinedRank] = []
+    joined: list[_Arrival] = []
     greeted: deque[_Link] = deque()  # the oldest first
     arrivals = queue.SimpleQueue[_Arrival]()
     try:
@@ -13220,7 +13218,8 @@ def _gather_ranks(
                 greeted.popleft().shut_down()
             while not arrivals.empty():
                 arrival = arrivals.get()
-                joined.append(_admit(arrival, facts=facts, missing=missing))
+                _admit(arrival, facts=facts, missing=missing)
+                joined.append(arrival)
                 missing.remove(arrival.rank)
                 greeted = deque(link for link in greeted if link is not arrival.link)
     finally:
@@ -13230,22 +13229,12 @@ def _gather_ranks(
     return sorted(joined)  # by rank
 
 
-class _Arrival(NamedTuple):
-    """A rank that has proved to have the secret."""
-
-    rank: int
-    link: _Link
-    facts: dict[str, Any]
-    memory_bytes: int
-    proof: str  # that rank 0 has it, too
-
-
 def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> None:
     """Ask who connects to rank 0 for their proof. Many are asked at the same time.
 
     So who connects and is silent keeps no rank waiting.
     """
-    nonce = _new_nonce()
+    nonce = os.urandom(16).hex()
     try:
         link.send({"nonce": nonce})
         hello = link.read_hello()
@@ -13270,29 +13259,20 @@ def _greet(link: _Link, secret: str, arrivals: queue.SimpleQueue[_Arrival]) -> N
     arrivals.put(_Arrival(rank, link, facts, memory_bytes, proof))
 
 
-def _admit(
-    arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]
-) -> _JoinedRank:
+def _admit(arrival: _Arrival, *, facts: dict[str, Any], missing: set[int]) -> None:
     """Raises ConfigError if it is a rank that cannot join, RanksEnd if it has gone."""
-    refusal = _find_other_fact(arrival.rank, facts, arrival.facts)
-    if not refusal and arrival.rank not in missing:
-        refusal = f"MLX_RANK={arrival.rank} is that of another process, too"
-    if refusal:
-        arrival.link.send({"refusal": refusal})
-        raise ConfigError(refusal)
+    rank = arrival.rank
+    refusals = [
+        f"{name} is {value} on rank 0, and {arrival.facts.get(name)} on rank {rank}"
+        for name, value in facts.items()
+        if arrival.facts.get(name) != value
+    ]
+    if rank not in missing:
+        refusals.append(f"MLX_RANK={rank} is that of another process, too")
+    if refusals:
+        arrival.link.send({"refusal": refusals[0]})
+        raise ConfigError(refusals[0])
     arrival.link.send({"proof": arrival.proof})
-    return _JoinedRank(arrival.rank, arrival.link, arrival.memory_bytes)
-
-
-def _find_other_fact(
-    rank: int, facts: dict[str, Any], its_facts: dict[str, Any]
-) -> str:
-    """Which fact of a rank is another one on rank 0; "": none."""
-    for name, value in facts.items():
-        other = its_facts.get(name)
-        if other != value:
-            return f"{name} is {value} on rank 0, and {other} on rank {rank}"
-    return ""
 
 
 def _check_start(stop: threading.Event, deadline: float, lack: str) -> None:
@@ -13312,7 +13292,7 @@ def _join_rank_0(
     """Join rank 0: the link to it, and its settings. Raises ConfigError, RanksEnd."""
     deadline = time.monotonic() + _JOIN_SECONDS
     link = _connect_to_rank_0(config, place, deadline=deadline, stop=stop)
-    nonces = (str(link.read_hello().get("nonce")), _new_nonce())
+    nonces = (str(link.read_hello().get("nonce")), os.urandom(16).hex())
     hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
     hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
     link.send(hello)
@@ -15782,10 +15762,10 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #              admit      slice by slice     step by step
 #
 # One step of the scheduler ends what is over, admits what fits, decodes one step in
-# each batch, and prefills: no slice while decoding has to catch up, else one slice of
-# one prompt, and a slice of the next if that ends the prompt. A step takes about
-# SLICE_SECONDS, so others decode on beside a long prompt, and a new request is noticed
-# soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
+# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
+# of short prompts as many as others may pause for, a second at most, so that those that
+# come together decode together. Others decode on beside all of them, and a new request
+# is noticed soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -24304,8 +24284,8 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # 0 does.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
-#          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
+# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+#          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0

@@ -87,7 +87,8 @@ MOST_FALLBACKS = 0.01  # of all requests
 SLOW_SECONDS = 75  # of a prefill that breaks nothing
 
 # The first test of a client waits for all of its work.
-pytestmark = pytest.mark.timeout(290)
+# Where clients are installed, 200 s of processor time.
+pytestmark = [pytest.mark.timeout(290), pytest.mark.slow]
 
 RESTATES = {"openclaw-2026.2.17"}  # a new message_id with every question
 CLIENT_NAMES: dict[str, type[Client]] = {

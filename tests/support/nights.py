@@ -13,6 +13,7 @@ At night, too:
 - an exception anywhere on the other kind of model, and at the fourth call
 - a restart of windows, of qwen4_exp; LiteLLM killed, its port taken, a server killed beside it
   (by day the keeper in a thread); ranks with other end tokens, a rank that stops
+- real clients (tests/clients), where they are installed
 - a storm of 390 clients (130 by day), 30 bodies for each route (10), each body of each agent
   for each template (a seventh), all seeds of the prefix cache, the demo's questions one by one
 """
