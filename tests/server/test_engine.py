@@ -512,12 +512,12 @@ def test_prompts_of_unlike_lengths_are_read_apart_and_decode_together(bench):
     b = bench("qwen3")
     calls = note_calls(b)
 
-    tickets = submit_at_once(b, prompts_of(20, 22, 50, 55, 300))
+    tickets = submit_at_once(b, prompts_of(40, 42, 90, 99, 300))
 
     for ticket in tickets:
         assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
     reads = [call for call in calls if call[1] > 1]
-    assert reads[:2] == [(2, 21), (2, 54)], "as far as padding is worth it"
+    assert reads[:2] == [(2, 41), (2, 98)], "as far as padding is worth it"
     assert {n_rows for n_rows, _ in reads[2:]} == {1}, "this one is long enough alone"
     assert max(calls) == (5, 1)
 
