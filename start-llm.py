@@ -19666,7 +19666,11 @@ class JsonArguments:
             match = unread.match_next(_QUOTE[self._closers[-1]])
             if match is not None and not match.partial:
                 self._is_in_string = False
-                return '"' if match["broken"] is None else self._break()
+                # "alpha", "    the reply was cut in the next key: its quote ends nothing
+                is_cut = unread.text.startswith("\0")
+                is_doubtful = is_cut and _MAY_BE_UNCLOSED.search(self._string_end)
+                is_broken = match["broken"] is not None or is_doubtful
+                return self._break() if is_broken else '"'
         if match is None:
             return self._read_raw()
         return None if match.partial else self._take_text(match[0])
