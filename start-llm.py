@@ -1135,18 +1135,17 @@ def start_logging(config: Config) -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     logger.setLevel(config.log_level)
     logger.propagate = False  # if a library sets up the root logger, it repeats nothing
-    if not logger.handlers:
-        logger.addHandler(_make_handler())
+    if logger.handlers:
+        return
 
-
-def _make_handler() -> logging.Handler:
+    handler: logging.Handler
     if _CONSOLE.is_terminal:
-        return RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
-    # In a file a record is one line; rich would break it at column 80.
-    handler = logging.StreamHandler(sys.stderr)
-    form = "%(asctime)s %(levelname)-7s %(message)s"
-    handler.setFormatter(logging.Formatter(form))
-    return handler
+        handler = RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
+    else:  # in a file a record is one line; rich would break it at column 80
+        handler = logging.StreamHandler(sys.stderr)
+        form = "%(asctime)s %(levelname)-7s %(message)s"
+        handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)
 
 
 class FaultLog:
@@ -1478,7 +1477,7 @@ class CacheMetrics:
             return defaultdict(int, self._counts.get(self._tenant, {}))
 
     def totals(self) -> Totals:
-        """The sums by now; seconds in milliseconds."""
+        """The sums by now; seconds are rounded to milliseconds."""
         counts = self._read()
         names = Totals.__annotations__
         return cast(Totals, {name: round(counts[name], 3) for name in names})
@@ -1595,7 +1594,10 @@ class SessionLog:
             is_new_day = not folder.exists()
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            _append_line(path, _stamped_line(now, record))
+            stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
+            line = json.dumps(stamped, ensure_ascii=False, default=str)
+            # Half of a surrogate pair becomes "?".
+            _append_line(path, f"{line}\n".encode("utf-8", "replace"))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._has_warned.is_set():
                 self._has_warned.set()
@@ -1634,12 +1636,6 @@ def _file_stem(session_id: str) -> str:
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
     digest = sha256(session_id.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{stem}.{digest[:32]}"
-
-
-def _stamped_line(moment: datetime, record: Mapping[str, object]) -> bytes:
-    stamped = {"time": moment.isoformat(timespec="milliseconds"), **record}
-    line = json.dumps(stamped, ensure_ascii=False, default=str)
-    return f"{line}\n".encode("utf-8", "replace")  # half of a surrogate pair: "?"
 
 
 def _append_line(path: Path, line: bytes) -> None:
@@ -1719,23 +1715,20 @@ class WorkBudget:
                 return
             self.waiting.append(place)
         try:
-            while not self._take_in_turn(n_units, place):
+            while True:
+                with self._changed:
+                    is_turn = self._changed.wait_for(
+                        lambda: self.waiting[0] is place and n_units <= self.n_free,
+                        timeout=CLIENT_LOOK_SECONDS,
+                    )
+                    if is_turn:
+                        self.n_free -= n_units
+                        break
                 check_client()
         finally:
             with self._changed:
                 self.waiting.remove(place)
                 self._changed.notify_all()
-
-    def _take_in_turn(self, n_units: int, place: object) -> bool:
-        """Wait a while for the units and for their turn; whether they were taken."""
-        with self._changed:
-            is_turn = self._changed.wait_for(
-                lambda: self.waiting[0] is place and n_units <= self.n_free,
-                timeout=CLIENT_LOOK_SECONDS,
-            )
-            if is_turn:
-                self.n_free -= n_units
-            return is_turn
 
     def release(self, n_units: int) -> None:
         """Give units back; only a Reservation calls it, with units of its own."""
@@ -2422,13 +2415,13 @@ def read_common(
 def check_prewarm(request: ChatRequest) -> None:
     """Raise BadRequest for what is asked of a reply that will not be generated."""
     is_asked_for = {
-        "a stream": request.stream,
-        "a format": request.json_schema is not None,
-        "a call": request.tool_choice.mode in ("required", "named"),
+        "stream": request.stream,
+        "format": request.json_schema is not None,
+        "call": request.tool_choice.mode in ("required", "named"),
     }
     for wish, is_asked in is_asked_for.items():
         if is_asked and request.max_tokens == 0:
-            sentence = f"with 0 the prompt is only read: there can be no {wish[2:]}"
+            sentence = f"with 0 the prompt is only read: there can be no {wish}"
             raise BadRequest(sentence, field="max_tokens")
 
 
@@ -2655,13 +2648,17 @@ def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
     {"device_id": "d", "session_id": "s"} -> {"device_id": "d", }
     user_a1_account_b2_session_c3 -> user_a1_account_b2
     """
-    user = headers.get(USER_HEADER, "").strip()  # a gateway's: no body replaces it
+    user = headers.get(USER_HEADER, "").strip()
+    if user:  # a gateway's: no body replaces it
+        return user
     for place, value in values_at(_USER_PLACES, fields):
-        if not user and isinstance(value, str | int) and not isinstance(value, bool):
+        if isinstance(value, str | int) and not isinstance(value, bool):
             user = str(value).strip()
             if place == "metadata.user_id":
                 user = _CLAUDE_SESSION.sub("", user)
-    return user
+            if user:
+                return user
+    return ""
 
 
 # -- messages --------------------------------------------------------------------------
@@ -2741,13 +2738,14 @@ def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
 
 def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
     """The request with the tools of a chat. Raises BadRequest."""
-    tools: dict[bool, list[JsonObject]] = {False: [], True: []}  # True: deferred ones
+    tools: list[JsonObject] = []
+    deferred_tools: list[JsonObject] = []
     strict_tools = {}
     for index, tool in enumerate(parsed.tools):
         # Nothing else of a tool is kept: templates print it whole, with cache_control.
         function = drop_nulls(tool["function"])
-        is_deferred = bool(tool.get("defer_loading"))
-        tools[is_deferred].append({"type": "function", "function": function})
+        group = deferred_tools if tool.get("defer_loading") else tools
+        group.append({"type": "function", "function": function})
         if tool.get("strict") or function.get("strict"):
             strict_tools[function["name"]] = f"tools[{index}].function.parameters"
 
@@ -2757,9 +2755,9 @@ def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
         choice = ToolChoice("named", parsed.tool_choice["function"]["name"])
     return replace(
         request,
-        tools=tuple(tools[False]),
-        deferred_tools=tuple(tools[True]),
-        tool_choice=check_choice(choice, tools[False] + tools[True]),
+        tools=tuple(tools),
+        deferred_tools=tuple(deferred_tools),
+        tool_choice=check_choice(choice, tools + deferred_tools),
         strict_tools=strict_tools,
         parallel_tool_calls=parsed.parallel_tool_calls,
     )
@@ -2961,7 +2959,7 @@ class _MessagesBody(RequestBody):
 def parse_any_request(
     body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
 ) -> ChatRequest:
-    """A request of any API, for /v1/explain. Raises BadRequest.
+    """A request of any API, for /v1/cache/explain. Raises BadRequest.
 
     It is known by a field that no other API has; without any, it is read as a chat.
     """
@@ -3001,9 +2999,11 @@ def parse_anthropic_request(
             message["role"], message["content"], functions, field=field
         )
 
-    field, output_format = "output_config.format", parsed.output_config.get("format")
+    field = "output_config.format"
+    output_format = parsed.output_config.get("format")
     if not output_format:
-        field, output_format = "output_format", parsed.output_format
+        field = "output_format"
+        output_format = parsed.output_format
     request = replace(
         request,
         kind="messages",
@@ -3613,20 +3613,13 @@ def _normalize(image: Image.Image) -> Image.Image:
         image.draft("RGB", (width, height))  # a JPEG is unpacked at 1/2, 1/4 or 1/8
 
     image.load()
-    image = _reduce_shades(image)
+    if image.mode == "I;16":  # grey, of which Pillow would make white from 255 on
+        image = image.point(lambda shade: shade / 256).convert("L")
+        image.info.pop("transparency", None)  # one of 65,536 shades
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
         image = _shrink(image, width, height)
     ImageOps.exif_transpose(image, in_place=True)
     return _put_on_white(image)
-
-
-def _reduce_shades(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits as grey of 8, of which Pillow would make white from 255 on."""
-    if image.mode != "I;16":
-        return image
-    grey = image.point(lambda shade: shade / 256).convert("L")
-    grey.info.pop("transparency", None)  # one of 65,536 shades
-    return grey
 
 
 def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -14470,11 +14463,6 @@ class TokenGenerator:
         token_ids: Any = self._next_tokens.tolist()
         return list(map(SampledToken, token_ids, self._next_logprobs))
 
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        (token,) = self.next_tokens()
-        return token.token_id
-
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         fed, fed_logprobs = self._next_tokens, self._next_logprobs
@@ -14860,11 +14848,7 @@ class _GrammarText:
                 self._add(name, "<[*]>*")
                 continue
             self._add(name, "")
-            self._add(name, self._sequence(call.parts))
-
-    def _sequence(self, parts: Iterable[CallPart]) -> str:
-        """These parts in their order, for a rule."""
-        return " ".join(map(self._part, parts))
+            self._add(name, " ".join(map(self._part, call.parts)))
 
     def _part(self, part: CallPart) -> str:
         match part:
@@ -15759,8 +15743,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
 #          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
-#          DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15936,7 +15919,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_prompt`, `n_to_prefill` and `prefill_speed`: test_scheduler_policy.py stands in.
+# `n_prompt`, `n_to_prefill` and `seconds_left`: test_scheduler_policy.py stands in.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -16008,9 +15991,9 @@ class SchedulingPolicy:
 
         A step of a batch costs nearly the same with one request more.
         """
-        n_tokens = candidate.n_to_prefill
-        seconds_left = n_tokens / candidate.prefill_speed
-        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+        if candidate.n_to_prefill <= SHORT_TOKENS:
+            return True
+        return candidate.seconds_left < SOON_SECONDS
 
     def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
         """Whether this one may prefill now. `is_decoding`: others decode."""
@@ -16058,8 +16041,8 @@ class SchedulingPolicy:
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.oldest_credit > 0:
-            seconds_left = seconds + reader.n_to_prefill / reader.prefill_speed
-            others_share = min(MAX_OTHERS_SHARE, seconds_left / SOON_SECONDS)
+            seconds_in_all = seconds + reader.seconds_left
+            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
@@ -16255,15 +16238,17 @@ class RunningRequest:
         handle: RequestHandle,
         match: PrefixMatch,
         *,
+        loaded: LoadedModel,
         cache: PrefixCache,
-        layer_caches: LayerCaches,
         prefill_speed: float,
     ) -> None:
         """Take over the KV that was matched. Raises what PrefixCache.start raises."""
         request = handle.request
         self.handle = handle
         self.request = request
-        self.layer_caches = layer_caches
+        self.lockstep = loaded.lockstep
+        # why(L-09): no max.
+        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
         self.output_ids: list[int] = []
@@ -16272,7 +16257,6 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.cache = cache
@@ -16330,8 +16314,9 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
-        return is_short and not self.handle.is_second_try
+        if self.slice_ends or self.handle.is_second_try:
+            return False
+        return 0 < self.n_to_prefill <= SHORT_TOKENS
 
     @property
     def has_replied(self) -> bool:
@@ -16616,7 +16601,8 @@ class DecodeBatch:
     def _wait_for_y(self) -> int:
         """The token sampled last, when it is computed."""
         self._launched_at = -math.inf
-        return self._generator.wait_for_y()
+        (token,) = self._generator.next_tokens()
+        return token.token_id
 
     def _step_plain(self) -> list[list[SampledToken]]:
         """A step without a draft."""
@@ -16811,9 +16797,7 @@ class MemoryBudget:
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
 
     def make_room_to_merge(
-        self,
-        n_bytes: int,
-        requests: Sequence[RunningRequest],
+        self, n_bytes: int, requests: Sequence[RunningRequest]
     ) -> bool:
         """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
         copy_bytes = 2 * n_bytes
@@ -16972,9 +16956,26 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        is_text = running.find_image(end) is None
-        with self._measure([running], is_usual=is_text):
-            self._feed(running, end)
+        start = running.num_computed_tokens
+        image = running.find_image(end)
+        with self._measure([running], is_usual=image is None):
+            tokens = running.remaining_prefill()[: end - start]
+            with _taking_checkpoints(running, end):
+                if image is None:
+                    model = _model_call(self._loaded, [running])
+                    model(mx.array(tokens)[None], cache=running.layer_caches)
+                else:
+                    counter = self._loaded.model.prefill_image(
+                        tokens,
+                        image,
+                        layer_caches=running.layer_caches,
+                        position=start + running.position_shift(),
+                    )
+                    tenant = running.request.owner.tenant
+                    self._metrics.of_tenant(tenant).bump(counter)
+                evaluate_caches(running.layer_caches)
+            running.num_computed_tokens = start + len(tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
 
@@ -16990,7 +16991,19 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            joint_caches = self._feed_together(requests)
+            rests = [running.remaining_prefill() for running in requests]
+            token_rows = [rest.tolist() for rest in rests]
+            joint_caches = to_batch(*(running.layer_caches for running in requests))
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.layer_caches = []  # else the KV would be there twice
+            feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.num_computed_tokens = running.n_prompt - 1
+
+        depths = [running.num_computed_tokens for running in requests]
+        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
         for running in requests:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
@@ -17072,44 +17085,6 @@ class PromptReader:
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-
-    def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
-        """Let the model read the rests of prompts, each but its last token."""
-        rests = [running.remaining_prefill() for running in requests]
-        token_rows = [rest.tolist() for rest in rests]
-        joint_caches = to_batch(*(running.layer_caches for running in requests))
-        evaluate_caches(joint_caches)
-        for running in requests:
-            running.layer_caches = []  # else the KV would be there twice
-        feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
-        evaluate_caches(joint_caches)
-
-        for running in requests:
-            running.num_computed_tokens = running.n_prompt - 1
-        depths = [running.num_computed_tokens for running in requests]
-        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
-        return joint_caches
-
-    def _feed(self, running: RunningRequest, end: int) -> None:
-        """Let the model read a prompt up to `end`, and keep states on the way."""
-        start = running.num_computed_tokens
-        layer_caches = running.layer_caches
-        tokens = running.remaining_prefill()[: end - start]
-        image = running.find_image(end)
-        with _taking_checkpoints(running, end):
-            if image is None:
-                model = _model_call(self._loaded, [running])
-                model(mx.array(tokens)[None], cache=layer_caches)
-            else:
-                position = start + running.position_shift()
-                counter = self._loaded.model.prefill_image(
-                    tokens, image, layer_caches=layer_caches, position=position
-                )
-                tenant = running.request.owner.tenant
-                self._metrics.of_tenant(tenant).bump(counter)
-            evaluate_caches(layer_caches)
-        running.num_computed_tokens = start + len(tokens)
-        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17280,48 +17255,47 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        self._take_out(running)
-        if running not in self.running:  # the batch failed when it was taken out
-            return
-        self._leave(running)
-        running.handle.end(end)
+        if self._take_out(running):
+            self._leave(running)
+            running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> None:
+    def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        An exception ends the whole batch: the request does not run any more then.
+        Returns False if that failed: all requests of the batch have ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
                 running.batch.remove(running)
+        return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
-        """Let a request run no more. If its KV cannot be kept, that is all it loses."""
+        """Let a request run no more; the cache has its KV and state then.
+
+        This comes before the end is reported: the client's next request must find it.
+        If the KV cannot be kept, that is all that is lost.
+        """
+        entry = running.entry
+        n_tokens = running.num_computed_tokens
         try:
-            self._put_back(running)
+            if n_tokens == 0 or running.has_failed:
+                # Nothing was read, or the KV is wrong. (A first token without numbers
+                # fails the request after the next step only; its client may leave
+                # before that.)
+                self.cache.drop(entry)
+            else:
+                state = copy_state(running.layer_caches)
+                self.cache.add_checkpoint(entry, n_tokens, state)
+                key = running.computed_key(self.config.prompt_cache_block_size)
+                span = take_span(running.layer_caches, n_tokens)
+                self.cache.put_back(entry, key, span)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            self.cache.drop(running.entry)
+            self.cache.drop(entry)
             self._free_memory(error)
         self.running.remove(running)
-
-    def _put_back(self, running: RunningRequest) -> None:
-        """Let the cache have the KV, and the state that belongs to it.
-
-        This comes before the end is reported: the client's next request must find it.
-        """
-        entry = running.entry
-        n_tokens = running.num_computed_tokens
-        if n_tokens == 0 or running.has_failed:
-            # Nothing was read, or the KV is wrong. (A first token without numbers fails
-            # the request after the next step only; its client may leave before that.)
-            self.cache.drop(entry)
-            return
-        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
-        key = running.computed_key(self.config.prompt_cache_block_size)
-        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17375,7 +17349,11 @@ class Scheduler:
             return True
 
         n_prompt = handle.request.n_prompt
-        if self._make_room_to_start(n_prompt, match):
+        n_bytes = self.budget.prompt_bytes(n_prompt)
+        has_room = self.budget.make_room(n_bytes, self.running, keep=match)
+        if not has_room and not self.running:  # even its own cached prefix may go
+            has_room = self.budget.make_room(n_bytes, self.running)
+        if has_room:
             self._start(handle)
             self.waiting.remove(handle)
             return True
@@ -17405,13 +17383,6 @@ class Scheduler:
                 return running.request.request_id
         return None
 
-    def _make_room_to_start(self, n_prompt: int, match: PrefixMatch) -> bool:
-        """Make room for a prompt. Its own cached prefix goes only if nothing runs."""
-        n_bytes = self.budget.prompt_bytes(n_prompt)
-        if self.budget.make_room(n_bytes, self.running, keep=match):
-            return True
-        return not self.running and self.budget.make_room(n_bytes, self.running)
-
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
@@ -17429,11 +17400,11 @@ class Scheduler:
             running = RunningRequest(
                 handle,
                 match,
+                loaded=self.loaded,
                 cache=self.cache,
-                layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.lockstep = self._lockstep
+            # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
@@ -17508,11 +17479,7 @@ class Scheduler:
         if self.disk is None or handle.is_second_try:
             return False
         request = handle.request
-        n_tokens = self.disk.load(
-            request.key,
-            match,
-            owner=request.owner,
-        )
+        n_tokens = self.disk.load(request.key, match, owner=request.owner)
         if n_tokens:
             metrics = self.metrics.of_tenant(request.owner.tenant)
             metrics.bump("disk_hits")
@@ -17531,26 +17498,24 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             pause_left = pause_ends - self._now()
-            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
-            if has_read and not fits:
+            is_short = self.policy.is_short(running)
+            if has_read and not (is_short and running.seconds_left <= pause_left):
                 return
-            self._prefill_turn(running, pause_left)
+
+            joint_seconds = MAX_JOINT_SECONDS
+            if is_short and self.batches:
+                seconds = joint_seconds = pause_left
+            elif len(self.running) + len(self.waiting) > 1:
+                seconds = SLICE_SECONDS
+            else:
+                seconds = LONE_SLICE_SECONDS
+            companions: list[RunningRequest] = []
+            with self.guard():  # it changes no KV: if it fails, this one reads alone
+                companions = self._find_companions(running, max_seconds=joint_seconds)
+            self._prefill([running, *companions], seconds=seconds)
             if running.batch is None:
                 return
             has_read = True
-
-    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
-        """Prefill what is next, with others whose prompts are short, too."""
-        if self.batches and self.policy.is_short(running):
-            seconds = joint_seconds = pause_left
-        else:
-            has_company = len(self.running) + len(self.waiting) > 1
-            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-            joint_seconds = MAX_JOINT_SECONDS
-        companions: list[RunningRequest] = []
-        with self.guard():  # it changes no KV: if it fails, this one reads alone
-            companions = self._find_companions(running, max_seconds=joint_seconds)
-        self._prefill([running, *companions], seconds=seconds)
 
     def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
@@ -17571,18 +17536,15 @@ class Scheduler:
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
-            self._charge_prefill(began, requests)
+
+            # The rests that a new batch has read count, too.
+            seconds_taken = self._now() - began
+            is_decoding = any(batch is not chosen.batch for batch in self.batches)
+            self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
+            is_alone = all(running in requests for running in self.prefilling)
+            self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
-
-    def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
-        """Charge the turn of these requests to both accounts, rests included."""
-        seconds = self._now() - began
-        own_batch = requests[0].batch
-        is_decoding = any(batch is not own_batch for batch in self.batches)
-        self.policy.charge_slice(seconds, is_decoding=is_decoding)
-        others = [running for running in self.prefilling if running not in requests]
-        self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
     def _find_companions(
         self, running: RunningRequest, *, max_seconds: float
@@ -17655,9 +17617,10 @@ class Scheduler:
             if running not in self.running:  # a failure of its batch has ended it
                 continue
             end = self._find_reply_end(running, token_ids)
-            if running.has_failed:
+            if running.has_failed:  # its KV is wrong; the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
-                self._fail_alone(running, error)
+                if self._take_out(running):
+                    self._fail(running, error)
             elif end is not None:
                 self._finish(running, end)
 
@@ -17725,12 +17688,6 @@ class Scheduler:
             self._free_memory(error)
             for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))
-
-    def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
-        """End one request of a batch whose KV is wrong; the others go on."""
-        self._take_out(running)
-        if running in self.running:
-            self._fail(running, error)
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
         """End a request whose KV is or may be wrong; what builds on it goes, too.
@@ -18347,13 +18304,15 @@ class Engine:
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
-        _tell_packing(self._config, scheduler.spec)
-        _tell_opaque(scheduler.spec)
+        spec = scheduler.spec
+        _tell_packing(self._config, spec)
+        _tell_opaque(spec)
         self._publish(scheduler)
+
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
-        spec = scheduler.spec
-        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        # As many as would fit with KV_BITS; what is opaque is never packed.
+        opaque_bytes = scheduler.budget.opaque_token_bytes
         packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
         packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
@@ -21544,7 +21503,7 @@ class TenantStores:
     def empty(
         cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
     ) -> TenantStores:
-        """Stores without anything in them. What they remember is put into `saved`."""
+        """Stores without anything in them; what they learn is written to `saved`."""
         ledger = Ledger(config, saved)
         return cls(
             ledger=ledger,
@@ -22034,6 +21993,46 @@ def _find_session_id(planned: PlannedRequest) -> str:
     return session_id_for(planned.request.session, ids, start_key=start_key)
 
 
+def _submit(
+    state: ServerState, request: ChatRequest
+) -> tuple[PreparedRequest, RequestHandle]:
+    """Prepare a request and hand it to the engine.
+
+    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
+    already; if the guess was wrong, the request is prepared again.
+    """
+    while True:
+        prepared = prepare_request(state, request)
+        if state.engine.is_draining:
+            _check_session(state, prepared)
+        handle = state.engine.submit(prepared.engine_request)
+        is_verified = False
+        try:
+            state.stores.ledger.remember(
+                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
+            )
+            is_verified = state.stores.planner.verify(prepared.plan)
+        finally:
+            if not is_verified:
+                handle.stop_reason = "cancelled"
+        if is_verified:
+            return prepared, handle
+
+
+def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
+    """Raise Draining for a session that has sent no request before.
+
+    A sub-agent belongs to the session that has started it.
+    """
+    known_ids = [row()["session"] for row in list(state.stores.live.values())]
+    index = state.stores.session_index
+    parent_id = prepared.request.session.parent_session_id
+    for session_id in (prepared.session_id, parent_id):
+        if session_id in index or session_id in known_ids:
+            return
+    raise Draining("this server is being drained: it takes no new sessions")
+
+
 # -- from tokens to deltas -------------------------------------------------------------
 
 
@@ -22328,22 +22327,55 @@ def can_be_replayed(
     return bool(message["content"]) and not is_thinking and not has_calls
 
 
-class SessionTurn(RequestFacts):
-    """A request in the session index."""
+# -- what people see of a request ------------------------------------------------------
 
-    parent: str | None  # session id of the agent that started this one
-    stable_prefix_msg_count: int  # messages that the conversation had before
+_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+# What agents write before the folder in which they work: Claude Code and opencode in a
+# line of the system prompt, Codex in a text that no user wrote.
+_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
 
 
-class SessionRecord(SessionTurn):
-    """A request in the session log; the counters, and what settings add, come after."""
+def _find_title(request: ChatRequest) -> str:
+    """An agent's folder, and how the first message of the user begins.
 
-    effort_sent: str  # by the client or a setting: "high"; "" if by none
-    effort: str  # what the template got: "xhigh"; "none" if it does not think
+    Of a completion it is how the prompt begins. "shop: Mend the failing test"
 
-    head: str | None  # stands for template, tools and settings
-    n_messages: int
-    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
+    A part that begins with a tag is no text of the user: agents put reminders there.
+    Nor is one with the instructions of a project, which Codex sends as the first.
+    """
+    user_texts = _list_texts(request, "user")
+    if isinstance(request.prompt, str):
+        user_texts.append(request.prompt)
+    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
+    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    first_text = next(own_texts, user_texts[0] if user_texts else "")
+    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
+    title = ": ".join(filter(None, [folder, first_text]))
+    return printable(title, max_length=MAX_TITLE_LENGTH)
+
+
+def _list_texts(request: ChatRequest, role: str) -> list[str]:
+    texts: list[str] = []
+    for message in request.messages:
+        content = message["content"]
+        if message["role"] != role:
+            continue
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    return texts
+
+
+def _find_folder(agent_texts: Iterable[str]) -> str:
+    """The name of the folder that an agent says it works in; "" if it does not."""
+    for text in agent_texts:
+        for label in _FOLDER_LABELS:
+            _, _, rest = text.partition(label)
+            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
+            if path:
+                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
+    return ""
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -22364,6 +22396,67 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
         if len(tail) == n_tokens and tail[period:] == tail[:-period]:
             return True
     return False
+
+
+def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
+    """The formatter of the API that was called."""
+    request = prepared.request
+    model_id = prepared.model.model_id
+    if request.kind == "messages":
+        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
+        # ask for.
+        return AnthropicFormatter(request.request_id, request.model or model_id)
+    return OpenAIFormatter(
+        kind=request.kind,
+        request_id=request.request_id,
+        model=model_id,
+        created=int(time.time()),
+        include_usage=request.include_usage,
+        return_progress=request.return_progress,
+    )
+
+
+def _lower_thread_priority() -> None:
+    """Let this thread give way to others. why(L-35): rendering slows down streams.
+
+    Only on Linux do threads have a priority of their own.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread_id = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
+
+
+@contextmanager
+def kept_awake(config: Config) -> Iterator[None]:
+    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
+    program = shutil.which("caffeinate") if config.keep_awake else None
+    with ExitStack() as stack:
+        if program is not None:
+            # -w: it ends with this process, however that ends.
+            command = [program, "-i", "-w", str(os.getpid())]
+            with suppress(OSError):  # without it the reply comes all the same
+                process = stack.enter_context(subprocess.Popen(command))
+                stack.callback(process.terminate)
+        yield
+
+
+class SessionTurn(RequestFacts):
+    """A request in the session index."""
+
+    parent: str | None  # session id of the agent that started this one
+    stable_prefix_msg_count: int  # messages that the conversation had before
+
+
+class SessionRecord(SessionTurn):
+    """A request in the session log; the counters, and what settings add, come after."""
+
+    effort_sent: str  # by the client or a setting: "high"; "" if by none
+    effort: str  # what the template got: "xhigh"; "none" if it does not think
+
+    head: str | None  # stands for template, tools and settings
+    n_messages: int
+    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
 
 
 class ReplyGeneration:
@@ -22399,8 +22492,8 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._end_reason: EndReason | None = None  # None: it goes on
-        self._ending: ReplyEnding | None = None  # likewise
+        self._end_reason: EndReason | Literal[""] = ""  # as its row shows it
+        self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
         state.keep()  # its user may have been dropped since the request came
@@ -22590,7 +22683,7 @@ class ReplyGeneration:
             "cached": handle.cached_tokens,
             "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
             "match": handle.hit_kind,
-            "finish": self._end_reason or "",
+            "finish": self._end_reason,
             "prefill": round(seconds["prefill"], 3),
             "decode": round(seconds["decode"], 3),
             "waited": waited_seconds,
@@ -22655,8 +22748,6 @@ class ReplyGeneration:
     def _record(self, kind: EndingKind) -> None:
         row = self.row()
         message = self._decoder.reader.message()
-        is_answered = kind not in ("left", "failed")
-        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
         if kind != "failed":  # of these HTTP SERVER logs the error
             n_calls = len(message.get("tool_calls", ()))
             summary = format_summary(row, client=self._client, n_calls=n_calls)
@@ -22670,11 +22761,13 @@ class ReplyGeneration:
             metrics.observe_wait(cause.reason, seconds)
         self._state.stores.recent.append(row)
 
-        if is_answered and is_chat:
+        if kind in ("left", "failed"):
+            return
+        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
+        if is_chat:
             self._remember_reply(kind, message)
-        if is_answered:
-            self._record_turn(row)
-        if is_answered and is_chat:
+        self._record_turn(row)
+        if is_chat:
             self._compare_with_history(row)
 
     def _remember_reply(self, kind: EndingKind, message: JsonObject) -> None:
@@ -22837,138 +22930,6 @@ class ReplyGeneration:
             n_reread,
             sentence,
         )
-
-
-_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
-# What agents write before the folder in which they work: Claude Code and opencode in a
-# line of the system prompt, Codex in a text that no user wrote.
-_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
-
-
-def _find_title(request: ChatRequest) -> str:
-    """An agent's folder, and how the first message of the user begins.
-
-    Of a completion it is how the prompt begins. "shop: Mend the failing test"
-
-    A part that begins with a tag is no text of the user: agents put reminders there.
-    Nor is one with the instructions of a project, which Codex sends as the first.
-    """
-    user_texts = _list_texts(request, "user")
-    if isinstance(request.prompt, str):
-        user_texts.append(request.prompt)
-    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
-    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
-    first_text = next(own_texts, user_texts[0] if user_texts else "")
-    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
-    title = ": ".join(filter(None, [folder, first_text]))
-    return printable(title, max_length=MAX_TITLE_LENGTH)
-
-
-def _list_texts(request: ChatRequest, role: str) -> list[str]:
-    texts: list[str] = []
-    for message in request.messages:
-        content = message["content"]
-        if message["role"] != role:
-            continue
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            texts += [part["text"] for part in content if part["type"] == "text"]
-    return texts
-
-
-def _find_folder(agent_texts: Iterable[str]) -> str:
-    """The name of the folder that an agent says it works in; "" if it does not."""
-    for text in agent_texts:
-        for label in _FOLDER_LABELS:
-            _, _, rest = text.partition(label)
-            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
-            if path:
-                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
-    return ""
-
-
-def _submit(
-    state: ServerState, request: ChatRequest
-) -> tuple[PreparedRequest, RequestHandle]:
-    """Prepare a request and hand it to the engine.
-
-    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
-    already; if the guess was wrong, the request is prepared again.
-    """
-    while True:
-        prepared = prepare_request(state, request)
-        if state.engine.is_draining:
-            _check_session(state, prepared)
-        handle = state.engine.submit(prepared.engine_request)
-        is_verified = False
-        try:
-            state.stores.ledger.remember(
-                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
-            )
-            is_verified = state.stores.planner.verify(prepared.plan)
-        finally:
-            if not is_verified:
-                handle.stop_reason = "cancelled"
-        if is_verified:
-            return prepared, handle
-
-
-def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
-    """Raise Draining for a session that has sent no request before.
-
-    A sub-agent belongs to the session that has started it.
-    """
-    known_ids = [row()["session"] for row in list(state.stores.live.values())]
-    index = state.stores.session_index
-    parent_id = prepared.request.session.parent_session_id
-    for session_id in (prepared.session_id, parent_id):
-        if session_id in index or session_id in known_ids:
-            return
-    raise Draining("this server is being drained: it takes no new sessions")
-
-
-def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
-    """The formatter of the API that was called."""
-    request = prepared.request
-    model_id = prepared.model.model_id
-    if request.kind == "messages":
-        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
-        # ask for.
-        return AnthropicFormatter(request.request_id, request.model or model_id)
-    return OpenAIFormatter(
-        kind=request.kind,
-        request_id=request.request_id,
-        model=model_id,
-        created=int(time.time()),
-        include_usage=request.include_usage,
-        return_progress=request.return_progress,
-    )
-
-
-def _lower_thread_priority() -> None:
-    """Let this thread give way to others. why(L-35): rendering slows down streams.
-
-    Only on Linux do threads have a priority of their own.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
-
-
-@contextmanager
-def kept_awake(config: Config) -> Iterator[None]:
-    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
-    program = shutil.which("caffeinate") if config.keep_awake else None
-    with ExitStack() as stack:
-        if program is not None:
-            # -w: it ends with this process, however that ends.
-            command = [program, "-i", "-w", str(os.getpid())]
-            with suppress(OSError):  # without it the reply comes all the same
-                process = stack.enter_context(subprocess.Popen(command))
-                stack.callback(process.terminate)
-        yield
 
 
 # region STATUS ================================================================
@@ -23161,9 +23122,7 @@ def status_body(state: ServerState) -> StatusBody:
 
 
 def _running_rows(stores: TenantStores) -> list[RequestRow]:
-    """Those of the requests that run. One that has ended may be sent to its client still:
-    it is among the recent ones.
-    """
+    """Those that run. One that has ended is recent, though it may still be sent."""
     rows = [row() for row in list(stores.live.values())]
     return [row for row in rows if row["phase"] != "ended"]
 
@@ -23599,6 +23558,15 @@ _HELD_GAP_SECONDS: Final = 5.0  # between two bytes of a body that memory is hel
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
 
 
+@contextmanager
+def _noting_loss() -> Iterator[None]:
+    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone from error
+
+
 class _TimedInput(socket.SocketIO):
     """The bytes that a client sends. Raises TimeoutError if they come too slowly.
 
@@ -23675,15 +23643,6 @@ _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no ha
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-
-
-@contextmanager
-def _noting_loss() -> Iterator[None]:
-    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError) as error:
-        raise ClientGone from error
 
 
 class ResponseWriter:
@@ -24300,9 +24259,8 @@ def build_state(
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
         stores.load()
-        for (
-            state
-        ) in tenants.states():  # keys that have asked while the model was loaded
+        # Keys that have asked while the model was loaded.
+        for state in tenants.states():
             if state.tenant:
                 state.stores.load()
 
@@ -24765,9 +24723,9 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
         cluster=cluster,
     )
     engine.start()
-    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     while engine.state != "dead" and not stop.wait(_FOLLOW_SECONDS):
         pass
+    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     deadline = time.monotonic() + patience
     while engine.state != "dead" and time.monotonic() < deadline:
         time.sleep(_FOLLOW_SECONDS)
