@@ -8589,7 +8589,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def group_size(self) -> int:
-        """Of `bits`."""
+        """Numbers in a group, under the name that mlx-lm looks for."""
         return self.packing.group_size
 
     @property
@@ -9132,7 +9132,7 @@ def read_gated_delta_in_chunks() -> None:
 # contiguous and evaluated: a view would keep the whole buffer that it is taken from
 # (L-06).
 #
-#  1 What a model keeps   its kind and size, measured
+#  1 What a model keeps   its kind and size, measured; how many tokens it has read
 #  2 Spans                attention KV
 #  3 State                checkpoints
 #  4 Batches              several rows in one cache
@@ -13753,7 +13753,7 @@ def _load_parts(
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
-    trusts_tokenizer = trust and not _names_no_code(path)
+    trusts_tokenizer = trust and not _has_null_code(path)
     tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
     is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
     if is_lazy and not is_for_mlx_lm:
@@ -13782,8 +13782,8 @@ def _is_for_mlx_vlm(path: Path) -> bool:
     return False
 
 
-def _names_no_code(path: Path) -> bool:
-    """Whether a tokenizer names null as its code: transformers would look that up.
+def _has_null_code(path: Path) -> bool:
+    """Whether a tokenizer names null as its code, which transformers would look up.
 
     The demo's does, to be read as it is (why(L-59)).
     """
@@ -14018,10 +14018,10 @@ def _default_sampling(
             source = "generation_config.json"
 
     model_type = str(facts.get("model_type"))
-    switch = template.traits.thinking_kwargs
+    thinking_kwargs = template.traits.thinking_kwargs
+    was_told_not_to = not thinks and thinking_kwargs[True] != thinking_kwargs[False]
     for beginning, advice in _PLAIN_SAMPLING.items():
-        is_about_it = model_type.startswith(beginning) and switch[True] != switch[False]
-        if is_about_it and not thinks:
+        if was_told_not_to and model_type.startswith(beginning):
             values, source = advice, "the model's card"
 
     set_values = {
@@ -14029,9 +14029,9 @@ def _default_sampling(
         for name in _SAMPLING_NAMES
         if getattr(config, f"default_{name}") is not None
     }
-    sources = [*(f"DEFAULT_{name.upper()}" for name in set_values), source]
-    if values.keys() <= set_values.keys():
-        sources.remove(source)
+    sources = [f"DEFAULT_{name.upper()}" for name in set_values]
+    if not values.keys() <= set_values.keys():
+        sources.append(source)
     n_look_back = {"repetition_context_size": config.default_repetition_context_size}
     return DefaultSampling({**values, **set_values, **n_look_back}, ", ".join(sources))
 
