@@ -1135,18 +1135,17 @@ def start_logging(config: Config) -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     logger.setLevel(config.log_level)
     logger.propagate = False  # if a library sets up the root logger, it repeats nothing
-    if not logger.handlers:
-        logger.addHandler(_make_handler())
+    if logger.handlers:
+        return
 
-
-def _make_handler() -> logging.Handler:
+    handler: logging.Handler
     if _CONSOLE.is_terminal:
-        return RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
-    # In a file a record is one line; rich would break it at column 80.
-    handler = logging.StreamHandler(sys.stderr)
-    form = "%(asctime)s %(levelname)-7s %(message)s"
-    handler.setFormatter(logging.Formatter(form))
-    return handler
+        handler = RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
+    else:  # in a file a record is one line; rich would break it at column 80
+        handler = logging.StreamHandler(sys.stderr)
+        form = "%(asctime)s %(levelname)-7s %(message)s"
+        handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)
 
 
 class FaultLog:
@@ -1478,7 +1477,7 @@ class CacheMetrics:
             return defaultdict(int, self._counts.get(self._tenant, {}))
 
     def totals(self) -> Totals:
-        """The sums by now; seconds in milliseconds."""
+        """The sums by now; seconds are rounded to milliseconds."""
         counts = self._read()
         names = Totals.__annotations__
         return cast(Totals, {name: round(counts[name], 3) for name in names})
@@ -1595,7 +1594,10 @@ class SessionLog:
             is_new_day = not folder.exists()
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            _append_line(path, _stamped_line(now, record))
+            stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
+            line = json.dumps(stamped, ensure_ascii=False, default=str)
+            # Half of a surrogate pair becomes "?".
+            _append_line(path, f"{line}\n".encode("utf-8", "replace"))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._has_warned.is_set():
                 self._has_warned.set()
@@ -1634,12 +1636,6 @@ def _file_stem(session_id: str) -> str:
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
     digest = sha256(session_id.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{stem}.{digest[:32]}"
-
-
-def _stamped_line(moment: datetime, record: Mapping[str, object]) -> bytes:
-    stamped = {"time": moment.isoformat(timespec="milliseconds"), **record}
-    line = json.dumps(stamped, ensure_ascii=False, default=str)
-    return f"{line}\n".encode("utf-8", "replace")  # half of a surrogate pair: "?"
 
 
 def _append_line(path: Path, line: bytes) -> None:
@@ -1719,23 +1715,20 @@ class WorkBudget:
                 return
             self.waiting.append(place)
         try:
-            while not self._take_in_turn(n_units, place):
+            while True:
+                with self._changed:
+                    is_turn = self._changed.wait_for(
+                        lambda: self.waiting[0] is place and n_units <= self.n_free,
+                        timeout=CLIENT_LOOK_SECONDS,
+                    )
+                    if is_turn:
+                        self.n_free -= n_units
+                        break
                 check_client()
         finally:
             with self._changed:
                 self.waiting.remove(place)
                 self._changed.notify_all()
-
-    def _take_in_turn(self, n_units: int, place: object) -> bool:
-        """Wait a while for the units and for their turn; whether they were taken."""
-        with self._changed:
-            is_turn = self._changed.wait_for(
-                lambda: self.waiting[0] is place and n_units <= self.n_free,
-                timeout=CLIENT_LOOK_SECONDS,
-            )
-            if is_turn:
-                self.n_free -= n_units
-            return is_turn
 
     def release(self, n_units: int) -> None:
         """Give units back; only a Reservation calls it, with units of its own."""
@@ -2422,13 +2415,13 @@ def read_common(
 def check_prewarm(request: ChatRequest) -> None:
     """Raise BadRequest for what is asked of a reply that will not be generated."""
     is_asked_for = {
-        "a stream": request.stream,
-        "a format": request.json_schema is not None,
-        "a call": request.tool_choice.mode in ("required", "named"),
+        "stream": request.stream,
+        "format": request.json_schema is not None,
+        "call": request.tool_choice.mode in ("required", "named"),
     }
     for wish, is_asked in is_asked_for.items():
         if is_asked and request.max_tokens == 0:
-            sentence = f"with 0 the prompt is only read: there can be no {wish[2:]}"
+            sentence = f"with 0 the prompt is only read: there can be no {wish}"
             raise BadRequest(sentence, field="max_tokens")
 
 
@@ -2655,13 +2648,17 @@ def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
     {"device_id": "d", "session_id": "s"} -> {"device_id": "d", }
     user_a1_account_b2_session_c3 -> user_a1_account_b2
     """
-    user = headers.get(USER_HEADER, "").strip()  # a gateway's: no body replaces it
+    user = headers.get(USER_HEADER, "").strip()
+    if user:  # a gateway's: no body replaces it
+        return user
     for place, value in values_at(_USER_PLACES, fields):
-        if not user and isinstance(value, str | int) and not isinstance(value, bool):
+        if isinstance(value, str | int) and not isinstance(value, bool):
             user = str(value).strip()
             if place == "metadata.user_id":
                 user = _CLAUDE_SESSION.sub("", user)
-    return user
+            if user:
+                return user
+    return ""
 
 
 # -- messages --------------------------------------------------------------------------
@@ -2741,13 +2738,14 @@ def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
 
 def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
     """The request with the tools of a chat. Raises BadRequest."""
-    tools: dict[bool, list[JsonObject]] = {False: [], True: []}  # True: deferred ones
+    tools: list[JsonObject] = []
+    deferred_tools: list[JsonObject] = []
     strict_tools = {}
     for index, tool in enumerate(parsed.tools):
         # Nothing else of a tool is kept: templates print it whole, with cache_control.
         function = drop_nulls(tool["function"])
-        is_deferred = bool(tool.get("defer_loading"))
-        tools[is_deferred].append({"type": "function", "function": function})
+        group = deferred_tools if tool.get("defer_loading") else tools
+        group.append({"type": "function", "function": function})
         if tool.get("strict") or function.get("strict"):
             strict_tools[function["name"]] = f"tools[{index}].function.parameters"
 
@@ -2757,9 +2755,9 @@ def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
         choice = ToolChoice("named", parsed.tool_choice["function"]["name"])
     return replace(
         request,
-        tools=tuple(tools[False]),
-        deferred_tools=tuple(tools[True]),
-        tool_choice=check_choice(choice, tools[False] + tools[True]),
+        tools=tuple(tools),
+        deferred_tools=tuple(deferred_tools),
+        tool_choice=check_choice(choice, tools + deferred_tools),
         strict_tools=strict_tools,
         parallel_tool_calls=parsed.parallel_tool_calls,
     )
@@ -2961,7 +2959,7 @@ class _MessagesBody(RequestBody):
 def parse_any_request(
     body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
 ) -> ChatRequest:
-    """A request of any API, for /v1/explain. Raises BadRequest.
+    """A request of any API, for /v1/cache/explain. Raises BadRequest.
 
     It is known by a field that no other API has; without any, it is read as a chat.
     """
@@ -3001,9 +2999,11 @@ def parse_anthropic_request(
             message["role"], message["content"], functions, field=field
         )
 
-    field, output_format = "output_config.format", parsed.output_config.get("format")
+    field = "output_config.format"
+    output_format = parsed.output_config.get("format")
     if not output_format:
-        field, output_format = "output_format", parsed.output_format
+        field = "output_format"
+        output_format = parsed.output_format
     request = replace(
         request,
         kind="messages",
@@ -3613,20 +3613,13 @@ def _normalize(image: Image.Image) -> Image.Image:
         image.draft("RGB", (width, height))  # a JPEG is unpacked at 1/2, 1/4 or 1/8
 
     image.load()
-    image = _reduce_shades(image)
+    if image.mode == "I;16":  # grey, of which Pillow would make white from 255 on
+        image = image.point(lambda shade: shade / 256).convert("L")
+        image.info.pop("transparency", None)  # one of 65,536 shades
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
         image = _shrink(image, width, height)
     ImageOps.exif_transpose(image, in_place=True)
     return _put_on_white(image)
-
-
-def _reduce_shades(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits as grey of 8, of which Pillow would make white from 255 on."""
-    if image.mode != "I;16":
-        return image
-    grey = image.point(lambda shade: shade / 256).convert("L")
-    grey.info.pop("transparency", None)  # one of 65,536 shades
-    return grey
 
 
 def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -19688,7 +19681,11 @@ class JsonArguments:
             match = unread.match_next(_QUOTE[self._closers[-1]])
             if match is not None and not match.partial:
                 self._is_in_string = False
-                return '"' if match["broken"] is None else self._break()
+                # "alpha", "    the reply was cut in the next key: its quote ends nothing
+                is_cut = unread.text.startswith("\0")
+                is_doubtful = is_cut and _MAY_BE_UNCLOSED.search(self._string_end)
+                is_broken = match["broken"] is not None or is_doubtful
+                return self._break() if is_broken else '"'
         if match is None:
             return self._read_raw()
         return None if match.partial else self._take_text(match[0])
@@ -21590,7 +21587,7 @@ class TenantStores:
     def empty(
         cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
     ) -> TenantStores:
-        """Stores without anything in them. What they remember is put into `saved`."""
+        """Stores without anything in them; what they learn is written to `saved`."""
         ledger = Ledger(config, saved)
         return cls(
             ledger=ledger,
@@ -22080,6 +22077,46 @@ def _find_session_id(planned: PlannedRequest) -> str:
     return session_id_for(planned.request.session, ids, start_key=start_key)
 
 
+def _submit(
+    state: ServerState, request: ChatRequest
+) -> tuple[PreparedRequest, RequestHandle]:
+    """Prepare a request and hand it to the engine.
+
+    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
+    already; if the guess was wrong, the request is prepared again.
+    """
+    while True:
+        prepared = prepare_request(state, request)
+        if state.engine.is_draining:
+            _check_session(state, prepared)
+        handle = state.engine.submit(prepared.engine_request)
+        is_verified = False
+        try:
+            state.stores.ledger.remember(
+                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
+            )
+            is_verified = state.stores.planner.verify(prepared.plan)
+        finally:
+            if not is_verified:
+                handle.stop_reason = "cancelled"
+        if is_verified:
+            return prepared, handle
+
+
+def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
+    """Raise Draining for a session that has sent no request before.
+
+    A sub-agent belongs to the session that has started it.
+    """
+    known_ids = [row()["session"] for row in list(state.stores.live.values())]
+    index = state.stores.session_index
+    parent_id = prepared.request.session.parent_session_id
+    for session_id in (prepared.session_id, parent_id):
+        if session_id in index or session_id in known_ids:
+            return
+    raise Draining("this server is being drained: it takes no new sessions")
+
+
 # -- from tokens to deltas -------------------------------------------------------------
 
 
@@ -22374,22 +22411,55 @@ def can_be_replayed(
     return bool(message["content"]) and not is_thinking and not has_calls
 
 
-class SessionTurn(RequestFacts):
-    """A request in the session index."""
+# -- what people see of a request ------------------------------------------------------
 
-    parent: str | None  # session id of the agent that started this one
-    stable_prefix_msg_count: int  # messages that the conversation had before
+_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+# What agents write before the folder in which they work: Claude Code and opencode in a
+# line of the system prompt, Codex in a text that no user wrote.
+_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
 
 
-class SessionRecord(SessionTurn):
-    """A request in the session log; the counters, and what settings add, come after."""
+def _find_title(request: ChatRequest) -> str:
+    """An agent's folder, and how the first message of the user begins.
 
-    effort_sent: str  # by the client or a setting: "high"; "" if by none
-    effort: str  # what the template got: "xhigh"; "none" if it does not think
+    Of a completion it is how the prompt begins. "shop: Mend the failing test"
 
-    head: str | None  # stands for template, tools and settings
-    n_messages: int
-    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
+    A part that begins with a tag is no text of the user: agents put reminders there.
+    Nor is one with the instructions of a project, which Codex sends as the first.
+    """
+    user_texts = _list_texts(request, "user")
+    if isinstance(request.prompt, str):
+        user_texts.append(request.prompt)
+    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
+    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    first_text = next(own_texts, user_texts[0] if user_texts else "")
+    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
+    title = ": ".join(filter(None, [folder, first_text]))
+    return printable(title, max_length=MAX_TITLE_LENGTH)
+
+
+def _list_texts(request: ChatRequest, role: str) -> list[str]:
+    texts: list[str] = []
+    for message in request.messages:
+        content = message["content"]
+        if message["role"] != role:
+            continue
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    return texts
+
+
+def _find_folder(agent_texts: Iterable[str]) -> str:
+    """The name of the folder that an agent says it works in; "" if it does not."""
+    for text in agent_texts:
+        for label in _FOLDER_LABELS:
+            _, _, rest = text.partition(label)
+            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
+            if path:
+                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
+    return ""
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -22410,6 +22480,67 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
         if len(tail) == n_tokens and tail[period:] == tail[:-period]:
             return True
     return False
+
+
+def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
+    """The formatter of the API that was called."""
+    request = prepared.request
+    model_id = prepared.model.model_id
+    if request.kind == "messages":
+        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
+        # ask for.
+        return AnthropicFormatter(request.request_id, request.model or model_id)
+    return OpenAIFormatter(
+        kind=request.kind,
+        request_id=request.request_id,
+        model=model_id,
+        created=int(time.time()),
+        include_usage=request.include_usage,
+        return_progress=request.return_progress,
+    )
+
+
+def _lower_thread_priority() -> None:
+    """Let this thread give way to others. why(L-35): rendering slows down streams.
+
+    Only on Linux do threads have a priority of their own.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread_id = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
+
+
+@contextmanager
+def kept_awake(config: Config) -> Iterator[None]:
+    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
+    program = shutil.which("caffeinate") if config.keep_awake else None
+    with ExitStack() as stack:
+        if program is not None:
+            # -w: it ends with this process, however that ends.
+            command = [program, "-i", "-w", str(os.getpid())]
+            with suppress(OSError):  # without it the reply comes all the same
+                process = stack.enter_context(subprocess.Popen(command))
+                stack.callback(process.terminate)
+        yield
+
+
+class SessionTurn(RequestFacts):
+    """A request in the session index."""
+
+    parent: str | None  # session id of the agent that started this one
+    stable_prefix_msg_count: int  # messages that the conversation had before
+
+
+class SessionRecord(SessionTurn):
+    """A request in the session log; the counters, and what settings add, come after."""
+
+    effort_sent: str  # by the client or a setting: "high"; "" if by none
+    effort: str  # what the template got: "xhigh"; "none" if it does not think
+
+    head: str | None  # stands for template, tools and settings
+    n_messages: int
+    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
 
 
 class ReplyGeneration:
@@ -22445,8 +22576,8 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._end_reason: EndReason | None = None  # None: it goes on
-        self._ending: ReplyEnding | None = None  # likewise
+        self._end_reason: EndReason | Literal[""] = ""  # as its row shows it
+        self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
         state.keep()  # its user may have been dropped since the request came
@@ -22636,7 +22767,7 @@ class ReplyGeneration:
             "cached": handle.cached_tokens,
             "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
             "match": handle.hit_kind,
-            "finish": self._end_reason or "",
+            "finish": self._end_reason,
             "prefill": round(seconds["prefill"], 3),
             "decode": round(seconds["decode"], 3),
             "waited": waited_seconds,
@@ -22701,8 +22832,6 @@ class ReplyGeneration:
     def _record(self, kind: EndingKind) -> None:
         row = self.row()
         message = self._decoder.reader.message()
-        is_answered = kind not in ("left", "failed")
-        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
         if kind != "failed":  # of these HTTP SERVER logs the error
             n_calls = len(message.get("tool_calls", ()))
             summary = format_summary(row, client=self._client, n_calls=n_calls)
@@ -22716,11 +22845,13 @@ class ReplyGeneration:
             metrics.observe_wait(cause.reason, seconds)
         self._state.stores.recent.append(row)
 
-        if is_answered and is_chat:
+        if kind in ("left", "failed"):
+            return
+        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
+        if is_chat:
             self._remember_reply(kind, message)
-        if is_answered:
-            self._record_turn(row)
-        if is_answered and is_chat:
+        self._record_turn(row)
+        if is_chat:
             self._compare_with_history(row)
 
     def _remember_reply(self, kind: EndingKind, message: JsonObject) -> None:
@@ -22883,138 +23014,6 @@ class ReplyGeneration:
             n_reread,
             sentence,
         )
-
-
-_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
-# What agents write before the folder in which they work: Claude Code and opencode in a
-# line of the system prompt, Codex in a text that no user wrote.
-_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
-
-
-def _find_title(request: ChatRequest) -> str:
-    """An agent's folder, and how the first message of the user begins.
-
-    Of a completion it is how the prompt begins. "shop: Mend the failing test"
-
-    A part that begins with a tag is no text of the user: agents put reminders there.
-    Nor is one with the instructions of a project, which Codex sends as the first.
-    """
-    user_texts = _list_texts(request, "user")
-    if isinstance(request.prompt, str):
-        user_texts.append(request.prompt)
-    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
-    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
-    first_text = next(own_texts, user_texts[0] if user_texts else "")
-    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
-    title = ": ".join(filter(None, [folder, first_text]))
-    return printable(title, max_length=MAX_TITLE_LENGTH)
-
-
-def _list_texts(request: ChatRequest, role: str) -> list[str]:
-    texts: list[str] = []
-    for message in request.messages:
-        content = message["content"]
-        if message["role"] != role:
-            continue
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            texts += [part["text"] for part in content if part["type"] == "text"]
-    return texts
-
-
-def _find_folder(agent_texts: Iterable[str]) -> str:
-    """The name of the folder that an agent says it works in; "" if it does not."""
-    for text in agent_texts:
-        for label in _FOLDER_LABELS:
-            _, _, rest = text.partition(label)
-            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
-            if path:
-                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
-    return ""
-
-
-def _submit(
-    state: ServerState, request: ChatRequest
-) -> tuple[PreparedRequest, RequestHandle]:
-    """Prepare a request and hand it to the engine.
-
-    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
-    already; if the guess was wrong, the request is prepared again.
-    """
-    while True:
-        prepared = prepare_request(state, request)
-        if state.engine.is_draining:
-            _check_session(state, prepared)
-        handle = state.engine.submit(prepared.engine_request)
-        is_verified = False
-        try:
-            state.stores.ledger.remember(
-                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
-            )
-            is_verified = state.stores.planner.verify(prepared.plan)
-        finally:
-            if not is_verified:
-                handle.stop_reason = "cancelled"
-        if is_verified:
-            return prepared, handle
-
-
-def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
-    """Raise Draining for a session that has sent no request before.
-
-    A sub-agent belongs to the session that has started it.
-    """
-    known_ids = [row()["session"] for row in list(state.stores.live.values())]
-    index = state.stores.session_index
-    parent_id = prepared.request.session.parent_session_id
-    for session_id in (prepared.session_id, parent_id):
-        if session_id in index or session_id in known_ids:
-            return
-    raise Draining("this server is being drained: it takes no new sessions")
-
-
-def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
-    """The formatter of the API that was called."""
-    request = prepared.request
-    model_id = prepared.model.model_id
-    if request.kind == "messages":
-        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
-        # ask for.
-        return AnthropicFormatter(request.request_id, request.model or model_id)
-    return OpenAIFormatter(
-        kind=request.kind,
-        request_id=request.request_id,
-        model=model_id,
-        created=int(time.time()),
-        include_usage=request.include_usage,
-        return_progress=request.return_progress,
-    )
-
-
-def _lower_thread_priority() -> None:
-    """Let this thread give way to others. why(L-35): rendering slows down streams.
-
-    Only on Linux do threads have a priority of their own.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
-
-
-@contextmanager
-def kept_awake(config: Config) -> Iterator[None]:
-    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
-    program = shutil.which("caffeinate") if config.keep_awake else None
-    with ExitStack() as stack:
-        if program is not None:
-            # -w: it ends with this process, however that ends.
-            command = [program, "-i", "-w", str(os.getpid())]
-            with suppress(OSError):  # without it the reply comes all the same
-                process = stack.enter_context(subprocess.Popen(command))
-                stack.callback(process.terminate)
-        yield
 
 
 # region STATUS ================================================================
@@ -23207,9 +23206,7 @@ def status_body(state: ServerState) -> StatusBody:
 
 
 def _running_rows(stores: TenantStores) -> list[RequestRow]:
-    """Those of the requests that run. One that has ended may be sent to its client still:
-    it is among the recent ones.
-    """
+    """Those that run. One that has ended is recent, though it may still be sent."""
     rows = [row() for row in list(stores.live.values())]
     return [row for row in rows if row["phase"] != "ended"]
 
@@ -23645,6 +23642,15 @@ _HELD_GAP_SECONDS: Final = 5.0  # between two bytes of a body that memory is hel
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
 
 
+@contextmanager
+def _noting_loss() -> Iterator[None]:
+    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone from error
+
+
 class _TimedInput(socket.SocketIO):
     """The bytes that a client sends. Raises TimeoutError if they come too slowly.
 
@@ -23721,15 +23727,6 @@ _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no ha
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-
-
-@contextmanager
-def _noting_loss() -> Iterator[None]:
-    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError) as error:
-        raise ClientGone from error
 
 
 class ResponseWriter:
@@ -24346,9 +24343,8 @@ def build_state(
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
         stores.load()
-        for (
-            state
-        ) in tenants.states():  # keys that have asked while the model was loaded
+        # Keys that have asked while the model was loaded.
+        for state in tenants.states():
             if state.tenant:
                 state.stores.load()
 
@@ -24811,9 +24807,9 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
         cluster=cluster,
     )
     engine.start()
-    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     while engine.state != "dead" and not stop.wait(_FOLLOW_SECONDS):
         pass
+    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     deadline = time.monotonic() + patience
     while engine.state != "dead" and time.monotonic() < deadline:
         time.sleep(_FOLLOW_SECONDS)

@@ -35,7 +35,8 @@ def with_processor(choice: Any, request: s.EngineRequest, processor: Any) -> Any
     """The choice of tokens of a request, with one more logits processor at the end."""
     prompt_ids = request.key.tokens[:-1]
     context = prompt_ids[prompt_ids >= 0].tolist()
-    return choice._replace(processors=[*choice.processors, processor], context=context)
+    processors = [*choice.processors, processor]
+    return choice._replace(processors=processors, context=s.TokenBuffer(context))
 
 
 def force_tokens(
