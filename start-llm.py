@@ -4385,7 +4385,7 @@ def _make_input(
     fields: Sequence[VolatileField] = (),
     dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
-    """The canonical message of a message whose content is text, and no reply."""
+    """The canonical message of a message that is no reply; its content is one text."""
     # The digest has neither the call that it answers, for clients rewrite ids, nor
     # fields that we do not know: a replayed message keeps those that it had first.
     # why(L-92): clients trim line breaks, except in tool results.
@@ -6090,7 +6090,10 @@ def _make_printable(
     last_role: str,
     has_call: bool,
 ) -> tuple[Message, bool]:
-    """The message as it can be printed, and whether it is a part of the one before."""
+    """The message as it can be printed, and whether it is a part of the one before.
+
+    It is merged with that one if both have the same role then.
+    """
     content = message["content"]
     match message["role"]:
         case "system" if not traits.has_late_system and not is_head:
@@ -6490,12 +6493,12 @@ class ChatTemplate:
         )
         if not text.endswith(generation_prompt):
             generation_prompt = ""
-        n_generation = self._count_tokens(generation_prompt, request)
-        if len(ids) - n_generation not in turn_starts[-1:]:
-            turn_starts.append(len(ids) - n_generation)
+        generation_start = len(ids) - self._count_tokens(generation_prompt, request)
+        if generation_start not in turn_starts[-1:]:
+            turn_starts.append(generation_start)
+
         start_tag, end_tag = self._thinking_tags
         last_start = generation_prompt.rfind(start_tag) if start_tag else -1
-
         return RenderedPrompt(
             text=remove_breaks(text),
             ids=ids,
@@ -6574,6 +6577,7 @@ class ChatTemplate:
         return {**self._other_kwargs(request), **self._mode_kwargs(request)}
 
     def _other_kwargs(self, request: ChatRequest) -> JsonObject:
+        """The setting and those sent."""
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
@@ -6581,7 +6585,7 @@ class ChatTemplate:
         return {**preserve, **sent}
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
-        """Whether to think, and how hard."""
+        """Those for whether to think, and how hard."""
         kwargs = self.traits.thinking_kwargs[request.thinking]
         return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
 
@@ -7513,7 +7517,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
 def _has_same_replies(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> bool:
-    """Whether the client has nothing in its replies that these have otherwise."""
+    """Whether no reply of the client has other thinking, or another "cd", than these."""
     for message, thinking in zip(messages, transcript.thinking(), strict=False):
         if message.thinking not in ("", thinking):
             return False
@@ -7821,7 +7825,7 @@ class Ledger:
     def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
         """Which private value keeps a transcript of more messages from being replayed.
 
-        why(L-106): without a session id it may be another person's, so it is only said.
+        why(L-106): without a session id it may be another person's, so it is only named.
         `n_replayed`: messages that are replayed. Returns the name of the value's rule;
         "" if there is none, or if the session has a name.
         """
