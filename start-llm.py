@@ -4866,11 +4866,10 @@ class RecordFile:
             )
         self.failure = reason
 
-    # To forget everything is to take another queue, and to delete the file: erase() does
-    # it at once; where it cannot, the thread tries again.
+    # Any thread.
 
     def _forget_all(self) -> None:
-        """Let the file be deleted, with all changes that wait for it."""
+        """Let the file be deleted, and leave the queue with all that waits for it."""
         self._changes = deque()
         self.number += 1
         self._must_be_erased = True
@@ -6577,7 +6576,7 @@ class ChatTemplate:
         return {**self._other_kwargs(request), **self._mode_kwargs(request)}
 
     def _other_kwargs(self, request: ChatRequest) -> JsonObject:
-        """The setting and those sent."""
+        """The setting, and those sent."""
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
