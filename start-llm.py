@@ -14516,11 +14516,6 @@ class TokenGenerator:
         token_ids: Any = self._next_tokens.tolist()
         return list(map(SampledToken, token_ids, self._next_logprobs))
 
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        (token,) = self.next_tokens()
-        return token.token_id
-
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         fed, fed_logprobs = self._next_tokens, self._next_logprobs
@@ -14906,11 +14901,7 @@ class _GrammarText:
                 self._add(name, "<[*]>*")
                 continue
             self._add(name, "")
-            self._add(name, self._sequence(call.parts))
-
-    def _sequence(self, parts: Iterable[CallPart]) -> str:
-        """These parts in their order, for a rule."""
-        return " ".join(map(self._part, parts))
+            self._add(name, " ".join(map(self._part, call.parts)))
 
     def _part(self, part: CallPart) -> str:
         match part:
@@ -15805,8 +15796,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
 #          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
-#          DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15982,7 +15972,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_prompt`, `n_to_prefill` and `prefill_speed`: test_scheduler_policy.py stands in.
+# `n_prompt`, `n_to_prefill` and `seconds_left`: test_scheduler_policy.py stands in.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -16054,9 +16044,9 @@ class SchedulingPolicy:
 
         A step of a batch costs nearly the same with one request more.
         """
-        n_tokens = candidate.n_to_prefill
-        seconds_left = n_tokens / candidate.prefill_speed
-        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+        if candidate.n_to_prefill <= SHORT_TOKENS:
+            return True
+        return candidate.seconds_left < SOON_SECONDS
 
     def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
         """Whether this one may prefill now. `is_decoding`: others decode."""
@@ -16104,8 +16094,8 @@ class SchedulingPolicy:
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.oldest_credit > 0:
-            seconds_left = seconds + reader.n_to_prefill / reader.prefill_speed
-            others_share = min(MAX_OTHERS_SHARE, seconds_left / SOON_SECONDS)
+            seconds_in_all = seconds + reader.seconds_left
+            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
@@ -16301,15 +16291,17 @@ class RunningRequest:
         handle: RequestHandle,
         match: PrefixMatch,
         *,
+        loaded: LoadedModel,
         cache: PrefixCache,
-        layer_caches: LayerCaches,
         prefill_speed: float,
     ) -> None:
         """Take over the KV that was matched. Raises what PrefixCache.start raises."""
         request = handle.request
         self.handle = handle
         self.request = request
-        self.layer_caches = layer_caches
+        self.lockstep = loaded.lockstep
+        # why(L-09): no max.
+        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
         self.output_ids: list[int] = []
@@ -16318,7 +16310,6 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.cache = cache
@@ -16376,8 +16367,9 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
-        return is_short and not self.handle.is_second_try
+        if self.slice_ends or self.handle.is_second_try:
+            return False
+        return 0 < self.n_to_prefill <= SHORT_TOKENS
 
     @property
     def has_replied(self) -> bool:
@@ -16662,7 +16654,8 @@ class DecodeBatch:
     def _wait_for_y(self) -> int:
         """The token sampled last, when it is computed."""
         self._launched_at = -math.inf
-        return self._generator.wait_for_y()
+        (token,) = self._generator.next_tokens()
+        return token.token_id
 
     def _step_plain(self) -> list[list[SampledToken]]:
         """A step without a draft."""
@@ -16857,9 +16850,7 @@ class MemoryBudget:
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
 
     def make_room_to_merge(
-        self,
-        n_bytes: int,
-        requests: Sequence[RunningRequest],
+        self, n_bytes: int, requests: Sequence[RunningRequest]
     ) -> bool:
         """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
         copy_bytes = 2 * n_bytes
@@ -17018,9 +17009,26 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        is_text = running.find_image(end) is None
-        with self._measure([running], is_usual=is_text):
-            self._feed(running, end)
+        start = running.num_computed_tokens
+        image = running.find_image(end)
+        with self._measure([running], is_usual=image is None):
+            tokens = running.remaining_prefill()[: end - start]
+            with _taking_checkpoints(running, end):
+                if image is None:
+                    model = _model_call(self._loaded, [running])
+                    model(mx.array(tokens)[None], cache=running.layer_caches)
+                else:
+                    counter = self._loaded.model.prefill_image(
+                        tokens,
+                        image,
+                        layer_caches=running.layer_caches,
+                        position=start + running.position_shift(),
+                    )
+                    tenant = running.request.owner.tenant
+                    self._metrics.of_tenant(tenant).bump(counter)
+                evaluate_caches(running.layer_caches)
+            running.num_computed_tokens = start + len(tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
 
@@ -17036,7 +17044,19 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            joint_caches = self._feed_together(requests)
+            rests = [running.remaining_prefill() for running in requests]
+            token_rows = [rest.tolist() for rest in rests]
+            joint_caches = to_batch(*(running.layer_caches for running in requests))
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.layer_caches = []  # else the KV would be there twice
+            feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.num_computed_tokens = running.n_prompt - 1
+
+        depths = [running.num_computed_tokens for running in requests]
+        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
         for running in requests:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
@@ -17118,44 +17138,6 @@ class PromptReader:
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-
-    def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
-        """Let the model read the rests of prompts, each but its last token."""
-        rests = [running.remaining_prefill() for running in requests]
-        token_rows = [rest.tolist() for rest in rests]
-        joint_caches = to_batch(*(running.layer_caches for running in requests))
-        evaluate_caches(joint_caches)
-        for running in requests:
-            running.layer_caches = []  # else the KV would be there twice
-        feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
-        evaluate_caches(joint_caches)
-
-        for running in requests:
-            running.num_computed_tokens = running.n_prompt - 1
-        depths = [running.num_computed_tokens for running in requests]
-        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
-        return joint_caches
-
-    def _feed(self, running: RunningRequest, end: int) -> None:
-        """Let the model read a prompt up to `end`, and keep states on the way."""
-        start = running.num_computed_tokens
-        layer_caches = running.layer_caches
-        tokens = running.remaining_prefill()[: end - start]
-        image = running.find_image(end)
-        with _taking_checkpoints(running, end):
-            if image is None:
-                model = _model_call(self._loaded, [running])
-                model(mx.array(tokens)[None], cache=layer_caches)
-            else:
-                position = start + running.position_shift()
-                counter = self._loaded.model.prefill_image(
-                    tokens, image, layer_caches=layer_caches, position=position
-                )
-                tenant = running.request.owner.tenant
-                self._metrics.of_tenant(tenant).bump(counter)
-            evaluate_caches(layer_caches)
-        running.num_computed_tokens = start + len(tokens)
-        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17326,48 +17308,47 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        self._take_out(running)
-        if running not in self.running:  # the batch failed when it was taken out
-            return
-        self._leave(running)
-        running.handle.end(end)
+        if self._take_out(running):
+            self._leave(running)
+            running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> None:
+    def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        An exception ends the whole batch: the request does not run any more then.
+        Returns False if that failed: all requests of the batch have ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
                 running.batch.remove(running)
+        return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
-        """Let a request run no more. If its KV cannot be kept, that is all it loses."""
+        """Let a request run no more; the cache has its KV and state then.
+
+        This comes before the end is reported: the client's next request must find it.
+        If the KV cannot be kept, that is all that is lost.
+        """
+        entry = running.entry
+        n_tokens = running.num_computed_tokens
         try:
-            self._put_back(running)
+            if n_tokens == 0 or running.has_failed:
+                # Nothing was read, or the KV is wrong. (A first token without numbers
+                # fails the request after the next step only; its client may leave
+                # before that.)
+                self.cache.drop(entry)
+            else:
+                state = copy_state(running.layer_caches)
+                self.cache.add_checkpoint(entry, n_tokens, state)
+                key = running.computed_key(self.config.prompt_cache_block_size)
+                span = take_span(running.layer_caches, n_tokens)
+                self.cache.put_back(entry, key, span)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            self.cache.drop(running.entry)
+            self.cache.drop(entry)
             self._free_memory(error)
         self.running.remove(running)
-
-    def _put_back(self, running: RunningRequest) -> None:
-        """Let the cache have the KV, and the state that belongs to it.
-
-        This comes before the end is reported: the client's next request must find it.
-        """
-        entry = running.entry
-        n_tokens = running.num_computed_tokens
-        if n_tokens == 0 or running.has_failed:
-            # Nothing was read, or the KV is wrong. (A first token without numbers fails
-            # the request after the next step only; its client may leave before that.)
-            self.cache.drop(entry)
-            return
-        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
-        key = running.computed_key(self.config.prompt_cache_block_size)
-        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17421,7 +17402,11 @@ class Scheduler:
             return True
 
         n_prompt = handle.request.n_prompt
-        if self._make_room_to_start(n_prompt, match):
+        n_bytes = self.budget.prompt_bytes(n_prompt)
+        has_room = self.budget.make_room(n_bytes, self.running, keep=match)
+        if not has_room and not self.running:  # even its own cached prefix may go
+            has_room = self.budget.make_room(n_bytes, self.running)
+        if has_room:
             self._start(handle)
             self.waiting.remove(handle)
             return True
@@ -17451,13 +17436,6 @@ class Scheduler:
                 return running.request.request_id
         return None
 
-    def _make_room_to_start(self, n_prompt: int, match: PrefixMatch) -> bool:
-        """Make room for a prompt. Its own cached prefix goes only if nothing runs."""
-        n_bytes = self.budget.prompt_bytes(n_prompt)
-        if self.budget.make_room(n_bytes, self.running, keep=match):
-            return True
-        return not self.running and self.budget.make_room(n_bytes, self.running)
-
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
@@ -17475,11 +17453,11 @@ class Scheduler:
             running = RunningRequest(
                 handle,
                 match,
+                loaded=self.loaded,
                 cache=self.cache,
-                layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.lockstep = self._lockstep
+            # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
@@ -17554,11 +17532,7 @@ class Scheduler:
         if self.disk is None or handle.is_second_try:
             return False
         request = handle.request
-        n_tokens = self.disk.load(
-            request.key,
-            match,
-            owner=request.owner,
-        )
+        n_tokens = self.disk.load(request.key, match, owner=request.owner)
         if n_tokens:
             metrics = self.metrics.of_tenant(request.owner.tenant)
             metrics.bump("disk_hits")
@@ -17577,26 +17551,24 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             pause_left = pause_ends - self._now()
-            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
-            if has_read and not fits:
+            is_short = self.policy.is_short(running)
+            if has_read and not (is_short and running.seconds_left <= pause_left):
                 return
-            self._prefill_turn(running, pause_left)
+
+            joint_seconds = MAX_JOINT_SECONDS
+            if is_short and self.batches:
+                seconds = joint_seconds = pause_left
+            elif len(self.running) + len(self.waiting) > 1:
+                seconds = SLICE_SECONDS
+            else:
+                seconds = LONE_SLICE_SECONDS
+            companions: list[RunningRequest] = []
+            with self.guard():  # it changes no KV: if it fails, this one reads alone
+                companions = self._find_companions(running, max_seconds=joint_seconds)
+            self._prefill([running, *companions], seconds=seconds)
             if running.batch is None:
                 return
             has_read = True
-
-    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
-        """Prefill what is next, with others whose prompts are short, too."""
-        if self.batches and self.policy.is_short(running):
-            seconds = joint_seconds = pause_left
-        else:
-            has_company = len(self.running) + len(self.waiting) > 1
-            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-            joint_seconds = MAX_JOINT_SECONDS
-        companions: list[RunningRequest] = []
-        with self.guard():  # it changes no KV: if it fails, this one reads alone
-            companions = self._find_companions(running, max_seconds=joint_seconds)
-        self._prefill([running, *companions], seconds=seconds)
 
     def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
@@ -17617,18 +17589,15 @@ class Scheduler:
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
-            self._charge_prefill(began, requests)
+
+            # The rests that a new batch has read count, too.
+            seconds_taken = self._now() - began
+            is_decoding = any(batch is not chosen.batch for batch in self.batches)
+            self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
+            is_alone = all(running in requests for running in self.prefilling)
+            self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
-
-    def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
-        """Charge the turn of these requests to both accounts, rests included."""
-        seconds = self._now() - began
-        own_batch = requests[0].batch
-        is_decoding = any(batch is not own_batch for batch in self.batches)
-        self.policy.charge_slice(seconds, is_decoding=is_decoding)
-        others = [running for running in self.prefilling if running not in requests]
-        self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
     def _find_companions(
         self, running: RunningRequest, *, max_seconds: float
@@ -17701,9 +17670,10 @@ class Scheduler:
             if running not in self.running:  # a failure of its batch has ended it
                 continue
             end = self._find_reply_end(running, token_ids)
-            if running.has_failed:
+            if running.has_failed:  # its KV is wrong; the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
-                self._fail_alone(running, error)
+                if self._take_out(running):
+                    self._fail(running, error)
             elif end is not None:
                 self._finish(running, end)
 
@@ -17771,12 +17741,6 @@ class Scheduler:
             self._free_memory(error)
             for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))
-
-    def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
-        """End one request of a batch whose KV is wrong; the others go on."""
-        self._take_out(running)
-        if running in self.running:
-            self._fail(running, error)
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
         """End a request whose KV is or may be wrong; what builds on it goes, too.
@@ -18393,13 +18357,15 @@ class Engine:
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
-        _tell_packing(self._config, scheduler.spec)
-        _tell_opaque(scheduler.spec)
+        spec = scheduler.spec
+        _tell_packing(self._config, spec)
+        _tell_opaque(spec)
         self._publish(scheduler)
+
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
-        spec = scheduler.spec
-        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        # As many as would fit with KV_BITS; what is opaque is never packed.
+        opaque_bytes = scheduler.budget.opaque_token_bytes
         packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
         packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
