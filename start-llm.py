@@ -2557,7 +2557,8 @@ def add_thinking(
 def _find_thinking_levels(fields: JsonObject) -> list[str]:
     """What a body says of thinking, the strongest place first.
 
-    {"thinking": true, "reasoning_effort": "low"} is "on", "low".
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low". An object, such as
+    {"thinking": {"type": "enabled"}}, is passed over: "thinking.type" is a place, too.
     """
     levels = []
     for place, value in values_at(_THINKING_PLACES, fields):
@@ -3185,7 +3186,7 @@ def _translate_block(
             "type": "document",
             "source": {"type": "content", "content": str() | list() as content},
         }:
-            field += ".source"
+            field += ".source"  # translated below, as is the next one
         case {"type": "search_result", "content": list() as content}:
             pass
         case {"type": "tool_reference", "tool_name": str(name)}:
@@ -21584,10 +21585,6 @@ class TenantStores:
             refusals=deque(maxlen=MAX_REFUSALS),
         )
 
-    def load(self) -> None:
-        """Remember what an earlier server has saved."""
-        self.ledger.load()
-
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
@@ -21730,7 +21727,7 @@ class ServerState:
         metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
+        stores.ledger.load()
         state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
         return state if "/" in tenant else state.keep()
 
@@ -22356,7 +22353,11 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
-    """By what the engine says of it, and why its text was over before."""
+    """How a reply ended.
+
+    The first of these counts: it failed, or its client left; why its text was over; how
+    the engine ended it.
+    """
     match reason, text_end:
         case "failed", _:
             return ReplyEnding("failed", "length")
@@ -24327,11 +24328,11 @@ def build_state(
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
-        stores.load()
+        stores.ledger.load()
         # Keys that have asked while the model was loaded.
         for state in tenants.states():
             if state.tenant:
-                state.stores.load()
+                state.stores.ledger.load()
 
     has_disk = wants_disk_cache(config)
     return ServerState(
@@ -24586,8 +24587,17 @@ def _write_banner(state: ServerState) -> str:
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
     log_root = os.path.expanduser(state.config.log_root)
+    log = str(Path(__file__).resolve().parent / log_root)
+    if state.session_log.has_failed:
+        log = "none of sessions: LOG_ROOT cannot be written, as said above"
+    draft_bytes = state.engine.memory.get("draft_model", 0)
+    next_step = f"open {url}/ to chat and to watch"
+    if model.is_demo:
+        launch = ""  # it is too small for an agent's instructions
+    else:
+        next_step += ", or start an agent, as above"
 
-    rows = {
+    rows = {  # those without a text are left out
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
         f" (the model: {model.context_length:,})",
@@ -24600,23 +24610,16 @@ def _write_banner(state: ServerState) -> str:
         "Anthropic": url,
         "Responses": _describe_proxy(state),
         "an agent": launch,
-        "log": str(Path(__file__).resolve().parent / log_root),
+        "log": log,
         "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
     }
-    next_step = f"open {url}/ to chat and to watch"
     if model.is_demo:
-        rows["an agent"] = ""  # the demo is too small for an agent's instructions
         rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
-    if state.session_log.has_failed:
-        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
-    draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
-    if rows["an agent"]:
-        next_step += ", or start an agent, as above"
     rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
