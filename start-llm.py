@@ -16528,10 +16528,11 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        # Before the last step; None: the model has none, or none is known. Of windows
-        # none is held.
-        self.held_state: LayerCaches | None = None
-        self.held_positions: list[int] = []  # of its rows
+        # State before the last step; None: the model has none, or none is known. Of
+        # windows none is held.
+        self._held_state: LayerCaches | None = None
+        # The row of each request in it, and the position of that row.
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16597,10 +16598,11 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self.held_state = hold_recurrent_state(self._generator.layer_caches)
-        self.held_positions = [
-            running.num_computed_tokens - n_pending for running in self.requests
-        ]
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
+            running: (row, running.num_computed_tokens - n_pending)
+            for row, running in enumerate(self.requests)
+        }
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16670,6 +16672,15 @@ class DecodeBatch:
         """A copy of the state of a request after the token that it was fed last."""
         return copy_state(self.layer_caches, row=self.requests.index(running))
 
+    def read_held_state(
+        self, running: RunningRequest
+    ) -> tuple[int, StateCheckpoint] | None:
+        """Position and state of a request before the last step, if they are known."""
+        if self._held_state is None:
+            return None
+        row, position = self._held_rows[running]
+        return position, copy_state(self._held_state, row=row)
+
     def padding_with(self, joining_batch: DecodeBatch) -> float:
         """Padding as a share of real tokens, if another batch joined.
 
@@ -16687,7 +16698,7 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self.held_state = None
+        self._held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
@@ -17297,11 +17308,15 @@ class Scheduler:
     def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        Returns False if that failed: all requests of the batch have ended then.
+        The state before the last step is kept: a client may send the reply back without
+        its last token. Returns False after a failure: the whole batch has ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
+                held = running.batch.read_held_state(running)
                 running.batch.remove(running)
+                if held is not None:
+                    self.cache.add_checkpoint(running.entry, *held)
         return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
@@ -17675,19 +17690,11 @@ class Scheduler:
 
         One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121). And where the reply ends, in their place,
-        that of before the last step: a client may send it back without its last token.
+        client that cancels the reply (L-121).
         """
-        for row, (running, token_ids) in enumerate(accepted):
+        for running, token_ids in accepted:
             if self._find_reply_end(running, token_ids) is not None:
-                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                running.reply_checkpoint = 0
-                if batch.held_state is not None:
-                    state = copy_state(batch.held_state, row=row)
-                    position = batch.held_positions[row]
-                    self.cache.add_checkpoint(running.entry, position, state)
-                continue
-
+                continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
