@@ -9180,21 +9180,23 @@ def measure_kv(model: Any) -> KVSpec:
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
     is_opaque = has_opaque_leaf(layer_caches)
-    opaque_bytes = _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    opaque_bytes, opaque_token_bytes = (
+        _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    )
     known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
         packed_token_bytes=sum(
             _packed_bytes_per_token(leaf) for leaf in attention_leaves
         ),
-        state_bytes=known_bytes + opaque_bytes[0],
+        state_bytes=known_bytes + opaque_bytes,
         has_state=bool(state_leaves),
         can_batch=not is_opaque
         and all(hasattr(layer, "merge") for layer in layer_caches),
         can_tap=bool(state_leaves) and not is_opaque and _install_tap(model),
         layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
         is_opaque=is_opaque,
-        opaque_token_bytes=opaque_bytes[1],
+        opaque_token_bytes=opaque_token_bytes,
     )
 
 
@@ -9668,25 +9670,26 @@ def _find_cached_layers(model: Any) -> list[Any]:
     """
     layers: list[Any] = []
     for module in model.modules():
-        cached_modules = filter(_takes_cache, module.modules())
-        cached_ids = [id(cached_module) for cached_module in cached_modules]
-        if cached_ids == [id(module)]:
+        ids_with_cache = [
+            id(part)
+            for part in module.modules()
+            if "cache" in inspect.signature(type(part).__call__).parameters
+        ]
+        if ids_with_cache == [id(module)]:
             layers.append(module)
     return layers
 
 
-def _takes_cache(module: Any) -> bool:
-    signature = inspect.signature(type(module).__call__)
-    return "cache" in signature.parameters
-
-
 def _make_tapped_class(layer_class: Any) -> type:
-    """A subclass of a layer's class that answers the request in its cache."""
+    """A subclass of a layer's class that answers the request in its cache.
+
+    It reads its input `(1, n, ...)` in parts that end where states are wanted.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Each layer comes here at each decode step, when nothing is requested.
         last_arg = args[-1] if args else None
-        leaf = kwargs.get("cache", last_arg)
+        leaf: Any = kwargs.get("cache", last_arg)
         request: _TapRequest | None = getattr(leaf, "tap_request", None)
         if request is None or not request.ends:
             return layer_class.__call__(self, *args, **kwargs)
@@ -9695,35 +9698,20 @@ def _make_tapped_class(layer_class: Any) -> type:
             first_name = next(iter(kwargs))
             args = (kwargs.pop(first_name),)
         inputs, *other_args = args
+        n_tokens = inputs.shape[1]
+        last_end = request.ends[-1]
+        assert last_end <= n_tokens, "a state is wanted after the end of the call"
+        inner_ends = [end for end in request.ends if end < n_tokens]
+        request.ends = ()  # answered once, also if two layers share this cache
 
-        def run_part(part: mx.array) -> mx.array:
-            output: mx.array
+        outputs: list[mx.array] = []
+        for part in mx.split(inputs, inner_ends, axis=1):
             output = layer_class.__call__(self, part, *other_args, **kwargs)
-            return output
-
-        return _run_in_parts(run_part, inputs, leaf)
+            outputs.append(output)
+            request.states.append(list(leaf.cache))
+        return mx.concatenate(outputs, axis=1)
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})
-
-
-def _run_in_parts(
-    run_part: Callable[[mx.array], mx.array],
-    inputs: mx.array,
-    leaf: Any,
-) -> mx.array:
-    """Run a layer on inputs `(1, n, ...)` in parts that end where states are wanted."""
-    request: _TapRequest = leaf.tap_request
-    n_tokens = inputs.shape[1]
-    assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
-    inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # answered once, also if two layers share this cache
-
-    outputs: list[mx.array] = []
-    for part in mx.split(inputs, inner_ends, axis=1):
-        output = run_part(part)
-        outputs.append(output)
-        request.states.append(list(leaf.cache))
-    return mx.concatenate(outputs, axis=1)
 
 
 def _is_same_state(checkpoint: StateCheckpoint, expected: StateCheckpoint) -> bool:
@@ -10093,7 +10081,12 @@ class EntryTree:
         if not parent.is_movable(entry.start):
             return parent.copy_kv(entry.start).join(own_kv)
         parent_kv = self.take_kv(parent, entry.start)
-        self._replace_parent(entry, parent)
+        entry.parent = parent.parent
+        entry.start = parent.start
+        entry.checkpoints = parent.checkpoints | entry.checkpoints
+        for branch in self.branches_of(parent):
+            branch.parent = entry
+        self._remove(parent)
         return parent_kv.join(own_kv)
 
     def _split(self, entry: CacheEntry, depth: int) -> None:
@@ -10120,15 +10113,6 @@ class EntryTree:
         entry.end = end
         entry.span = span
         entry.checkpoints = entry.own_checkpoints(0, end)
-
-    def _replace_parent(self, entry: CacheEntry, parent: CacheEntry) -> None:
-        """Put an entry in the place of its parent, whose KV it has taken."""
-        entry.parent = parent.parent
-        entry.start = parent.start
-        entry.checkpoints = parent.checkpoints | entry.checkpoints
-        for branch in self.branches_of(parent):
-            branch.parent = entry
-        self._remove(parent)
 
     def truncate(self, entry: CacheEntry, depth: int) -> None:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
@@ -10232,18 +10216,6 @@ class SessionPauses:
         return idle_seconds
 
 
-def expected_saving(entry: CacheEntry, start: int, *, wait_seconds: float) -> float:
-    """How much prefill it saves to keep KV [start, end) of an entry (L-16).
-
-    The work is counted in tokens at the beginning of a prompt. The chance of reuse is
-    relative: it grows with the number of uses, and falls with the time until the next.
-    """
-    work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
-    frequency = 1.0 + math.log1p(entry.n_uses)
-    chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
-    return work * chance
-
-
 def _bytes_from(entry: CacheEntry, depth: int) -> int:
     """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
     n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
@@ -10261,9 +10233,7 @@ class StartedEntry(NamedTuple):
     """What a request starts with."""
 
     entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    span: (
-        KVSpan | None
-    )  # KV of the cached tokens, the request's own; None: there is none
+    span: KVSpan | None  # KV of the cached tokens, which the request now owns
 
 
 class EntryReport(TypedDict):
@@ -10322,8 +10292,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # An entry counts if it may have more than one of these two: deeper KV is
-            # better, and the most that any has is told, also without a state there.
+            # An entry is compared if its KV may be deeper than that of `best`, or if
+            # it may match more than all others: that is reported, state or not.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10492,8 +10462,8 @@ class PrefixCache:
             self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
-    # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
-    # keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
+    # Who goes first: `_expected_saving`. What must stay: `_needed_depths`. What is
+    # worth keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
 
     def evict_idle(self) -> None:
         """Evict entries that were not used for the TTL, once they have no branches."""
@@ -10639,8 +10609,17 @@ class PrefixCache:
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
+        """How much prefill it saves to keep KV [start, end) of an entry (L-16).
+
+        The work is counted in tokens at the beginning of a prompt. The chance of reuse
+        is relative: it grows with the number of uses, and falls with the time until the
+        next.
+        """
+        work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
+        frequency = 1.0 + math.log1p(entry.n_uses)
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
-        return expected_saving(entry, start, wait_seconds=wait_seconds)
+        chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
+        return work * chance
 
     def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
         """By entry, the depth to which branches, or the request, need its KV."""
@@ -10868,6 +10847,13 @@ def _open_file(path: Path) -> io.BufferedReader:
     return os.fdopen(os.open(path, flags), "rb")
 
 
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
 def _take_lock(folder: Path) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
@@ -10979,7 +10965,6 @@ class DiskCache:
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used."""
         self.folder, self._lock_file = own_folder
-        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -10995,7 +10980,7 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        os.utime(folder / "lock")  # see _drop_other_folders
+        os.utime(self.folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
 
@@ -11134,9 +11119,10 @@ class DiskCache:
     @property
     def undeleted(self) -> str:
         """How many files could not be deleted, and why; "" if all are gone."""
-        for reason in self._undeleted.values():
-            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-        return ""
+        if not self._undeleted:
+            return ""
+        reason = next(iter(self._undeleted.values()))
+        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
 
     def retry_deletions(self) -> None:
         """Delete what could not be deleted before."""
@@ -11171,17 +11157,14 @@ class DiskCache:
         for member in family:  # it grows meanwhile
             family += self._children.get(member.name, ())
         for member in reversed(family):
-            self._remove_one(member)
-
-    def _remove_one(self, segment: Segment) -> None:
-        if self._segments.pop(segment.name, None) is None:
-            return
-        self.nbytes -= segment.nbytes
-        self._used_at.pop(segment.name)
-        self._tokens.pop(segment.name)
-        self._children.pop(segment.name, None)
-        self._children[segment.parent].remove(segment)
-        self._unlink(self._path_of(segment))
+            if self._segments.pop(member.name, None) is None:
+                continue
+            self.nbytes -= member.nbytes
+            self._used_at.pop(member.name)
+            self._tokens.pop(member.name)
+            self._children.pop(member.name, None)
+            self._children[member.parent].remove(member)
+            self._unlink(self._path_of(member))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11334,23 +11317,22 @@ _WRITTEN_TYPES: Final = frozenset(
 )
 
 
-class PlannedSegment(NamedTuple):
-    """A segment to be written, and what returns each of its arrays, by name.
-
-    A reader is called between two steps, when its array is copied: a request that
-    writes into KV that is held copies it first (L-03). States may be held: nobody
-    writes into them.
-    """
-
-    segment: Segment
-    readers: dict[str, Callable[[], mx.array]]
+# By the name of an array, what returns it when it is copied, between two steps: a
+# request that writes into KV that is held copies it first (L-03). States may be held:
+# nobody writes into them.
+type _ArrayReaders = dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
+def _plan_segment(
+    entry: CacheEntry, match: DiskMatch, end: int
+) -> tuple[Segment, _ArrayReaders]:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers = _find_readers(entry, start, end)
+    tokens = entry.key.tokens[start:end]
+    readers: _ArrayReaders = {"tokens": partial(mx.array, tokens)}
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -11366,18 +11348,7 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         session=entry.owner.session,
         states=states,
     )
-    return PlannedSegment(segment, readers)
-
-
-def _find_readers(
-    entry: CacheEntry, start: int, end: int
-) -> dict[str, Callable[[], mx.array]]:
-    """What returns the tokens, and the KV of each layer, of [start, end)."""
-    tokens = entry.key.tokens[start:end]
-    readers: dict[str, Callable[[], mx.array]] = {"tokens": partial(mx.array, tokens)}
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    return readers
+    return segment, readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
@@ -11417,9 +11388,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
-def _state_to_json(
-    part: Any, name: str, readers: dict[str, Callable[[], mx.array]]
-) -> Any:
+def _state_to_json(part: Any, name: str, readers: _ArrayReaders) -> Any:
     """A state as JSON; what returns its arrays is put into `readers`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
@@ -11475,11 +11444,11 @@ def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
-# -- 4 what the model thread does ------------------------------------------------------
+# -- 4 which folder --------------------------------------------------------------------
 
 
 def wants_disk_cache(config: Config) -> bool:
-    """Whether KV may be written to the disk: it is what people have said.
+    """Whether KV may be written to the disk, though it contains conversations.
 
     By default only where one person uses the server, on this machine.
     """
@@ -11489,6 +11458,10 @@ def wants_disk_cache(config: Config) -> bool:
         return config.cache_disk == "on"
     is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
     return is_local and config.cache_isolation == "none"
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 def open_disk_cache(config: Config, identity: str) -> DiskCache:
@@ -11524,13 +11497,6 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         folder,
     )
     return disk
-
-
-class _OwnFolder(NamedTuple):
-    """A folder that no other server uses, until `lock_file` is closed."""
-
-    path: Path
-    lock_file: io.BufferedReader
 
 
 def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
@@ -11594,14 +11560,14 @@ def report_unused(config: Config, fault: DiskError) -> DiskReport:
 
 def find_undeletable(config: Config, fault: DiskError) -> str:
     """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    has_files = True  # as long as nobody can look
     try:
-        has_files = bool(os.listdir(_find_root(config)))
+        if not os.listdir(_find_root(config)):
+            return ""
     except (FileNotFoundError, NotADirectoryError):
-        has_files = False
+        return ""
     except OSError:
-        pass
-    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -11621,18 +11587,18 @@ def _count_files(folder: Path) -> int:
     for path in folder.rglob("*"):
         with suppress(OSError):  # the server of another model has deleted it
             status = path.lstat()
-            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
+            if stat.S_ISREG(status.st_mode):
+                n_bytes += status.st_size
     return n_bytes
 
 
-def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first. Raises OSError."""
+def _find_folders(root: Path) -> list[Path]:
+    """The folders of all models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
     for folder in root.iterdir():
         with suppress(OSError):
             used_at[folder] = (folder / "lock").lstat().st_mtime
-    used_at.pop(own, 0.0)  # type: ignore[arg-type]
-    return sorted(used_at, key=lambda folder: -used_at[folder])
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
@@ -11641,7 +11607,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
-    for other in _find_other_folders(folder.parent, folder):
+    for other in _find_folders(folder.parent):
+        if other == folder:
+            continue
         other_bytes = _count_files(other)
         if n_bytes + other_bytes > max_bytes:
             _delete_model_folder(other)
@@ -11651,9 +11619,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
 
 
 def _delete_model_folder(folder: Path) -> str:
-    """Delete what another model has said, unless a server uses it.
+    """Delete a folder, unless a server uses it.
 
-    Returns why it is still there, as far as it should not be.
+    Returns why some of it is still there; "" if it is gone, or a server uses it.
     """
     faults: list[str] = []
 
@@ -11667,11 +11635,11 @@ def _delete_model_folder(folder: Path) -> str:
         return ""
     except (OSError, DiskError) as fault:
         note(None, "", fault)
-    return "; ".join(faults[:1])
+    return faults[0] if faults else ""
 
 
 def delete_other_folders(config: Config) -> str:
-    """Delete what was said to other models, but what other servers use.
+    """Delete the folders of other models, but for those that a server uses.
 
     Returns why some of it is still there; "" if all is gone. Nothing is deleted where
     this server keeps nothing on the disk.
@@ -11680,8 +11648,7 @@ def delete_other_folders(config: Config) -> str:
         return ""
     fault = ""
     try:
-        # This server's own folder is one that is used.
-        for folder in _find_other_folders(_find_root(config), None):
+        for folder in _find_folders(_find_root(config)):  # its own folder is in use
             fault = _delete_model_folder(folder) or fault
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
@@ -11690,8 +11657,7 @@ def delete_other_folders(config: Config) -> str:
     return fault
 
 
-def _find_root(config: Config) -> Path:
-    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+# -- 5 what the model thread does ------------------------------------------------------
 
 
 class DiskTier:
@@ -11739,10 +11705,9 @@ class DiskTier:
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
-            parent=match.kv_owner if is_branch else None,
+            parent=match.kv_owner if start else None,
             start=start,
             end=depth,
             span=loaded.span,
@@ -12016,9 +11981,9 @@ class SessionIndex:
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
     MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
-    # What each chat costs, beside the larger of two figures. One is time: a new request
-    # is compared with all the others, token by token. One is memory, in words of 4
-    # bytes: what no template prints takes some, too (L-128).
+    # A chat costs so much, and the larger of two figures: its tokens, since a new
+    # request is compared with all chats, token by token; and its bytes / 4, since what
+    # no template prints takes memory, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -12384,7 +12349,7 @@ class VlmModel(Module):  # type: ignore[misc]
             with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
                 layers(two_tokens, cache=caches, position_ids=positions)
                 self._rope_index = layers.get_rope_index
-        self._uncounted: frozenset[int] = frozenset()
+        self._uncounted: frozenset[int] = frozenset()  # for make_cache() of the trial
         self._uncounted = self._find_uncounted()
 
     def make_cache(self) -> LayerCaches:
