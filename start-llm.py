@@ -19366,7 +19366,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19383,15 +19383,15 @@ _ESCAPE: Final = r"""(?x:
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
 # At the end of a reply: what may have become an escape.
 _HALF_ESCAPE: Final = re.compile(
     r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
 )
-_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
+COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
@@ -19411,7 +19411,7 @@ _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
   | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
-_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
+_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
@@ -19450,7 +19450,7 @@ _QUOTE: Final = {
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
@@ -20285,9 +20285,9 @@ _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
