@@ -9181,21 +9181,23 @@ def measure_kv(model: Any) -> KVSpec:
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
     is_opaque = has_opaque_leaf(layer_caches)
-    opaque_bytes = _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    opaque_bytes, opaque_token_bytes = (
+        _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    )
     known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
         packed_token_bytes=sum(
             _packed_bytes_per_token(leaf) for leaf in attention_leaves
         ),
-        state_bytes=known_bytes + opaque_bytes[0],
+        state_bytes=known_bytes + opaque_bytes,
         has_state=bool(state_leaves),
         can_batch=not is_opaque
         and all(hasattr(layer, "merge") for layer in layer_caches),
         can_tap=bool(state_leaves) and not is_opaque and _install_tap(model),
         layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
         is_opaque=is_opaque,
-        opaque_token_bytes=opaque_bytes[1],
+        opaque_token_bytes=opaque_token_bytes,
     )
 
 
@@ -9669,25 +9671,26 @@ def _find_cached_layers(model: Any) -> list[Any]:
     """
     layers: list[Any] = []
     for module in model.modules():
-        cached_modules = filter(_takes_cache, module.modules())
-        cached_ids = [id(cached_module) for cached_module in cached_modules]
-        if cached_ids == [id(module)]:
+        ids_with_cache = [
+            id(part)
+            for part in module.modules()
+            if "cache" in inspect.signature(type(part).__call__).parameters
+        ]
+        if ids_with_cache == [id(module)]:
             layers.append(module)
     return layers
 
 
-def _takes_cache(module: Any) -> bool:
-    signature = inspect.signature(type(module).__call__)
-    return "cache" in signature.parameters
-
-
 def _make_tapped_class(layer_class: Any) -> type:
-    """A subclass of a layer's class that answers the request in its cache."""
+    """A subclass of a layer's class that answers the request in its cache.
+
+    It reads its input `(1, n, ...)` in parts that end where states are wanted.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Each layer comes here at each decode step, when nothing is requested.
         last_arg = args[-1] if args else None
-        leaf = kwargs.get("cache", last_arg)
+        leaf: Any = kwargs.get("cache", last_arg)
         request: _TapRequest | None = getattr(leaf, "tap_request", None)
         if request is None or not request.ends:
             return layer_class.__call__(self, *args, **kwargs)
@@ -9696,35 +9699,20 @@ def _make_tapped_class(layer_class: Any) -> type:
             first_name = next(iter(kwargs))
             args = (kwargs.pop(first_name),)
         inputs, *other_args = args
+        n_tokens = inputs.shape[1]
+        last_end = request.ends[-1]
+        assert last_end <= n_tokens, "a state is wanted after the end of the call"
+        inner_ends = [end for end in request.ends if end < n_tokens]
+        request.ends = ()  # answered once, also if two layers share this cache
 
-        def run_part(part: mx.array) -> mx.array:
-            output: mx.array
+        outputs: list[mx.array] = []
+        for part in mx.split(inputs, inner_ends, axis=1):
             output = layer_class.__call__(self, part, *other_args, **kwargs)
-            return output
-
-        return _run_in_parts(run_part, inputs, leaf)
+            outputs.append(output)
+            request.states.append(list(leaf.cache))
+        return mx.concatenate(outputs, axis=1)
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})
-
-
-def _run_in_parts(
-    run_part: Callable[[mx.array], mx.array],
-    inputs: mx.array,
-    leaf: Any,
-) -> mx.array:
-    """Run a layer on inputs `(1, n, ...)` in parts that end where states are wanted."""
-    request: _TapRequest = leaf.tap_request
-    n_tokens = inputs.shape[1]
-    assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
-    inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # answered once, also if two layers share this cache
-
-    outputs: list[mx.array] = []
-    for part in mx.split(inputs, inner_ends, axis=1):
-        output = run_part(part)
-        outputs.append(output)
-        request.states.append(list(leaf.cache))
-    return mx.concatenate(outputs, axis=1)
 
 
 def _is_same_state(checkpoint: StateCheckpoint, expected: StateCheckpoint) -> bool:
@@ -10094,7 +10082,12 @@ class EntryTree:
         if not parent.is_movable(entry.start):
             return parent.copy_kv(entry.start).join(own_kv)
         parent_kv = self.take_kv(parent, entry.start)
-        self._replace_parent(entry, parent)
+        entry.parent = parent.parent
+        entry.start = parent.start
+        entry.checkpoints = parent.checkpoints | entry.checkpoints
+        for branch in self.branches_of(parent):
+            branch.parent = entry
+        self._remove(parent)
         return parent_kv.join(own_kv)
 
     def _split(self, entry: CacheEntry, depth: int) -> None:
@@ -10121,15 +10114,6 @@ class EntryTree:
         entry.end = end
         entry.span = span
         entry.checkpoints = entry.own_checkpoints(0, end)
-
-    def _replace_parent(self, entry: CacheEntry, parent: CacheEntry) -> None:
-        """Put an entry in the place of its parent, whose KV it has taken."""
-        entry.parent = parent.parent
-        entry.start = parent.start
-        entry.checkpoints = parent.checkpoints | entry.checkpoints
-        for branch in self.branches_of(parent):
-            branch.parent = entry
-        self._remove(parent)
 
     def truncate(self, entry: CacheEntry, depth: int) -> None:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
@@ -10233,18 +10217,6 @@ class SessionPauses:
         return idle_seconds
 
 
-def expected_saving(entry: CacheEntry, start: int, *, wait_seconds: float) -> float:
-    """How much prefill it saves to keep KV [start, end) of an entry (L-16).
-
-    The work is counted in tokens at the beginning of a prompt. The chance of reuse is
-    relative: it grows with the number of uses, and falls with the time until the next.
-    """
-    work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
-    frequency = 1.0 + math.log1p(entry.n_uses)
-    chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
-    return work * chance
-
-
 def _bytes_from(entry: CacheEntry, depth: int) -> int:
     """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
     n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
@@ -10262,9 +10234,7 @@ class StartedEntry(NamedTuple):
     """What a request starts with."""
 
     entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    span: (
-        KVSpan | None
-    )  # KV of the cached tokens, the request's own; None: there is none
+    span: KVSpan | None  # KV of the cached tokens, which the request now owns
 
 
 class EntryReport(TypedDict):
@@ -10323,8 +10293,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # An entry counts if it may have more than one of these two: deeper KV is
-            # better, and the most that any has is told, also without a state there.
+            # An entry is compared if its KV may be deeper than that of `best`, or if
+            # it may match more than all others: that is reported, state or not.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10493,8 +10463,8 @@ class PrefixCache:
             self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
-    # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
-    # keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
+    # Who goes first: `_expected_saving`. What must stay: `_needed_depths`. What is
+    # worth keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
 
     def evict_idle(self) -> None:
         """Evict entries that were not used for the TTL, once they have no branches."""
@@ -10640,8 +10610,17 @@ class PrefixCache:
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
+        """How much prefill it saves to keep KV [start, end) of an entry (L-16).
+
+        The work is counted in tokens at the beginning of a prompt. The chance of reuse
+        is relative: it grows with the number of uses, and falls with the time until the
+        next.
+        """
+        work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
+        frequency = 1.0 + math.log1p(entry.n_uses)
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
-        return expected_saving(entry, start, wait_seconds=wait_seconds)
+        chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
+        return work * chance
 
     def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
         """By entry, the depth to which branches, or the request, need its KV."""
@@ -10869,6 +10848,13 @@ def _open_file(path: Path) -> io.BufferedReader:
     return os.fdopen(os.open(path, flags), "rb")
 
 
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
 def _take_lock(folder: Path) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
@@ -10980,7 +10966,6 @@ class DiskCache:
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used."""
         self.folder, self._lock_file = own_folder
-        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -10996,7 +10981,7 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        os.utime(folder / "lock")  # see _drop_other_folders
+        os.utime(self.folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
 
@@ -11135,9 +11120,10 @@ class DiskCache:
     @property
     def undeleted(self) -> str:
         """How many files could not be deleted, and why; "" if all are gone."""
-        for reason in self._undeleted.values():
-            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-        return ""
+        if not self._undeleted:
+            return ""
+        reason = next(iter(self._undeleted.values()))
+        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
 
     def retry_deletions(self) -> None:
         """Delete what could not be deleted before."""
@@ -11172,17 +11158,14 @@ class DiskCache:
         for member in family:  # it grows meanwhile
             family += self._children.get(member.name, ())
         for member in reversed(family):
-            self._remove_one(member)
-
-    def _remove_one(self, segment: Segment) -> None:
-        if self._segments.pop(segment.name, None) is None:
-            return
-        self.nbytes -= segment.nbytes
-        self._used_at.pop(segment.name)
-        self._tokens.pop(segment.name)
-        self._children.pop(segment.name, None)
-        self._children[segment.parent].remove(segment)
-        self._unlink(self._path_of(segment))
+            if self._segments.pop(member.name, None) is None:
+                continue
+            self.nbytes -= member.nbytes
+            self._used_at.pop(member.name)
+            self._tokens.pop(member.name)
+            self._children.pop(member.name, None)
+            self._children[member.parent].remove(member)
+            self._unlink(self._path_of(member))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11335,23 +11318,22 @@ _WRITTEN_TYPES: Final = frozenset(
 )
 
 
-class PlannedSegment(NamedTuple):
-    """A segment to be written, and what returns each of its arrays, by name.
-
-    A reader is called between two steps, when its array is copied: a request that
-    writes into KV that is held copies it first (L-03). States may be held: nobody
-    writes into them.
-    """
-
-    segment: Segment
-    readers: dict[str, Callable[[], mx.array]]
+# By the name of an array, what returns it when it is copied, between two steps: a
+# request that writes into KV that is held copies it first (L-03). States may be held:
+# nobody writes into them.
+type _ArrayReaders = dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
+def _plan_segment(
+    entry: CacheEntry, match: DiskMatch, end: int
+) -> tuple[Segment, _ArrayReaders]:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers = _find_readers(entry, start, end)
+    tokens = entry.key.tokens[start:end]
+    readers: _ArrayReaders = {"tokens": partial(mx.array, tokens)}
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -11367,18 +11349,7 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         session=entry.owner.session,
         states=states,
     )
-    return PlannedSegment(segment, readers)
-
-
-def _find_readers(
-    entry: CacheEntry, start: int, end: int
-) -> dict[str, Callable[[], mx.array]]:
-    """What returns the tokens, and the KV of each layer, of [start, end)."""
-    tokens = entry.key.tokens[start:end]
-    readers: dict[str, Callable[[], mx.array]] = {"tokens": partial(mx.array, tokens)}
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    return readers
+    return segment, readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
@@ -11418,9 +11389,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
-def _state_to_json(
-    part: Any, name: str, readers: dict[str, Callable[[], mx.array]]
-) -> Any:
+def _state_to_json(part: Any, name: str, readers: _ArrayReaders) -> Any:
     """A state as JSON; what returns its arrays is put into `readers`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
@@ -11476,11 +11445,11 @@ def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
-# -- 4 what the model thread does ------------------------------------------------------
+# -- 4 which folder --------------------------------------------------------------------
 
 
 def wants_disk_cache(config: Config) -> bool:
-    """Whether KV may be written to the disk: it is what people have said.
+    """Whether KV may be written to the disk, though it contains conversations.
 
     By default only where one person uses the server, on this machine.
     """
@@ -11490,6 +11459,10 @@ def wants_disk_cache(config: Config) -> bool:
         return config.cache_disk == "on"
     is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
     return is_local and config.cache_isolation == "none"
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 def open_disk_cache(config: Config, identity: str) -> DiskCache:
@@ -11525,13 +11498,6 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         folder,
     )
     return disk
-
-
-class _OwnFolder(NamedTuple):
-    """A folder that no other server uses, until `lock_file` is closed."""
-
-    path: Path
-    lock_file: io.BufferedReader
 
 
 def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
@@ -11595,14 +11561,14 @@ def report_unused(config: Config, fault: DiskError) -> DiskReport:
 
 def find_undeletable(config: Config, fault: DiskError) -> str:
     """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    has_files = True  # as long as nobody can look
     try:
-        has_files = bool(os.listdir(_find_root(config)))
+        if not os.listdir(_find_root(config)):
+            return ""
     except (FileNotFoundError, NotADirectoryError):
-        has_files = False
+        return ""
     except OSError:
-        pass
-    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -11622,18 +11588,18 @@ def _count_files(folder: Path) -> int:
     for path in folder.rglob("*"):
         with suppress(OSError):  # the server of another model has deleted it
             status = path.lstat()
-            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
+            if stat.S_ISREG(status.st_mode):
+                n_bytes += status.st_size
     return n_bytes
 
 
-def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first. Raises OSError."""
+def _find_folders(root: Path) -> list[Path]:
+    """The folders of all models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
     for folder in root.iterdir():
         with suppress(OSError):
             used_at[folder] = (folder / "lock").lstat().st_mtime
-    used_at.pop(own, 0.0)  # type: ignore[arg-type]
-    return sorted(used_at, key=lambda folder: -used_at[folder])
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
@@ -11642,7 +11608,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
-    for other in _find_other_folders(folder.parent, folder):
+    for other in _find_folders(folder.parent):
+        if other == folder:
+            continue
         other_bytes = _count_files(other)
         if n_bytes + other_bytes > max_bytes:
             _delete_model_folder(other)
@@ -11652,9 +11620,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
 
 
 def _delete_model_folder(folder: Path) -> str:
-    """Delete what another model has said, unless a server uses it.
+    """Delete a folder, unless a server uses it.
 
-    Returns why it is still there, as far as it should not be.
+    Returns why some of it is still there; "" if it is gone, or a server uses it.
     """
     faults: list[str] = []
 
@@ -11668,11 +11636,11 @@ def _delete_model_folder(folder: Path) -> str:
         return ""
     except (OSError, DiskError) as fault:
         note(None, "", fault)
-    return "; ".join(faults[:1])
+    return faults[0] if faults else ""
 
 
 def delete_other_folders(config: Config) -> str:
-    """Delete what was said to other models, but what other servers use.
+    """Delete the folders of other models, but for those that a server uses.
 
     Returns why some of it is still there; "" if all is gone. Nothing is deleted where
     this server keeps nothing on the disk.
@@ -11681,8 +11649,7 @@ def delete_other_folders(config: Config) -> str:
         return ""
     fault = ""
     try:
-        # This server's own folder is one that is used.
-        for folder in _find_other_folders(_find_root(config), None):
+        for folder in _find_folders(_find_root(config)):  # its own folder is in use
             fault = _delete_model_folder(folder) or fault
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
@@ -11691,8 +11658,7 @@ def delete_other_folders(config: Config) -> str:
     return fault
 
 
-def _find_root(config: Config) -> Path:
-    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+# -- 5 what the model thread does ------------------------------------------------------
 
 
 class DiskTier:
@@ -11740,10 +11706,9 @@ class DiskTier:
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
-            parent=match.kv_owner if is_branch else None,
+            parent=match.kv_owner if start else None,
             start=start,
             end=depth,
             span=loaded.span,
@@ -12017,9 +11982,9 @@ class SessionIndex:
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
     MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
-    # What each chat costs, beside the larger of two figures. One is time: a new request
-    # is compared with all the others, token by token. One is memory, in words of 4
-    # bytes: what no template prints takes some, too (L-128).
+    # A chat costs so much, and the larger of two figures: its tokens, since a new
+    # request is compared with all chats, token by token; and its bytes / 4, since what
+    # no template prints takes memory, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -12385,7 +12350,7 @@ class VlmModel(Module):  # type: ignore[misc]
             with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
                 layers(two_tokens, cache=caches, position_ids=positions)
                 self._rope_index = layers.get_rope_index
-        self._uncounted: frozenset[int] = frozenset()
+        self._uncounted: frozenset[int] = frozenset()  # for make_cache() of the trial
         self._uncounted = self._find_uncounted()
 
     def make_cache(self) -> LayerCaches:
@@ -14499,11 +14464,6 @@ class TokenGenerator:
         token_ids: Any = self._next_tokens.tolist()
         return list(map(SampledToken, token_ids, self._next_logprobs))
 
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        (token,) = self.next_tokens()
-        return token.token_id
-
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         fed, fed_logprobs = self._next_tokens, self._next_logprobs
@@ -14889,11 +14849,7 @@ class _GrammarText:
                 self._add(name, "<[*]>*")
                 continue
             self._add(name, "")
-            self._add(name, self._sequence(call.parts))
-
-    def _sequence(self, parts: Iterable[CallPart]) -> str:
-        """These parts in their order, for a rule."""
-        return " ".join(map(self._part, parts))
+            self._add(name, " ".join(map(self._part, call.parts)))
 
     def _part(self, part: CallPart) -> str:
         match part:
@@ -15788,8 +15744,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
 #          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
-#          DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15965,7 +15920,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_prompt`, `n_to_prefill` and `prefill_speed`: test_scheduler_policy.py stands in.
+# `n_prompt`, `n_to_prefill` and `seconds_left`: test_scheduler_policy.py stands in.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -16037,9 +15992,9 @@ class SchedulingPolicy:
 
         A step of a batch costs nearly the same with one request more.
         """
-        n_tokens = candidate.n_to_prefill
-        seconds_left = n_tokens / candidate.prefill_speed
-        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+        if candidate.n_to_prefill <= SHORT_TOKENS:
+            return True
+        return candidate.seconds_left < SOON_SECONDS
 
     def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
         """Whether this one may prefill now. `is_decoding`: others decode."""
@@ -16087,8 +16042,8 @@ class SchedulingPolicy:
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.oldest_credit > 0:
-            seconds_left = seconds + reader.n_to_prefill / reader.prefill_speed
-            others_share = min(MAX_OTHERS_SHARE, seconds_left / SOON_SECONDS)
+            seconds_in_all = seconds + reader.seconds_left
+            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
@@ -16284,15 +16239,17 @@ class RunningRequest:
         handle: RequestHandle,
         match: PrefixMatch,
         *,
+        loaded: LoadedModel,
         cache: PrefixCache,
-        layer_caches: LayerCaches,
         prefill_speed: float,
     ) -> None:
         """Take over the KV that was matched. Raises what PrefixCache.start raises."""
         request = handle.request
         self.handle = handle
         self.request = request
-        self.layer_caches = layer_caches
+        self.lockstep = loaded.lockstep
+        # why(L-09): no max.
+        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
         self.output_ids: list[int] = []
@@ -16301,7 +16258,6 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.cache = cache
@@ -16359,8 +16315,9 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
-        return is_short and not self.handle.is_second_try
+        if self.slice_ends or self.handle.is_second_try:
+            return False
+        return 0 < self.n_to_prefill <= SHORT_TOKENS
 
     @property
     def has_replied(self) -> bool:
@@ -16537,10 +16494,11 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        # Before the last step; None: the model has none, or none is known. Of windows
-        # none is held.
-        self.held_state: LayerCaches | None = None
-        self.held_positions: list[int] = []  # of its rows
+        # State before the last step; None: the model has none, or none is known. Of
+        # windows none is held.
+        self._held_state: LayerCaches | None = None
+        # The row of each request in it, and the position of that row.
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16606,10 +16564,11 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self.held_state = hold_recurrent_state(self._generator.layer_caches)
-        self.held_positions = [
-            running.num_computed_tokens - n_pending for running in self.requests
-        ]
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
+            running: (row, running.num_computed_tokens - n_pending)
+            for row, running in enumerate(self.requests)
+        }
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16645,7 +16604,8 @@ class DecodeBatch:
     def _wait_for_y(self) -> int:
         """The token sampled last, when it is computed."""
         self._launched_at = -math.inf
-        return self._generator.wait_for_y()
+        (token,) = self._generator.next_tokens()
+        return token.token_id
 
     def _step_plain(self) -> list[list[SampledToken]]:
         """A step without a draft."""
@@ -16678,6 +16638,15 @@ class DecodeBatch:
         """A copy of the state of a request after the token that it was fed last."""
         return copy_state(self.layer_caches, row=self.requests.index(running))
 
+    def read_held_state(
+        self, running: RunningRequest
+    ) -> tuple[int, StateCheckpoint] | None:
+        """Position and state of a request before the last step, if they are known."""
+        if self._held_state is None:
+            return None
+        row, position = self._held_rows[running]
+        return position, copy_state(self._held_state, row=row)
+
     def padding_with(self, joining_batch: DecodeBatch) -> float:
         """Padding as a share of real tokens, if another batch joined.
 
@@ -16695,7 +16664,7 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self.held_state = None
+        self._held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
@@ -16840,9 +16809,7 @@ class MemoryBudget:
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
 
     def make_room_to_merge(
-        self,
-        n_bytes: int,
-        requests: Sequence[RunningRequest],
+        self, n_bytes: int, requests: Sequence[RunningRequest]
     ) -> bool:
         """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
         copy_bytes = 2 * n_bytes
@@ -17001,9 +16968,26 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        is_text = running.find_image(end) is None
-        with self._measure([running], is_usual=is_text):
-            self._feed(running, end)
+        start = running.num_computed_tokens
+        image = running.find_image(end)
+        with self._measure([running], is_usual=image is None):
+            tokens = running.remaining_prefill()[: end - start]
+            with _taking_checkpoints(running, end):
+                if image is None:
+                    model = _model_call(self._loaded, [running])
+                    model(mx.array(tokens)[None], cache=running.layer_caches)
+                else:
+                    counter = self._loaded.model.prefill_image(
+                        tokens,
+                        image,
+                        layer_caches=running.layer_caches,
+                        position=start + running.position_shift(),
+                    )
+                    tenant = running.request.owner.tenant
+                    self._metrics.of_tenant(tenant).bump(counter)
+                evaluate_caches(running.layer_caches)
+            running.num_computed_tokens = start + len(tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
 
@@ -17019,7 +17003,19 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            joint_caches = self._feed_together(requests)
+            rests = [running.remaining_prefill() for running in requests]
+            token_rows = [rest.tolist() for rest in rests]
+            joint_caches = to_batch(*(running.layer_caches for running in requests))
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.layer_caches = []  # else the KV would be there twice
+            feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.num_computed_tokens = running.n_prompt - 1
+
+        depths = [running.num_computed_tokens for running in requests]
+        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
         for running in requests:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
@@ -17101,44 +17097,6 @@ class PromptReader:
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-
-    def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
-        """Let the model read the rests of prompts, each but its last token."""
-        rests = [running.remaining_prefill() for running in requests]
-        token_rows = [rest.tolist() for rest in rests]
-        joint_caches = to_batch(*(running.layer_caches for running in requests))
-        evaluate_caches(joint_caches)
-        for running in requests:
-            running.layer_caches = []  # else the KV would be there twice
-        feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
-        evaluate_caches(joint_caches)
-
-        for running in requests:
-            running.num_computed_tokens = running.n_prompt - 1
-        depths = [running.num_computed_tokens for running in requests]
-        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
-        return joint_caches
-
-    def _feed(self, running: RunningRequest, end: int) -> None:
-        """Let the model read a prompt up to `end`, and keep states on the way."""
-        start = running.num_computed_tokens
-        layer_caches = running.layer_caches
-        tokens = running.remaining_prefill()[: end - start]
-        image = running.find_image(end)
-        with _taking_checkpoints(running, end):
-            if image is None:
-                model = _model_call(self._loaded, [running])
-                model(mx.array(tokens)[None], cache=layer_caches)
-            else:
-                position = start + running.position_shift()
-                counter = self._loaded.model.prefill_image(
-                    tokens, image, layer_caches=layer_caches, position=position
-                )
-                tenant = running.request.owner.tenant
-                self._metrics.of_tenant(tenant).bump(counter)
-            evaluate_caches(layer_caches)
-        running.num_computed_tokens = start + len(tokens)
-        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17309,48 +17267,51 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        self._take_out(running)
-        if running not in self.running:  # the batch failed when it was taken out
-            return
-        self._leave(running)
-        running.handle.end(end)
+        if self._take_out(running):
+            self._leave(running)
+            running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> None:
+    def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        An exception ends the whole batch: the request does not run any more then.
+        The state before the last step is kept: a client may send the reply back without
+        its last token. Returns False after a failure: the whole batch has ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
+                held = running.batch.read_held_state(running)
                 running.batch.remove(running)
+                if held is not None:
+                    self.cache.add_checkpoint(running.entry, *held)
+        return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
-        """Let a request run no more. If its KV cannot be kept, that is all it loses."""
+        """Let a request run no more; the cache has its KV and state then.
+
+        This comes before the end is reported: the client's next request must find it.
+        If the KV cannot be kept, that is all that is lost.
+        """
+        entry = running.entry
+        n_tokens = running.num_computed_tokens
         try:
-            self._put_back(running)
+            if n_tokens == 0 or running.has_failed:
+                # Nothing was read, or the KV is wrong. (A first token without numbers
+                # fails the request after the next step only; its client may leave
+                # before that.)
+                self.cache.drop(entry)
+            else:
+                state = copy_state(running.layer_caches)
+                self.cache.add_checkpoint(entry, n_tokens, state)
+                key = running.computed_key(self.config.prompt_cache_block_size)
+                span = take_span(running.layer_caches, n_tokens)
+                self.cache.put_back(entry, key, span)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            self.cache.drop(running.entry)
+            self.cache.drop(entry)
             self._free_memory(error)
         self.running.remove(running)
-
-    def _put_back(self, running: RunningRequest) -> None:
-        """Let the cache have the KV, and the state that belongs to it.
-
-        This comes before the end is reported: the client's next request must find it.
-        """
-        entry = running.entry
-        n_tokens = running.num_computed_tokens
-        if n_tokens == 0 or running.has_failed:
-            # Nothing was read, or the KV is wrong. (A first token without numbers fails
-            # the request after the next step only; its client may leave before that.)
-            self.cache.drop(entry)
-            return
-        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
-        key = running.computed_key(self.config.prompt_cache_block_size)
-        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17404,7 +17365,11 @@ class Scheduler:
             return True
 
         n_prompt = handle.request.n_prompt
-        if self._make_room_to_start(n_prompt, match):
+        n_bytes = self.budget.prompt_bytes(n_prompt)
+        has_room = self.budget.make_room(n_bytes, self.running, keep=match)
+        if not has_room and not self.running:  # even its own cached prefix may go
+            has_room = self.budget.make_room(n_bytes, self.running)
+        if has_room:
             self._start(handle)
             self.waiting.remove(handle)
             return True
@@ -17434,13 +17399,6 @@ class Scheduler:
                 return running.request.request_id
         return None
 
-    def _make_room_to_start(self, n_prompt: int, match: PrefixMatch) -> bool:
-        """Make room for a prompt. Its own cached prefix goes only if nothing runs."""
-        n_bytes = self.budget.prompt_bytes(n_prompt)
-        if self.budget.make_room(n_bytes, self.running, keep=match):
-            return True
-        return not self.running and self.budget.make_room(n_bytes, self.running)
-
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
@@ -17458,11 +17416,11 @@ class Scheduler:
             running = RunningRequest(
                 handle,
                 match,
+                loaded=self.loaded,
                 cache=self.cache,
-                layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.lockstep = self._lockstep
+            # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
@@ -17537,11 +17495,7 @@ class Scheduler:
         if self.disk is None or handle.is_second_try:
             return False
         request = handle.request
-        n_tokens = self.disk.load(
-            request.key,
-            match,
-            owner=request.owner,
-        )
+        n_tokens = self.disk.load(request.key, match, owner=request.owner)
         if n_tokens:
             metrics = self.metrics.of_tenant(request.owner.tenant)
             metrics.bump("disk_hits")
@@ -17560,26 +17514,24 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             pause_left = pause_ends - self._now()
-            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
-            if has_read and not fits:
+            is_short = self.policy.is_short(running)
+            if has_read and not (is_short and running.seconds_left <= pause_left):
                 return
-            self._prefill_turn(running, pause_left)
+
+            joint_seconds = MAX_JOINT_SECONDS
+            if is_short and self.batches:
+                seconds = joint_seconds = pause_left
+            elif len(self.running) + len(self.waiting) > 1:
+                seconds = SLICE_SECONDS
+            else:
+                seconds = LONE_SLICE_SECONDS
+            companions: list[RunningRequest] = []
+            with self.guard():  # it changes no KV: if it fails, this one reads alone
+                companions = self._find_companions(running, max_seconds=joint_seconds)
+            self._prefill([running, *companions], seconds=seconds)
             if running.batch is None:
                 return
             has_read = True
-
-    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
-        """Prefill what is next, with others whose prompts are short, too."""
-        if self.batches and self.policy.is_short(running):
-            seconds = joint_seconds = pause_left
-        else:
-            has_company = len(self.running) + len(self.waiting) > 1
-            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-            joint_seconds = MAX_JOINT_SECONDS
-        companions: list[RunningRequest] = []
-        with self.guard():  # it changes no KV: if it fails, this one reads alone
-            companions = self._find_companions(running, max_seconds=joint_seconds)
-        self._prefill([running, *companions], seconds=seconds)
 
     def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
@@ -17600,18 +17552,15 @@ class Scheduler:
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
-            self._charge_prefill(began, requests)
+
+            # The rests that a new batch has read count, too.
+            seconds_taken = self._now() - began
+            is_decoding = any(batch is not chosen.batch for batch in self.batches)
+            self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
+            is_alone = all(running in requests for running in self.prefilling)
+            self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
-
-    def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
-        """Charge the turn of these requests to both accounts, rests included."""
-        seconds = self._now() - began
-        own_batch = requests[0].batch
-        is_decoding = any(batch is not own_batch for batch in self.batches)
-        self.policy.charge_slice(seconds, is_decoding=is_decoding)
-        others = [running for running in self.prefilling if running not in requests]
-        self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
     def _find_companions(
         self, running: RunningRequest, *, max_seconds: float
@@ -17684,9 +17633,10 @@ class Scheduler:
             if running not in self.running:  # a failure of its batch has ended it
                 continue
             end = self._find_reply_end(running, token_ids)
-            if running.has_failed:
+            if running.has_failed:  # its KV is wrong; the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
-                self._fail_alone(running, error)
+                if self._take_out(running):
+                    self._fail(running, error)
             elif end is not None:
                 self._finish(running, end)
 
@@ -17706,19 +17656,11 @@ class Scheduler:
 
         One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121). And where the reply ends, in their place,
-        that of before the last step: a client may send it back without its last token.
+        client that cancels the reply (L-121).
         """
-        for row, (running, token_ids) in enumerate(accepted):
+        for running, token_ids in accepted:
             if self._find_reply_end(running, token_ids) is not None:
-                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                running.reply_checkpoint = 0
-                if batch.held_state is not None:
-                    state = copy_state(batch.held_state, row=row)
-                    position = batch.held_positions[row]
-                    self.cache.add_checkpoint(running.entry, position, state)
-                continue
-
+                continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -17754,12 +17696,6 @@ class Scheduler:
             self._free_memory(error)
             for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))
-
-    def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
-        """End one request of a batch whose KV is wrong; the others go on."""
-        self._take_out(running)
-        if running in self.running:
-            self._fail(running, error)
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
         """End a request whose KV is or may be wrong; what builds on it goes, too.
@@ -18376,13 +18312,15 @@ class Engine:
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
-        _tell_packing(self._config, scheduler.spec)
-        _tell_opaque(scheduler.spec)
+        spec = scheduler.spec
+        _tell_packing(self._config, spec)
+        _tell_opaque(spec)
         self._publish(scheduler)
+
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
-        spec = scheduler.spec
-        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        # As many as would fit with KV_BITS; what is opaque is never packed.
+        opaque_bytes = scheduler.budget.opaque_token_bytes
         packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
         packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
@@ -19429,7 +19367,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19446,15 +19384,15 @@ _ESCAPE: Final = r"""(?x:
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
 # At the end of a reply: what may have become an escape.
 _HALF_ESCAPE: Final = re.compile(
     r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
 )
-_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
+COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
@@ -19474,7 +19412,7 @@ _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
   | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
-_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
+_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
@@ -19513,7 +19451,7 @@ _QUOTE: Final = {
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
@@ -20348,9 +20286,9 @@ _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
