@@ -2557,7 +2557,8 @@ def add_thinking(
 def _find_thinking_levels(fields: JsonObject) -> list[str]:
     """What a body says of thinking, the strongest place first.
 
-    {"thinking": true, "reasoning_effort": "low"} is "on", "low".
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low". An object, such as
+    {"thinking": {"type": "enabled"}}, is passed over: "thinking.type" is a place, too.
     """
     levels = []
     for place, value in values_at(_THINKING_PLACES, fields):
@@ -3185,7 +3186,7 @@ def _translate_block(
             "type": "document",
             "source": {"type": "content", "content": str() | list() as content},
         }:
-            field += ".source"
+            field += ".source"  # translated below, as is the next one
         case {"type": "search_result", "content": list() as content}:
             pass
         case {"type": "tool_reference", "tool_name": str(name)}:
@@ -9198,21 +9199,23 @@ def measure_kv(model: Any) -> KVSpec:
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
     is_opaque = has_opaque_leaf(layer_caches)
-    opaque_bytes = _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    opaque_bytes, opaque_token_bytes = (
+        _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    )
     known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
         packed_token_bytes=sum(
             _packed_bytes_per_token(leaf) for leaf in attention_leaves
         ),
-        state_bytes=known_bytes + opaque_bytes[0],
+        state_bytes=known_bytes + opaque_bytes,
         has_state=bool(state_leaves),
         can_batch=not is_opaque
         and all(hasattr(layer, "merge") for layer in layer_caches),
         can_tap=bool(state_leaves) and not is_opaque and _install_tap(model),
         layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
         is_opaque=is_opaque,
-        opaque_token_bytes=opaque_bytes[1],
+        opaque_token_bytes=opaque_token_bytes,
     )
 
 
@@ -9686,25 +9689,26 @@ def _find_cached_layers(model: Any) -> list[Any]:
     """
     layers: list[Any] = []
     for module in model.modules():
-        cached_modules = filter(_takes_cache, module.modules())
-        cached_ids = [id(cached_module) for cached_module in cached_modules]
-        if cached_ids == [id(module)]:
+        ids_with_cache = [
+            id(part)
+            for part in module.modules()
+            if "cache" in inspect.signature(type(part).__call__).parameters
+        ]
+        if ids_with_cache == [id(module)]:
             layers.append(module)
     return layers
 
 
-def _takes_cache(module: Any) -> bool:
-    signature = inspect.signature(type(module).__call__)
-    return "cache" in signature.parameters
-
-
 def _make_tapped_class(layer_class: Any) -> type:
-    """A subclass of a layer's class that answers the request in its cache."""
+    """A subclass of a layer's class that answers the request in its cache.
+
+    It reads its input `(1, n, ...)` in parts that end where states are wanted.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Each layer comes here at each decode step, when nothing is requested.
         last_arg = args[-1] if args else None
-        leaf = kwargs.get("cache", last_arg)
+        leaf: Any = kwargs.get("cache", last_arg)
         request: _TapRequest | None = getattr(leaf, "tap_request", None)
         if request is None or not request.ends:
             return layer_class.__call__(self, *args, **kwargs)
@@ -9713,35 +9717,20 @@ def _make_tapped_class(layer_class: Any) -> type:
             first_name = next(iter(kwargs))
             args = (kwargs.pop(first_name),)
         inputs, *other_args = args
+        n_tokens = inputs.shape[1]
+        last_end = request.ends[-1]
+        assert last_end <= n_tokens, "a state is wanted after the end of the call"
+        inner_ends = [end for end in request.ends if end < n_tokens]
+        request.ends = ()  # answered once, also if two layers share this cache
 
-        def run_part(part: mx.array) -> mx.array:
-            output: mx.array
+        outputs: list[mx.array] = []
+        for part in mx.split(inputs, inner_ends, axis=1):
             output = layer_class.__call__(self, part, *other_args, **kwargs)
-            return output
-
-        return _run_in_parts(run_part, inputs, leaf)
+            outputs.append(output)
+            request.states.append(list(leaf.cache))
+        return mx.concatenate(outputs, axis=1)
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})
-
-
-def _run_in_parts(
-    run_part: Callable[[mx.array], mx.array],
-    inputs: mx.array,
-    leaf: Any,
-) -> mx.array:
-    """Run a layer on inputs `(1, n, ...)` in parts that end where states are wanted."""
-    request: _TapRequest = leaf.tap_request
-    n_tokens = inputs.shape[1]
-    assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
-    inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # answered once, also if two layers share this cache
-
-    outputs: list[mx.array] = []
-    for part in mx.split(inputs, inner_ends, axis=1):
-        output = run_part(part)
-        outputs.append(output)
-        request.states.append(list(leaf.cache))
-    return mx.concatenate(outputs, axis=1)
 
 
 def _is_same_state(checkpoint: StateCheckpoint, expected: StateCheckpoint) -> bool:
@@ -10111,7 +10100,12 @@ class EntryTree:
         if not parent.is_movable(entry.start):
             return parent.copy_kv(entry.start).join(own_kv)
         parent_kv = self.take_kv(parent, entry.start)
-        self._replace_parent(entry, parent)
+        entry.parent = parent.parent
+        entry.start = parent.start
+        entry.checkpoints = parent.checkpoints | entry.checkpoints
+        for branch in self.branches_of(parent):
+            branch.parent = entry
+        self._remove(parent)
         return parent_kv.join(own_kv)
 
     def _split(self, entry: CacheEntry, depth: int) -> None:
@@ -10138,15 +10132,6 @@ class EntryTree:
         entry.end = end
         entry.span = span
         entry.checkpoints = entry.own_checkpoints(0, end)
-
-    def _replace_parent(self, entry: CacheEntry, parent: CacheEntry) -> None:
-        """Put an entry in the place of its parent, whose KV it has taken."""
-        entry.parent = parent.parent
-        entry.start = parent.start
-        entry.checkpoints = parent.checkpoints | entry.checkpoints
-        for branch in self.branches_of(parent):
-            branch.parent = entry
-        self._remove(parent)
 
     def truncate(self, entry: CacheEntry, depth: int) -> None:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
@@ -10250,18 +10235,6 @@ class SessionPauses:
         return idle_seconds
 
 
-def expected_saving(entry: CacheEntry, start: int, *, wait_seconds: float) -> float:
-    """How much prefill it saves to keep KV [start, end) of an entry (L-16).
-
-    The work is counted in tokens at the beginning of a prompt. The chance of reuse is
-    relative: it grows with the number of uses, and falls with the time until the next.
-    """
-    work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
-    frequency = 1.0 + math.log1p(entry.n_uses)
-    chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
-    return work * chance
-
-
 def _bytes_from(entry: CacheEntry, depth: int) -> int:
     """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
     n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
@@ -10279,9 +10252,7 @@ class StartedEntry(NamedTuple):
     """What a request starts with."""
 
     entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    span: (
-        KVSpan | None
-    )  # KV of the cached tokens, the request's own; None: there is none
+    span: KVSpan | None  # KV of the cached tokens, which the request now owns
 
 
 class EntryReport(TypedDict):
@@ -10340,8 +10311,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # An entry counts if it may have more than one of these two: deeper KV is
-            # better, and the most that any has is told, also without a state there.
+            # An entry is compared if its KV may be deeper than that of `best`, or if
+            # it may match more than all others: that is reported, state or not.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10510,8 +10481,8 @@ class PrefixCache:
             self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
-    # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
-    # keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
+    # Who goes first: `_expected_saving`. What must stay: `_needed_depths`. What is
+    # worth keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
 
     def evict_idle(self) -> None:
         """Evict entries that were not used for the TTL, once they have no branches."""
@@ -10657,8 +10628,17 @@ class PrefixCache:
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
+        """How much prefill it saves to keep KV [start, end) of an entry (L-16).
+
+        The work is counted in tokens at the beginning of a prompt. The chance of reuse
+        is relative: it grows with the number of uses, and falls with the time until the
+        next.
+        """
+        work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
+        frequency = 1.0 + math.log1p(entry.n_uses)
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
-        return expected_saving(entry, start, wait_seconds=wait_seconds)
+        chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
+        return work * chance
 
     def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
         """By entry, the depth to which branches, or the request, need its KV."""
@@ -10886,6 +10866,13 @@ def _open_file(path: Path) -> io.BufferedReader:
     return os.fdopen(os.open(path, flags), "rb")
 
 
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
 def _take_lock(folder: Path) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
@@ -10997,7 +10984,6 @@ class DiskCache:
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used."""
         self.folder, self._lock_file = own_folder
-        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -11013,7 +10999,7 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        os.utime(folder / "lock")  # see _drop_other_folders
+        os.utime(self.folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
 
@@ -11152,9 +11138,10 @@ class DiskCache:
     @property
     def undeleted(self) -> str:
         """How many files could not be deleted, and why; "" if all are gone."""
-        for reason in self._undeleted.values():
-            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-        return ""
+        if not self._undeleted:
+            return ""
+        reason = next(iter(self._undeleted.values()))
+        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
 
     def retry_deletions(self) -> None:
         """Delete what could not be deleted before."""
@@ -11189,17 +11176,14 @@ class DiskCache:
         for member in family:  # it grows meanwhile
             family += self._children.get(member.name, ())
         for member in reversed(family):
-            self._remove_one(member)
-
-    def _remove_one(self, segment: Segment) -> None:
-        if self._segments.pop(segment.name, None) is None:
-            return
-        self.nbytes -= segment.nbytes
-        self._used_at.pop(segment.name)
-        self._tokens.pop(segment.name)
-        self._children.pop(segment.name, None)
-        self._children[segment.parent].remove(segment)
-        self._unlink(self._path_of(segment))
+            if self._segments.pop(member.name, None) is None:
+                continue
+            self.nbytes -= member.nbytes
+            self._used_at.pop(member.name)
+            self._tokens.pop(member.name)
+            self._children.pop(member.name, None)
+            self._children[member.parent].remove(member)
+            self._unlink(self._path_of(member))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11352,23 +11336,22 @@ _WRITTEN_TYPES: Final = frozenset(
 )
 
 
-class PlannedSegment(NamedTuple):
-    """A segment to be written, and what returns each of its arrays, by name.
-
-    A reader is called between two steps, when its array is copied: a request that
-    writes into KV that is held copies it first (L-03). States may be held: nobody
-    writes into them.
-    """
-
-    segment: Segment
-    readers: dict[str, Callable[[], mx.array]]
+# By the name of an array, what returns it when it is copied, between two steps: a
+# request that writes into KV that is held copies it first (L-03). States may be held:
+# nobody writes into them.
+type _ArrayReaders = dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
+def _plan_segment(
+    entry: CacheEntry, match: DiskMatch, end: int
+) -> tuple[Segment, _ArrayReaders]:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers = _find_readers(entry, start, end)
+    tokens = entry.key.tokens[start:end]
+    readers: _ArrayReaders = {"tokens": partial(mx.array, tokens)}
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -11384,18 +11367,7 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         session=entry.owner.session,
         states=states,
     )
-    return PlannedSegment(segment, readers)
-
-
-def _find_readers(
-    entry: CacheEntry, start: int, end: int
-) -> dict[str, Callable[[], mx.array]]:
-    """What returns the tokens, and the KV of each layer, of [start, end)."""
-    tokens = entry.key.tokens[start:end]
-    readers: dict[str, Callable[[], mx.array]] = {"tokens": partial(mx.array, tokens)}
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    return readers
+    return segment, readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
@@ -11435,9 +11407,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
-def _state_to_json(
-    part: Any, name: str, readers: dict[str, Callable[[], mx.array]]
-) -> Any:
+def _state_to_json(part: Any, name: str, readers: _ArrayReaders) -> Any:
     """A state as JSON; what returns its arrays is put into `readers`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
@@ -11493,11 +11463,11 @@ def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
-# -- 4 what the model thread does ------------------------------------------------------
+# -- 4 which folder --------------------------------------------------------------------
 
 
 def wants_disk_cache(config: Config) -> bool:
-    """Whether KV may be written to the disk: it is what people have said.
+    """Whether KV may be written to the disk, though it contains conversations.
 
     By default only where one person uses the server, on this machine.
     """
@@ -11507,6 +11477,10 @@ def wants_disk_cache(config: Config) -> bool:
         return config.cache_disk == "on"
     is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
     return is_local and config.cache_isolation == "none"
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 def open_disk_cache(config: Config, identity: str) -> DiskCache:
@@ -11542,13 +11516,6 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         folder,
     )
     return disk
-
-
-class _OwnFolder(NamedTuple):
-    """A folder that no other server uses, until `lock_file` is closed."""
-
-    path: Path
-    lock_file: io.BufferedReader
 
 
 def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
@@ -11612,14 +11579,14 @@ def report_unused(config: Config, fault: DiskError) -> DiskReport:
 
 def find_undeletable(config: Config, fault: DiskError) -> str:
     """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    has_files = True  # as long as nobody can look
     try:
-        has_files = bool(os.listdir(_find_root(config)))
+        if not os.listdir(_find_root(config)):
+            return ""
     except (FileNotFoundError, NotADirectoryError):
-        has_files = False
+        return ""
     except OSError:
-        pass
-    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -11639,18 +11606,18 @@ def _count_files(folder: Path) -> int:
     for path in folder.rglob("*"):
         with suppress(OSError):  # the server of another model has deleted it
             status = path.lstat()
-            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
+            if stat.S_ISREG(status.st_mode):
+                n_bytes += status.st_size
     return n_bytes
 
 
-def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first. Raises OSError."""
+def _find_folders(root: Path) -> list[Path]:
+    """The folders of all models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
     for folder in root.iterdir():
         with suppress(OSError):
             used_at[folder] = (folder / "lock").lstat().st_mtime
-    used_at.pop(own, 0.0)  # type: ignore[arg-type]
-    return sorted(used_at, key=lambda folder: -used_at[folder])
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
@@ -11659,7 +11626,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
-    for other in _find_other_folders(folder.parent, folder):
+    for other in _find_folders(folder.parent):
+        if other == folder:
+            continue
         other_bytes = _count_files(other)
         if n_bytes + other_bytes > max_bytes:
             _delete_model_folder(other)
@@ -11669,9 +11638,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
 
 
 def _delete_model_folder(folder: Path) -> str:
-    """Delete what another model has said, unless a server uses it.
+    """Delete a folder, unless a server uses it.
 
-    Returns why it is still there, as far as it should not be.
+    Returns why some of it is still there; "" if it is gone, or a server uses it.
     """
     faults: list[str] = []
 
@@ -11685,11 +11654,11 @@ def _delete_model_folder(folder: Path) -> str:
         return ""
     except (OSError, DiskError) as fault:
         note(None, "", fault)
-    return "; ".join(faults[:1])
+    return faults[0] if faults else ""
 
 
 def delete_other_folders(config: Config) -> str:
-    """Delete what was said to other models, but what other servers use.
+    """Delete the folders of other models, but for those that a server uses.
 
     Returns why some of it is still there; "" if all is gone. Nothing is deleted where
     this server keeps nothing on the disk.
@@ -11698,8 +11667,7 @@ def delete_other_folders(config: Config) -> str:
         return ""
     fault = ""
     try:
-        # This server's own folder is one that is used.
-        for folder in _find_other_folders(_find_root(config), None):
+        for folder in _find_folders(_find_root(config)):  # its own folder is in use
             fault = _delete_model_folder(folder) or fault
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
@@ -11708,8 +11676,7 @@ def delete_other_folders(config: Config) -> str:
     return fault
 
 
-def _find_root(config: Config) -> Path:
-    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+# -- 5 what the model thread does ------------------------------------------------------
 
 
 class DiskTier:
@@ -11757,10 +11724,9 @@ class DiskTier:
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
-            parent=match.kv_owner if is_branch else None,
+            parent=match.kv_owner if start else None,
             start=start,
             end=depth,
             span=loaded.span,
@@ -12034,9 +12000,9 @@ class SessionIndex:
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
     MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
-    # What each chat costs, beside the larger of two figures. One is time: a new request
-    # is compared with all the others, token by token. One is memory, in words of 4
-    # bytes: what no template prints takes some, too (L-128).
+    # A chat costs so much, and the larger of two figures: its tokens, since a new
+    # request is compared with all chats, token by token; and its bytes / 4, since what
+    # no template prints takes memory, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -12402,7 +12368,7 @@ class VlmModel(Module):  # type: ignore[misc]
             with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
                 layers(two_tokens, cache=caches, position_ids=positions)
                 self._rope_index = layers.get_rope_index
-        self._uncounted: frozenset[int] = frozenset()
+        self._uncounted: frozenset[int] = frozenset()  # for make_cache() of the trial
         self._uncounted = self._find_uncounted()
 
     def make_cache(self) -> LayerCaches:
@@ -16546,10 +16512,11 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        # Before the last step; None: the model has none, or none is known. Of windows
-        # none is held.
-        self.held_state: LayerCaches | None = None
-        self.held_positions: list[int] = []  # of its rows
+        # State before the last step; None: the model has none, or none is known. Of
+        # windows none is held.
+        self._held_state: LayerCaches | None = None
+        # The row of each request in it, and the position of that row.
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16615,10 +16582,11 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self.held_state = hold_recurrent_state(self._generator.layer_caches)
-        self.held_positions = [
-            running.num_computed_tokens - n_pending for running in self.requests
-        ]
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
+            running: (row, running.num_computed_tokens - n_pending)
+            for row, running in enumerate(self.requests)
+        }
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16688,6 +16656,15 @@ class DecodeBatch:
         """A copy of the state of a request after the token that it was fed last."""
         return copy_state(self.layer_caches, row=self.requests.index(running))
 
+    def read_held_state(
+        self, running: RunningRequest
+    ) -> tuple[int, StateCheckpoint] | None:
+        """Position and state of a request before the last step, if they are known."""
+        if self._held_state is None:
+            return None
+        row, position = self._held_rows[running]
+        return position, copy_state(self._held_state, row=row)
+
     def padding_with(self, joining_batch: DecodeBatch) -> float:
         """Padding as a share of real tokens, if another batch joined.
 
@@ -16705,7 +16682,7 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self.held_state = None
+        self._held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
@@ -17315,11 +17292,15 @@ class Scheduler:
     def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        Returns False if that failed: all requests of the batch have ended then.
+        The state before the last step is kept: a client may send the reply back without
+        its last token. Returns False after a failure: the whole batch has ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
+                held = running.batch.read_held_state(running)
                 running.batch.remove(running)
+                if held is not None:
+                    self.cache.add_checkpoint(running.entry, *held)
         return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
@@ -17693,19 +17674,11 @@ class Scheduler:
 
         One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121). And where the reply ends, in their place,
-        that of before the last step: a client may send it back without its last token.
+        client that cancels the reply (L-121).
         """
-        for row, (running, token_ids) in enumerate(accepted):
+        for running, token_ids in accepted:
             if self._find_reply_end(running, token_ids) is not None:
-                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                running.reply_checkpoint = 0
-                if batch.held_state is not None:
-                    state = copy_state(batch.held_state, row=row)
-                    position = batch.held_positions[row]
-                    self.cache.add_checkpoint(running.entry, position, state)
-                continue
-
+                continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -19412,7 +19385,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19429,15 +19402,15 @@ _ESCAPE: Final = r"""(?x:
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
 # At the end of a reply: what may have become an escape.
 _HALF_ESCAPE: Final = re.compile(
     r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
 )
-_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
+COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
@@ -19457,7 +19430,7 @@ _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
   | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
-_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
+_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
@@ -19496,7 +19469,7 @@ _QUOTE: Final = {
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
@@ -20331,9 +20304,9 @@ _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
@@ -21568,10 +21541,6 @@ class TenantStores:
             refusals=deque(maxlen=MAX_REFUSALS),
         )
 
-    def load(self) -> None:
-        """Remember what an earlier server has saved."""
-        self.ledger.load()
-
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
@@ -21714,7 +21683,7 @@ class ServerState:
         metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
+        stores.ledger.load()
         state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
         return state if "/" in tenant else state.keep()
 
@@ -22340,7 +22309,11 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
-    """By what the engine says of it, and why its text was over before."""
+    """How a reply ended.
+
+    The first of these counts: it failed, or its client left; why its text was over; how
+    the engine ended it.
+    """
     match reason, text_end:
         case "failed", _:
             return ReplyEnding("failed", "length")
@@ -24311,11 +24284,11 @@ def build_state(
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
-        stores.load()
+        stores.ledger.load()
         # Keys that have asked while the model was loaded.
         for state in tenants.states():
             if state.tenant:
-                state.stores.load()
+                state.stores.ledger.load()
 
     has_disk = wants_disk_cache(config)
     return ServerState(
@@ -24570,8 +24543,17 @@ def _write_banner(state: ServerState) -> str:
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
     log_root = os.path.expanduser(state.config.log_root)
+    log = str(Path(__file__).resolve().parent / log_root)
+    if state.session_log.has_failed:
+        log = "none of sessions: LOG_ROOT cannot be written, as said above"
+    draft_bytes = state.engine.memory.get("draft_model", 0)
+    next_step = f"open {url}/ to chat and to watch"
+    if model.is_demo:
+        launch = ""  # it is too small for an agent's instructions
+    else:
+        next_step += ", or start an agent, as above"
 
-    rows = {
+    rows = {  # those without a text are left out
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
         f" (the model: {model.context_length:,})",
@@ -24584,23 +24566,16 @@ def _write_banner(state: ServerState) -> str:
         "Anthropic": url,
         "Responses": _describe_proxy(state),
         "an agent": launch,
-        "log": str(Path(__file__).resolve().parent / log_root),
+        "log": log,
         "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
     }
-    next_step = f"open {url}/ to chat and to watch"
     if model.is_demo:
-        rows["an agent"] = ""  # the demo is too small for an agent's instructions
         rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
-    if state.session_log.has_failed:
-        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
-    draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
-    if rows["an agent"]:
-        next_step += ", or start an agent, as above"
     rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
