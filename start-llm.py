@@ -2557,7 +2557,8 @@ def add_thinking(
 def _find_thinking_levels(fields: JsonObject) -> list[str]:
     """What a body says of thinking, the strongest place first.
 
-    {"thinking": true, "reasoning_effort": "low"} is "on", "low".
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low". An object, such as
+    {"thinking": {"type": "enabled"}}, is passed over: "thinking.type" is a place, too.
     """
     levels = []
     for place, value in values_at(_THINKING_PLACES, fields):
@@ -3185,7 +3186,7 @@ def _translate_block(
             "type": "document",
             "source": {"type": "content", "content": str() | list() as content},
         }:
-            field += ".source"
+            field += ".source"  # translated below, as is the next one
         case {"type": "search_result", "content": list() as content}:
             pass
         case {"type": "tool_reference", "tool_name": str(name)}:
@@ -4385,7 +4386,7 @@ def _make_input(
     fields: Sequence[VolatileField] = (),
     dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
-    """The canonical message of a message whose content is text, and no reply."""
+    """The canonical message of a message that is no reply; its content is one text."""
     # The digest has neither the call that it answers, for clients rewrite ids, nor
     # fields that we do not know: a replayed message keeps those that it had first.
     # why(L-92): clients trim line breaks, except in tool results.
@@ -4425,28 +4426,30 @@ _FENCE: Final = re.compile(
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    A pinned block is followed by the values in it, which have places of their own. No
-    field is what is data, in a code fence, nor what has an image in it: the model must
-    see this image (L-57).
+    A pinned block is followed by the values in it, which have places of their own. What
+    begins in a code fence is data and no field, and neither is what has an image in it:
+    the model must see this image (L-57).
     """
     if not rules:
         return []
     unfenced_text = _FENCE.sub(_blank_fence, text)
-    found: list[list[VolatileField]] = []
+    matches: list[list[VolatileField]] = []  # each with the values in it
     for rule in rules:
         for match in rule.pattern.finditer(text):
             # Where the match begins, its context included.
             begins_in_fence = unfenced_text[match.start()] == "\0"
             is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
-                found.append(_make_fields(rule, match, rules))
+                matches.append(_fields_of_match(rule, match, rules))
 
     fields: list[VolatileField] = []
     end = 0
-    for field_and_inner in sorted(found, key=lambda volatile: volatile[0].start):
-        if field_and_inner[0].start >= end:
-            fields += field_and_inner
-            end = field_and_inner[0].end
+    for outer, *inner in sorted(
+        matches, key=lambda match_fields: match_fields[0].start
+    ):
+        if outer.start >= end:
+            fields += [outer, *inner]
+            end = outer.end
     return fields
 
 
@@ -4456,14 +4459,14 @@ def _blank_fence(fence: re.Match[str]) -> str:
     return "\0" * len(fence[0])
 
 
-def _make_fields(
+def _fields_of_match(
     rule: Rule, match: re.Match[str], rules: Iterable[Rule]
 ) -> list[VolatileField]:
     """The field that a rule has found; of a block also the values in it, by `rules`."""
-    groups = match.groupdict()
     if rule.kind == "transient":
         return [Note(rule.name, match[0].strip(), *match.span())]
 
+    groups = match.groupdict()
     is_private = not rule.crosses_sessions or groups.get("private") is not None
     if "value" in groups:
         start, end = match.span("value")
@@ -4541,8 +4544,8 @@ class _NoteFolding:
         self._messages: list[_OpenMessage] = []
         self.first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
-        # Of messages of notes after a reply, or after a late system message. They go
-        # into the question that follows (L-101).
+        # The notes of each message of notes after a reply, or after a late system
+        # message. They go into the question that follows (L-101).
         self._waiting: list[tuple[Note, ...]] = []
 
     def add_message(self, message: CanonicalMessage) -> None:
@@ -4696,8 +4699,7 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        # What is not saved yet, in order. To forget it is to take another queue.
-        self._changes: deque[_Change] = deque()
+        self._changes: deque[_Change] = deque()  # not saved yet, in order
         self._has_changes = threading.Event()
         self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
@@ -4782,7 +4784,7 @@ class RecordFile:
         return [tenant for (tenant,) in rows]
 
     def read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of the file. None, if there is no file or it cannot be read."""
+        """Rows of the file: [] if there is no file, or if it cannot be read."""
         if self._path is None:
             return []
         self.flush(_LOAD_SECONDS)
@@ -4793,6 +4795,8 @@ class RecordFile:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
+    # The thread "records".
+
     def _run(self, path: Path) -> NoReturn:
         while True:
             try:
@@ -4801,20 +4805,6 @@ class RecordFile:
             except (sqlite3.Error, OSError) as fault:
                 self._note_failure(path, fault)
                 time.sleep(_RETRY_SECONDS)
-
-    def _forget_all(self) -> None:
-        """Let the file be deleted, with all changes that wait for it."""
-        self._changes = deque()
-        self.number += 1
-        self._must_be_erased = True
-        self._has_changes.set()
-
-    def _erase(self, path: Path) -> None:
-        """Delete the file, if it has to go. Raises OSError."""
-        with self._erase_lock:
-            if self._must_be_erased:
-                _delete_database(path)
-                self._must_be_erased = False
 
     def _save(self, path: Path) -> None:
         """Save all changes as they come, until the file is gone or has to go.
@@ -4877,6 +4867,22 @@ class RecordFile:
             )
         self.failure = reason
 
+    # Any thread.
+
+    def _forget_all(self) -> None:
+        """Let the file be deleted, and leave the queue with all that waits for it."""
+        self._changes = deque()
+        self.number += 1
+        self._must_be_erased = True
+        self._has_changes.set()
+
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        with self._erase_lock:
+            if self._must_be_erased:
+                _delete_database(path)
+                self._must_be_erased = False
+
 
 def _delete_database(path: Path) -> None:
     """Delete the file of a database, with its journal. Raises OSError.
@@ -4889,7 +4895,7 @@ def _delete_database(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database, which has its table then. What is deleted is overwritten.
+    """Open the database; make its table if it is new. What is deleted is overwritten.
 
     Raises sqlite3.Error, OSError.
     """
@@ -4930,26 +4936,26 @@ class TenantRecords:
         If it is there, it moves to the end: why(L-214), it may stand before its parent.
         """
         used_at = time.time() - (time.monotonic() - record.last_used)
-        place = (record.id, record.parent_id, self._tenant, record.key)
-        values = (record.session_id, used_at, record.value, zlib.crc32(record.value))
-        self._file.change(
-            (
-                "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*place, *values),
-            )
+        values = (
+            record.id,
+            record.parent_id,
+            self._tenant,
+            record.key,
+            record.session_id,
+            used_at,
+            record.value,
+            zlib.crc32(record.value),
         )
+        insert = "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
+        self._file.change((insert, values))
 
     def update(
         self, record_id: bytes, *, key: bytes, session_id: str, last_used: float
     ) -> None:
         """Change a record in all but its value and its parent."""
         used_at = time.time() - (time.monotonic() - last_used)
-        self._file.change(
-            (
-                "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
-                (key, session_id, used_at, record_id),
-            )
-        )
+        update = "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?"
+        self._file.change((update, (key, session_id, used_at, record_id)))
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
@@ -4965,16 +4971,9 @@ class TenantRecords:
         records = []
         for row_id, parent_id, key, session_id, used_at, value, checksum in rows:
             if zlib.crc32(value) == checksum:
-                age = time.time() - used_at
+                last_used = time.monotonic() - (time.time() - used_at)
                 records.append(
-                    SavedRecord(
-                        id=row_id,
-                        parent_id=parent_id,
-                        key=key,
-                        session_id=session_id,
-                        last_used=time.monotonic() - age,
-                        value=value,
-                    )
+                    SavedRecord(row_id, parent_id, key, session_id, last_used, value)
                 )
         return records
 
@@ -5014,10 +5013,10 @@ def is_same_session(first: str, second: str) -> bool:
 def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """Whose private values a conversation has, once `message` is added to it.
 
-    `owner` is whose it had before: b"" while it has no private value. If the client has
-    named the session, it is the owner; if not (""), all that send the same private
-    values are one owner. What was remembered of one owner is found for no other by its
-    context (L-106).
+    `owner`: the same without `message`. It is b"" as long as there is no private value,
+    then the session, if its client has named it. All clients that name none and send
+    the same private values are one owner. By its context, the thinking of one owner is
+    found for no other (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
@@ -5182,9 +5181,9 @@ class Encoder:
         self._piece_tokenizer = plain
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
-        # Then texts are left whole. To find out, a sample is encoded in pieces.
+        # Then texts are left whole. To find out, a sample is encoded in pieces: each
+        # added token before and after spaces, words and itself.
         self.can_split = True
-        # It has each added token before and after spaces, words and itself.
         uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
         sample = "Zed" + "".join(uses) + " x.\n\n"
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
@@ -5545,11 +5544,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         has_lone_results=_probe_lone_results(renderer),
         has_questions_after_results=renderer.shows("user call tool user"),
         has_empty_replies=bool(renderer.try_render("user empty user")),
-        needs_user=not all(
-            renderer.shows(kinds, tools=tools)
-            for kinds in _WITHOUT_USER[: 2 + has_system]
-            for tools in ((), [_CANNED_TOOL])
-        ),
+        needs_user=_probe_needs_user(renderer, has_system=has_system),
         has_parallel_calls=_CANNED_FIRST in two_calls and _canned_words(1) in two_calls,
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
@@ -5590,7 +5585,16 @@ _PRINTED_EFFORTS: Final = ("low", "medium", "high")
 
 
 def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
-    """The template kwargs of each effort, lowest first; {} if it reads none.
+    """The template kwargs of each effort, lowest first; {} if it reads none."""
+    for name in _EFFORT_SWITCHES:
+        efforts = _probe_efforts(renderer, name)
+        if efforts:
+            return {effort: {name: effort} for effort in efforts}
+    return {}
+
+
+def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
+    """The efforts that this template kwarg may have, lowest first.
 
     A template may refuse a word, print it, or take each word that it does not know for
     its default. What it prints for `zqfirst` tells:
@@ -5606,15 +5610,6 @@ def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
     default, and else the highest. A template that prints any word is for models that
     know those of OpenAI's API (L-190).
     """
-    for name in _EFFORT_SWITCHES:
-        efforts = _probe_efforts(renderer, name)
-        if efforts:
-            return {effort: {name: effort} for effort in efforts}
-    return {}
-
-
-def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
-    """The efforts that this template kwarg may have, lowest first."""
     texts = {}
     for word in (*EFFORTS, _CANNED_FIRST):
         # As far as it has a switch, thinking is on.
@@ -5639,7 +5634,16 @@ def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
     return sorted(efforts, key=EFFORTS.index)
 
 
-_WITHOUT_USER: Final = ("reply user", "reply", "system")
+def _probe_needs_user(renderer: Renderer, *, has_system: bool) -> bool:
+    """Whether it refuses or loses what begins without a user message."""
+    without_user = ["reply user", "reply"]
+    if has_system:
+        without_user.append("system")
+    for kinds in without_user:
+        for tools in ((), [_CANNED_TOOL]):
+            if not renderer.shows(kinds, tools=tools):
+                return True
+    return False
 
 
 def _probe_lone_results(renderer: Renderer) -> bool:
@@ -5909,10 +5913,11 @@ def compute_msg_token_boundaries(
 #
 #     messages -> shape -> fold -> render -> text -> tokens, and the positions of parts
 #
-#  1 Shaping   Each message gets a form that the template can print. Messages that it
-#              cannot print one after the other are merged. Text that is lost even
-#              so is logged, once for each kind: _find_losses() says what is looked for.
-#  2 Prompts   A whole prompt.
+#  1 Folding   What the template cannot print where it stands is put in other words, or
+#              merged with another message. Text that is lost even so is logged, once
+#              for each kind: _find_losses() says what is looked for.
+#  2 Prompts   A whole prompt. Each message is shaped first: markup is broken, and the
+#              arguments of calls become objects.
 #  3 Splicing  New messages after recorded tokens, for LEDGER.
 #
 # Public   ChatTemplate, RenderedPrompt, PromptPositions, Splice, SpliceRefused
@@ -5921,23 +5926,7 @@ def compute_msg_token_boundaries(
 # Thread   any
 
 
-# -- 1 shaping -------------------------------------------------------------------------
-
-_WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
-
-
-def _parse_arguments(text: str) -> JsonObject:
-    """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
-    with suppress(BadRequest):
-        arguments = parse_json_body(text.encode())
-        if isinstance(arguments, dict):
-            return arguments
-    return {"_raw": text}
-
-
-def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
+# -- 1 folding -------------------------------------------------------------------------
 
 _EMPTY_QUESTION: Final[Message] = {"role": "user", "content": ""}
 
@@ -5947,28 +5936,30 @@ def _fold_messages(
 ) -> list[Message]:
     """The conversation, as far as needed in other words or with messages merged.
 
-    why(L-191): what the template refuses or loses where it stands, and what is printed
-    for it:
+    why(L-191): what a template without a trait refuses or loses, and what it gets. The
+    traits in the order of the steps, of which _make_printable() does all from
+    has_late_system on:
 
-        a late system message        a reminder, at the end of the message before it;
-                                     after a reply, in a user message
-        a system message             a user message
-        a call, a result             a text in the reply, a user message
-        a result after no call       a user message
-        a text after a call          a text in the message with the call
-        a question after a result    a part of the result
-        a reply of no words          nothing
-        no user message first        an empty one in front
-        a call with an id that it    an id of its form
-        does not take
-        a text beside calls          a reply before it
-        a second call                a reply after the first one's result
-
-    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
-    _split_texts() and _split_calls() make several of one reply, _make_printable()
-    changes one message.
+        lacks                        is sent                     gets
+        has_empty_replies            a reply of no words         nothing
+        (it has needs_user)          no user message first       an empty one in front
+        (it has a call_id_form)      another id of a call        one of its form
+        has_text_beside_calls        a text beside calls         a reply before the calls
+        has_parallel_calls           a second call               a reply, after the first
+                                                                 one's result
+        has_late_system              a late system message       a reminder: below the
+                                                                 message before it; after
+                                                                 a reply, from the user
+        has_system                   a system message            a user message
+        has_calls                    a call                      JSON in the reply's text
+                                     a result                    a user message
+        has_lone_results             a result after no call      a user message
+                                     a text between call         a part of the message
+                                     and result                  with the call
+        has_questions_after_results  a question after a result   a part of the result
+        has_repeats                  two messages of one role    one message
     """
-    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+    for step in (_fit_empty_messages, _name_calls, _split_texts, _split_calls):
         messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
@@ -5991,10 +5982,12 @@ def _fold_messages(
     return [_merge_messages(run) for run in runs]
 
 
-def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
+def _fit_empty_messages(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
     """The messages without replies of no words, or with an empty question in front.
 
-    It is all there is if nothing else is left.
+    If nothing else is left, the question is the whole conversation.
     """
     is_head = True  # only system messages so far
     is_empty = True  # not even these
@@ -6008,6 +6001,7 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         is_head = is_head and role == "system"
         is_empty = False
         yield message
+    # Without a system role, the system prompt is a user message by itself.
     needs_user = traits.needs_user and traits.has_system
     if is_empty or (is_head and needs_user):
         yield _EMPTY_QUESTION
@@ -6096,7 +6090,10 @@ def _make_printable(
     last_role: str,
     has_call: bool,
 ) -> tuple[Message, bool]:
-    """The message as it can be printed, and whether it is a part of the one before."""
+    """The message as it can be printed, and whether it is a part of the one before.
+
+    It is merged with that one if both have the same role then.
+    """
     content = message["content"]
     match message["role"]:
         case "system" if not traits.has_late_system and not is_head:
@@ -6157,11 +6154,11 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     are arguments that are numbers or objects: each template has its own form for them.
     """
     losses: list[str] = []
-    end = 0  # of the last of all texts that were found
     # Each text is looked for after the one before it. But a template may sort results,
-    # or print the text of a reply after the results of its calls. why(L-200): results
-    # are looked for near `end`, then after what precedes all of them.
-    start = 0
+    # or print the text of a reply after the results of its calls. why(L-200): a text is
+    # looked for near `end`, then from `start` on.
+    end = 0  # of the last of all texts that were found
+    start = 0  # the same, before this message, or before this run of results
     # A text is printed as it is or as in JSON. why(L-113): to look for a form that is
     # nowhere is to search all that follows, so the form of the last text of its kind
     # comes first. Most templates print arguments as JSON.
@@ -6255,6 +6252,22 @@ class RenderedPrompt:
         return self.n_estimated or len(self.ids)
 
 
+_WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
+
+
+def _parse_arguments(text: str) -> JsonObject:
+    """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
+    with suppress(BadRequest):
+        arguments = parse_json_body(text.encode())
+        if isinstance(arguments, dict):
+            return arguments
+    return {"_raw": text}
+
+
+def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
 class ChatTemplate:
     """Chat template and tokenizer of one model. Set up once, then for any thread."""
 
@@ -6278,7 +6291,8 @@ class ChatTemplate:
         self._thinking_tags = thinking_tags  # "" if the model has none
         self._config = config
         self._encoder = Encoder(tokenizer)
-        self._renderer = Renderer(tokenizer, self._encoder.find_added)
+        self.find_added = self._encoder.find_added  # tokens that merge with no other
+        self._renderer = Renderer(tokenizer, self.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
         # What is broken in texts of clients.
@@ -6320,6 +6334,11 @@ class ChatTemplate:
         template._canonicalizer = self._canonicalizer.for_tenant(tenant)
         return template
 
+    def clear_memos(self) -> None:
+        """Forget canonical messages and tokens of texts; they can be made again."""
+        self._canonicalizer.memo.clear()
+        self._encoder.memo.clear()
+
     def canonicalize(
         self,
         messages: Iterable[Message],
@@ -6330,11 +6349,6 @@ class ChatTemplate:
         return canonicalize_messages(
             messages, self._canonicalizer, check_client=check_client
         )
-
-    def clear_memos(self) -> None:
-        """Forget canonical messages and tokens of texts; they can be made again."""
-        self._canonicalizer.memo.clear()
-        self._encoder.memo.clear()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. All markup in it is markup, and none is added."""
@@ -6404,6 +6418,192 @@ class ChatTemplate:
             recorded=RenderedPrompt(positions=head),
         )
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
+    def render_text(self, messages: list[Message], request: ChatRequest) -> str:
+        """The text of messages that are shaped and folded. Raises BadRequest."""
+        request.check_client()
+        tools = break_markup(request.tools, self._markup)
+        kwargs = self.template_kwargs(request)
+        return self._renderer.render(messages, tools=tools, kwargs=kwargs)
+
+    def tokenize_prompt(
+        self,
+        text: str,
+        request: ChatRequest,
+        *,
+        last_role: str,
+        recorded: RenderedPrompt,
+    ) -> RenderedPrompt:
+        """The prompt of a rendered text, after the tokens and positions of `recorded`.
+
+        `last_role`: of the last message, which the generation prompt depends on.
+        """
+        new_ids = self._encoder.encode_prompt(text, request)
+        ids = np.concatenate([recorded.ids, new_ids])
+
+        # The last turn begins with the last user message; where the text has none, it
+        # has begun in `recorded`.
+        turn_starts = [*recorded.positions.turn_starts]
+        user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
+        if user_starts:
+            last_user = text[user_starts[-1] :]
+            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
+        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
+            start = len(recorded.ids) + new_start
+            if not turn_starts or start > turn_starts[0]:
+                turn_starts.append(start)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
+        if not text.endswith(generation_prompt):
+            generation_prompt = ""
+        generation_start = len(ids) - self._count_tokens(generation_prompt, request)
+        if generation_start not in turn_starts[-1:]:
+            turn_starts.append(generation_start)
+
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
+        return RenderedPrompt(
+            text=remove_breaks(text),
+            ids=ids,
+            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
+        )
+
+    def _measure_head(
+        self, text: str, messages: list[Message], request: ChatRequest
+    ) -> PromptPositions:
+        """The positions that are the same in all prompts of a conversation.
+
+        `messages`: shaped, and not folded. why(L-51): the prompt of a new session
+        differs from that of an older one in the first user message, often after a
+        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
+        end inside a token. Then the position is that of a token near its end.)
+
+        The head ends before the first user message, or before the user's words where
+        system prompt and tools stand in that message:
+
+            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
+            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
+        """
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
+            return PromptPositions()
+        until_user = messages[: roles.index("user") + 1]
+        head_end = self._find_head_end(text, until_user, request)
+        text_end = len(text)
+        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
+        if user_starts and head_end <= user_starts[0].end():
+            head_end = user_starts[0].start()  # nothing stands before the words
+        if len(user_starts) > 1:
+            text_end = user_starts[1].start()
+
+        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
+        ends = [head_end, *(note.end() for note in notes)]
+        return PromptPositions(
+            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
+        )
+
+    def _find_head_end(
+        self, text: str, messages: list[Message], request: ChatRequest
+    ) -> int:
+        """Where the user's first words begin, in characters: what precedes is the head.
+
+        It is found by rendering `messages`, which end with the first user message, with
+        other words in it. why(L-108): system prompt and tools may stand in that message
+        (Gemma 3, Llama 3, any template without system role), or the message may begin
+        without an added token (RWKV). White space before the words is left out: it can
+        be one token with them.
+        """
+        other_words = {**messages[-1], "content": _NONCE}
+        try:
+            folded = _fold_messages([*messages[:-1], other_words], self.traits)
+            other_text = self.render_text(folded, request)
+        except BadRequest:
+            return 0
+        head, found_words, _ = other_text.partition(_NONCE)
+        if not found_words:
+            return 0
+        return len(text[: count_common(head, text)].rstrip())
+
+    def _count_tokens(self, text: str, request: ChatRequest) -> int:
+        """The tokens of a part of a text that begins or ends where a message begins."""
+        return len(self._encoder.encode_prompt(text, request))
+
+    # Template kwargs: what it reads beside messages and tools.
+
+    def template_kwargs(self, request: ChatRequest) -> JsonObject:
+        """Those of a request.
+
+        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
+        hard to think, which is made of all fields that switch thinking.
+        """
+        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
+
+    def _other_kwargs(self, request: ChatRequest) -> JsonObject:
+        """The setting, and those sent."""
+        preserve: JsonObject = {}
+        if self._config.preserve_thinking:
+            preserve = self.traits.preserve_kwargs
+        sent = break_markup(dict(request.template_kwargs), self._markup)
+        return {**preserve, **sent}
+
+    def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
+        """Those for whether to think, and how hard."""
+        kwargs = self.traits.thinking_kwargs[request.thinking]
+        return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
+
+    def find_effort(self, request: ChatRequest) -> str:
+        """The effort that the template gets: the nearest to that asked for.
+
+        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
+        "" if none is asked for, or if the template reads none.
+        """
+        if not request.thinking or not request.effort:
+            return ""
+        asked = EFFORTS.index(request.effort)
+        return min(
+            reversed([*self.traits.effort_kwargs]),
+            key=lambda effort: abs(EFFORTS.index(effort) - asked),
+            default="",
+        )
+
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
 
@@ -6439,196 +6639,12 @@ class ChatTemplate:
         message = replace(message, pinned=(*message.pinned, pinned))
         return (*messages[:index], message, *messages[index + 1 :])
 
-    def find_effort(self, request: ChatRequest) -> str:
-        """The effort that the template gets: the nearest to that asked for.
-
-        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
-        "" if none is asked for, or if the template reads none.
-        """
-        if not request.thinking or not request.effort:
-            return ""
-        asked = EFFORTS.index(request.effort)
-        return min(
-            reversed([*self.traits.effort_kwargs]),
-            key=lambda effort: abs(EFFORTS.index(effort) - asked),
-            default="",
-        )
-
-    # The methods below are for Splice as well.
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message that the template can print, with all markup broken."""
-        shaped = {**message}
-        if message["role"] == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.traits.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), message["content"]]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = break_markup(shaped, self._markup)
-        return broken
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        hides_writes = self._config.normalize_write_tool_content_for_prompt
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
-    def template_kwargs(self, request: ChatRequest) -> JsonObject:
-        """What the template reads beside messages and tools.
-
-        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
-        hard to think, which is made of all fields that switch thinking.
-        """
-        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
-
-    def _other_kwargs(self, request: ChatRequest) -> JsonObject:
-        preserve: JsonObject = {}
-        if self._config.preserve_thinking:
-            preserve = self.traits.preserve_kwargs
-        sent = break_markup(dict(request.template_kwargs), self._markup)
-        return {**preserve, **sent}
-
-    def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
-        """Whether to think, and how hard."""
-        kwargs = self.traits.thinking_kwargs[request.thinking]
-        return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
-
     def _render_sample(self, kwargs: JsonObject) -> Sample:
         return self._samples.get_or_make(
             kwargs_key(kwargs),
             lambda: render_sample(self._renderer, kwargs),
             tenant=self.tenant,
         )
-
-    def render_text(self, messages: list[Message], request: ChatRequest) -> str:
-        """The text of messages that are shaped and folded. Raises BadRequest."""
-        request.check_client()
-        tools = break_markup(request.tools, self._markup)
-        kwargs = self.template_kwargs(request)
-        return self._renderer.render(messages, tools=tools, kwargs=kwargs)
-
-    def tokenize_prompt(
-        self,
-        text: str,
-        request: ChatRequest,
-        *,
-        last_role: str,
-        recorded: RenderedPrompt,
-    ) -> RenderedPrompt:
-        """The prompt of a rendered text, after the tokens and positions of `recorded`.
-
-        `last_role`: of the last message, which the generation prompt depends on.
-        """
-        new_ids = self._encoder.encode_prompt(text, request)
-        ids = np.concatenate([recorded.ids, new_ids])
-        turn_starts = [*recorded.positions.turn_starts]
-        user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
-        if user_starts:
-            last_user = text[user_starts[-1] :]
-            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
-        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
-            start = len(recorded.ids) + new_start
-            if not turn_starts or start > turn_starts[0]:
-                turn_starts.append(start)
-
-        kwargs = self.template_kwargs(request)
-        generation_prompt = self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
-        if not text.endswith(generation_prompt):
-            generation_prompt = ""
-        n_generation = self._count_tokens(generation_prompt, request)
-        if len(ids) - n_generation not in turn_starts[-1:]:
-            turn_starts.append(len(ids) - n_generation)
-        start_tag, end_tag = self._thinking_tags
-        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
-
-        return RenderedPrompt(
-            text=remove_breaks(text),
-            ids=ids,
-            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
-        )
-
-    def starts_with_added_token(self, text: str) -> bool:
-        """Whether tokens before this text cannot merge with it."""
-        return self._encoder.find_added.match(text) is not None
-
-    def _measure_head(
-        self, text: str, messages: list[Message], request: ChatRequest
-    ) -> PromptPositions:
-        """The positions that are the same in all prompts of a conversation.
-
-        `messages`: shaped, and not folded. why(L-51): the prompt of a new session
-        differs from that of an older one in the first user message, often after a
-        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
-        end inside a token. Then the position is that of a token near its end.)
-
-        In most templates system prompt and tools end where this message starts:
-
-            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
-            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
-        """
-        roles = [message["role"] for message in messages]
-        if "user" not in roles:
-            return PromptPositions()
-        until_user = messages[: roles.index("user") + 1]
-        head_end = self._find_folded_end(text, until_user, request)
-        text_end = len(text)
-        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
-        if user_starts and head_end <= user_starts[0].end():
-            head_end = user_starts[0].start()
-        if len(user_starts) > 1:
-            text_end = user_starts[1].start()
-
-        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
-        ends = [head_end, *(note.end() for note in notes)]
-        return PromptPositions(
-            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
-        )
-
-    def _find_folded_end(
-        self, text: str, messages: list[Message], request: ChatRequest
-    ) -> int:
-        """Where a prompt differs if the user says something else, in characters.
-
-        `messages` end with the first user message. why(L-108): system prompt and tools
-        may stand in that message (Gemma 3, Llama 3, any template without system role),
-        or the message may begin without an added token (RWKV). White space before the
-        user's words is left out: it can be one token with them.
-        """
-        other_words = {**messages[-1], "content": _NONCE}
-        try:
-            folded = _fold_messages([*messages[:-1], other_words], self.traits)
-            other_text = self.render_text(folded, request)
-        except BadRequest:
-            return 0
-        head, found_words, _ = other_text.partition(_NONCE)
-        if not found_words:
-            return 0
-        return len(text[: count_common(head, text)].rstrip())
-
-    def _count_tokens(self, text: str, request: ChatRequest) -> int:
-        """The tokens of a part of a text that begins or ends where a message begins."""
-        return len(self._encoder.encode_prompt(text, request))
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6707,7 +6723,7 @@ class Splice(NamedTuple):
             raise SpliceRefused("nonce" if text else "refused")
 
         suffix = text.partition(_NONCE)[2]
-        closing_end = self._find_closing(suffix, new_messages[0])
+        closing_end = self._find_closing_end(suffix, new_messages[0])
         if closing_end is None and "tool_calls" in reply:
             raise SpliceRefused("closer")
         closing = suffix[:closing_end] if closing_end is not None else ""
@@ -6721,7 +6737,7 @@ class Splice(NamedTuple):
         # was cut has generated none.
         if self.is_cut:
             suffix = self._missing_closing(closing) + suffix
-        elif not template.starts_with_added_token(suffix):
+        elif not template.find_added.match(suffix):
             raise SpliceRefused("end token")
         return template.tokenize_prompt(
             suffix,
@@ -6730,21 +6746,20 @@ class Splice(NamedTuple):
             recorded=self.recorded,
         )
 
-    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+    def _find_closing_end(self, suffix: str, new_message: Message) -> int | None:
         """Where the end token of the reply stands; None: the template prints none.
 
-        The first end token is the template's own: those of a client are broken. If a
-        new message ends with it, the reply has none. (Words of a letter or two may
-        stand in the closing, too.)
+        The first end token in the suffix is the template's own: those of a client are
+        broken. But it may end the new message, which then stands before it alone.
+        (Words of a letter or two may stand in the closing, too, and then on both sides.)
         """
         end = self.template.find_end_token(suffix)
         if end is None:
             return None
         words = new_message["content"].strip()
-        is_in_closing = words in suffix[: end.start()]
-        if is_in_closing and words not in suffix[end.end() :]:
-            return None
-        return end.start()
+        is_before_end = words in suffix[: end.start()]
+        is_after_end = words in suffix[end.end() :]
+        return None if is_before_end and not is_after_end else end.start()
 
     def _missing_closing(self, closing: str) -> str:
         """What the recorded reply, which was cut, lacks of the closing.
@@ -7078,12 +7093,15 @@ def restate_messages(
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
     moved_notes = _find_moved_notes(messages, start, stated)
-    unstated_notes = [
+
+    # Notes that the client has put into past messages since. The newest input states
+    # those that no new message up to it has, each once.
+    added_notes = [
         text for text in _note_texts(past_messages) if text not in stated.notes
     ]
-    sent_anyway = set(_note_texts(messages[start : newest_index + 1]))
-    missing_notes = [text for text in unstated_notes if text not in sent_anyway]
-    missing_notes = list(dict.fromkeys(missing_notes))  # each once
+    sent_again = set(_note_texts(messages[start : newest_index + 1]))
+    missing_notes = [text for text in added_notes if text not in sent_again]
+    missing_notes = list(dict.fromkeys(missing_notes))
 
     copies: list[Message] = []
     new_notes: list[str] = []
@@ -7102,11 +7120,10 @@ def restate_messages(
         new_notes += dict.fromkeys(stated_here)  # each once
 
     old_notes = stated.notes
-    client_replaces_notes = bool(unstated_notes)
-    if client_replaces_notes:
-        # why(L-98): it put a note into a past message that we have not stated, so notes
-        # it no longer sends are withdrawn: if one returns, state it again. Otherwise a
-        # note that it no longer sends is only an old one.
+    if added_notes:
+        # why(L-98): the client replaces its notes, so those that it no longer sends are
+        # withdrawn: if one returns, state it again. Without added notes, a note that it
+        # no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
     newest_pinned: dict[FieldPlace, set[str]] = {}
@@ -7222,19 +7239,20 @@ type _SavedIds = Annotated[
 class LedgerRecord:
     """What the ledger has under a key. Its lock guards these fields, which change.
 
-    A record may continue or stand for another one, its parent, which stays for as long,
-    be it found under a key or not.
+    A record may continue another one, or stand for it: its parent. It is held by its
+    key, and by each record that is held and has it for a parent. With its last holder it
+    goes, from the count of bytes and from the file. So a parent may stay when it is
+    found no more.
     """
 
     parent: LedgerRecord | None = None
-    part_of: LedgerRecord | None = (
-        None  # of what Transcript.cut_to() has cut: the whole
-    )
+    # Of a part that Transcript.cut_to() has made: the whole, which is the one recorded.
+    part_of: LedgerRecord | None = None
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
     key: bytes = field(default=b"", init=False)  # b"": it is not found, or no more
-    n_holders: int = field(default=0, init=False)  # its key, and whose parent it is
+    n_holders: int = field(default=0, init=False)
     saved_in: int = field(default=0, init=False)  # the number of that file; 0: nowhere
 
     @property
@@ -7499,7 +7517,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
 def _has_same_replies(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> bool:
-    """Whether the client has nothing in its replies that these have otherwise."""
+    """Whether no reply of the client has other thinking, or another "cd", than these."""
     for message, thinking in zip(messages, transcript.thinking(), strict=False):
         if message.thinking not in ("", thinking):
             return False
@@ -7535,7 +7553,7 @@ class Mismatch(NamedTuple):
 
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
-    """How badly this one fits."""
+    """How badly this transcript fits."""
     stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
@@ -7637,11 +7655,12 @@ class Ledger:
         head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
         key = _digest(head_key, tuple(head.stated.pinned))
-        # why(L-106): so is one with other private values or notes, but in its session.
-        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
+        # why(L-106): a session has its own head again, whatever values it sends now.
         session_key = b""
         if conversation.session:
             session_key = _digest(key, conversation.session)
+        # For all others, one with other private values or notes is another head.
+        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
 
         with self._ledger_lock:
             start = self._find_start(session_key, RenderedHead)
@@ -7806,7 +7825,7 @@ class Ledger:
     def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
         """Which private value keeps a transcript of more messages from being replayed.
 
-        why(L-106): without a session id it may be another person's, so it is only said.
+        why(L-106): without a session id it may be another person's, so it is only named.
         `n_replayed`: messages that are replayed. Returns the name of the value's rule;
         "" if there is none, or if the session has a name.
         """
@@ -8589,7 +8608,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def group_size(self) -> int:
-        """Of `bits`."""
+        """Numbers in a group, under the name that mlx-lm looks for."""
         return self.packing.group_size
 
     @property
@@ -9132,7 +9151,7 @@ def read_gated_delta_in_chunks() -> None:
 # contiguous and evaluated: a view would keep the whole buffer that it is taken from
 # (L-06).
 #
-#  1 What a model keeps   its kind and size, measured
+#  1 What a model keeps   its kind and size, measured; how many tokens it has read
 #  2 Spans                attention KV
 #  3 State                checkpoints
 #  4 Batches              several rows in one cache
@@ -13753,7 +13772,7 @@ def _load_parts(
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
-    trusts_tokenizer = trust and not _names_no_code(path)
+    trusts_tokenizer = trust and not _has_null_code(path)
     tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
     is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
     if is_lazy and not is_for_mlx_lm:
@@ -13782,8 +13801,8 @@ def _is_for_mlx_vlm(path: Path) -> bool:
     return False
 
 
-def _names_no_code(path: Path) -> bool:
-    """Whether a tokenizer names null as its code: transformers would look that up.
+def _has_null_code(path: Path) -> bool:
+    """Whether a tokenizer names null as its code, which transformers would look up.
 
     The demo's does, to be read as it is (why(L-59)).
     """
@@ -14018,10 +14037,10 @@ def _default_sampling(
             source = "generation_config.json"
 
     model_type = str(facts.get("model_type"))
-    switch = template.traits.thinking_kwargs
+    thinking_kwargs = template.traits.thinking_kwargs
+    was_told_not_to = not thinks and thinking_kwargs[True] != thinking_kwargs[False]
     for beginning, advice in _PLAIN_SAMPLING.items():
-        is_about_it = model_type.startswith(beginning) and switch[True] != switch[False]
-        if is_about_it and not thinks:
+        if was_told_not_to and model_type.startswith(beginning):
             values, source = advice, "the model's card"
 
     set_values = {
@@ -14029,9 +14048,9 @@ def _default_sampling(
         for name in _SAMPLING_NAMES
         if getattr(config, f"default_{name}") is not None
     }
-    sources = [*(f"DEFAULT_{name.upper()}" for name in set_values), source]
-    if values.keys() <= set_values.keys():
-        sources.remove(source)
+    sources = [f"DEFAULT_{name.upper()}" for name in set_values]
+    if not values.keys() <= set_values.keys():
+        sources.append(source)
     n_look_back = {"repetition_context_size": config.default_repetition_context_size}
     return DefaultSampling({**values, **set_values, **n_look_back}, ", ".join(sources))
 
@@ -19360,7 +19379,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19377,15 +19396,15 @@ _ESCAPE: Final = r"""(?x:
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
 # At the end of a reply: what may have become an escape.
 _HALF_ESCAPE: Final = re.compile(
     r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
 )
-_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
+COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
@@ -19405,7 +19424,7 @@ _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
   | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
-_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
+_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
@@ -19444,7 +19463,7 @@ _QUOTE: Final = {
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
@@ -20279,9 +20298,9 @@ _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
@@ -21516,10 +21535,6 @@ class TenantStores:
             refusals=deque(maxlen=MAX_REFUSALS),
         )
 
-    def load(self) -> None:
-        """Remember what an earlier server has saved."""
-        self.ledger.load()
-
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
@@ -21662,7 +21677,7 @@ class ServerState:
         metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
+        stores.ledger.load()
         state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
         return state if "/" in tenant else state.keep()
 
@@ -22288,7 +22303,11 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
-    """By what the engine says of it, and why its text was over before."""
+    """How a reply ended.
+
+    The first of these counts: it failed, or its client left; why its text was over; how
+    the engine ended it.
+    """
     match reason, text_end:
         case "failed", _:
             return ReplyEnding("failed", "length")
@@ -24259,11 +24278,11 @@ def build_state(
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
-        stores.load()
+        stores.ledger.load()
         # Keys that have asked while the model was loaded.
         for state in tenants.states():
             if state.tenant:
-                state.stores.load()
+                state.stores.ledger.load()
 
     has_disk = wants_disk_cache(config)
     return ServerState(
@@ -24518,8 +24537,17 @@ def _write_banner(state: ServerState) -> str:
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
     log_root = os.path.expanduser(state.config.log_root)
+    log = str(Path(__file__).resolve().parent / log_root)
+    if state.session_log.has_failed:
+        log = "none of sessions: LOG_ROOT cannot be written, as said above"
+    draft_bytes = state.engine.memory.get("draft_model", 0)
+    next_step = f"open {url}/ to chat and to watch"
+    if model.is_demo:
+        launch = ""  # it is too small for an agent's instructions
+    else:
+        next_step += ", or start an agent, as above"
 
-    rows = {
+    rows = {  # those without a text are left out
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
         f" (the model: {model.context_length:,})",
@@ -24532,23 +24560,16 @@ def _write_banner(state: ServerState) -> str:
         "Anthropic": url,
         "Responses": _describe_proxy(state),
         "an agent": launch,
-        "log": str(Path(__file__).resolve().parent / log_root),
+        "log": log,
         "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
     }
-    next_step = f"open {url}/ to chat and to watch"
     if model.is_demo:
-        rows["an agent"] = ""  # the demo is too small for an agent's instructions
         rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
-    if state.session_log.has_failed:
-        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
-    draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
-    if rows["an agent"]:
-        next_step += ", or start an agent, as above"
     rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
