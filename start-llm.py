@@ -15041,8 +15041,6 @@ grammar_compiler: Final = lru_cache(maxsize=1)(GrammarCompiler)
 
 # -- 5 constraints ---------------------------------------------------------------------
 
-_SCHEMA_FIELD: Final = "response_format.json_schema.schema"
-
 # What an error of llguidance has beside its reason: where it is, a pattern that it
 # quotes, and lines of the grammar. Of this one, "regex parse error: unclosed group"
 # stays, and of others "Invalid type: objekt" or 'Unimplemented keys: ["not"]':
@@ -15167,7 +15165,8 @@ class _ReplyGrammars:
             matcher = self._compile(start, (), guided)
         except _GrammarFault as fault:
             quote = str(fault)
-            raise BadRequest(quote, field=_SCHEMA_FIELD, quote=quote) from None
+            field = "response_format.json_schema.schema"
+            raise BadRequest(quote, field=field, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
         start = self._form.json_or_calls("calls")
@@ -17292,8 +17291,8 @@ class Scheduler:
     def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        The state before the last step is kept: a client may send the reply back without
-        its last token. Returns False after a failure: the whole batch has ended then.
+        The state before its last step is kept. Returns False after a failure: all of
+        the batch have ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
@@ -17427,8 +17426,15 @@ class Scheduler:
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         n_in_memory = match.cached_tokens
-        if self._load_more(handle, match):
-            match = self._find_prefix(handle)
+        if self.disk is not None and not handle.is_second_try:
+            # What only the disk has comes into the cache, if it is much.
+            owner = handle.request.owner
+            n_loaded = self.disk.load(handle.request.key, match, owner=owner)
+            if n_loaded:
+                metrics = self.metrics.of_tenant(owner.tenant)
+                metrics.bump("disk_hits")
+                metrics.bump("disk_tokens", n_loaded)
+                match = self._find_prefix(handle)
         running: RunningRequest | None = None
         try:
             running = RunningRequest(
@@ -17507,18 +17513,6 @@ class Scheduler:
             matched_tokens=max(match.matched_tokens, plan.depth),
             hit_kind="exact" if plan.depth == len(key.tokens) - 1 else "line",
         )
-
-    def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
-        """Load what only the disk has of a prompt into the cache, if it is much."""
-        if self.disk is None or handle.is_second_try:
-            return False
-        request = handle.request
-        n_tokens = self.disk.load(request.key, match, owner=request.owner)
-        if n_tokens:
-            metrics = self.metrics.of_tenant(request.owner.tenant)
-            metrics.bump("disk_hits")
-            metrics.bump("disk_tokens", n_tokens)
-        return n_tokens > 0
 
     # -- prefill -----------------------------------------------------------------------
 
