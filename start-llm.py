@@ -233,7 +233,6 @@ from weakref import WeakValueDictionary
 # `--port 9000 --no-proxy` is {"MLX_PORT": "9000", "ENABLE_PROXY": "false"}. The program
 # install_and_run.py has the same options; a test holds them equal.
 #
-# Public   VERSION, read_options
 # Uses     -
 # Thread   main; pure
 
@@ -356,7 +355,6 @@ if __name__ == "__main__":
 # A variable that the user has set stays as it is. Where no private folder can be made,
 # the files stay in /tmp.
 #
-# Public   set_cuda_environment
 # Uses     -
 # Thread   main
 
@@ -503,8 +501,6 @@ from transformers import PreTrainedTokenizerBase
 # OpenAI's. So is the code context_length_exceeded, at which agents compact; most other
 # codes are our own. For the Messages API anthropic_error_body() translates them.
 #
-# Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Draining,
-#          Overloaded, GenerationFailed, ClientGone, describe_fault
 # Uses     -
 # Thread   any; pure
 
@@ -646,9 +642,6 @@ def describe_fault(details: ErrorDetails) -> str:
 # scripts/tools/list_settings.py, which writes docs/settings.md: tests hold the three to
 # the same list. Only .env.example explains a setting at length.
 #
-# Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
-#          ReplicaAddress, read_replicas, has_tenants, name_tenant, key_of_tenant,
-#          is_seen_by, Temperature, TopP, MinP, RepetitionPenalty, RuleName
 # Uses     ERRORS
 # Thread   any; pure
 
@@ -1056,9 +1049,6 @@ def _find_meant_setting(name: str, settings: Iterable[str]) -> str:
 # LOG_PROMPT_TOKENS wants it, which REQUEST HANDLING sees to. Session ids, which clients
 # choose, are on the console and in the names of files anyway.
 #
-# Public   logger, ConsoleStream, start_logging, FaultLog, RequestFacts, Refusal,
-#          format_summary, format_refusal, name_client, printable,
-#          show_prefill_progress, CacheMetrics, Totals, SessionLog
 # Uses     CONFIG
 # Owns     _CACHE_METRICS_LOCK
 # Thread   any
@@ -1669,8 +1659,6 @@ def _append_line(path: Path, line: bytes) -> None:
 # sections have a WorkBudget of one unit, so that one request at a time does a step: one
 # text that cannot be cut is tokenized (TOKENIZER), one image unpacked (VISION MODEL).
 #
-# Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS,
-#          memory_bytes
 # Uses     -
 # Thread   any
 
@@ -1828,10 +1816,6 @@ class BodyMemory:
 # An API is a parser, a formatter and a route in HTTP SERVER. Messages stay plain dicts,
 # so that fields we do not know reach the chat template.
 #
-# Public   JsonObject, Message, OriginalMessages, TokenIds, KvOffset, TokenId, ListOf,
-#          MapOf, SamplingParams, ToolChoice, EFFORTS, SessionContext, assume_client,
-#          ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd,
-#          ResponseFormatter
 # Uses     CONFIG
 # Thread   any; pure
 
@@ -2030,8 +2014,6 @@ class ResponseFormatter(Protocol):
 # The models stand in the sections of the APIs. They are strict: "1" is no number. Null
 # means absent. What is wrong is told in pydantic's words, at the path that was sent.
 #
-# Public   NonEmptyText, MAX_BRACKETS, parse_json_body, present_fields, drop_nulls,
-#          value_at, values_at, validate_fields, refuse_unless
 # Uses     ERRORS, API TYPES
 # Thread   any; pure
 
@@ -2192,9 +2174,6 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 # What all APIs share is read by read_common() and, if it is a conversation, by
 # add_thinking(); each parser adds what is its own.
 #
-# Public   StopText, RequestBody, parse_chat_request, parse_completion_request,
-#          read_common, add_thinking, check_prewarm, check_choice, read_schema,
-#          order_tool_results, OpenAIFormatter, USER_HEADER
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES
 # Thread   any; pure
 
@@ -2903,8 +2882,6 @@ def _usage_body(usage: Usage) -> JsonObject:
 # nothing before it changes (L-48). If the request offers Anthropic's tool search, which
 # does not run here, no tool is deferred.
 #
-# Public   parse_any_request, parse_anthropic_request, thinking_signature,
-#          AnthropicFormatter, anthropic_error_body
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES, OPENAI API
 # Thread   any; pure
 
@@ -3455,7 +3432,6 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # tokens, those of the image take its place. Its two ends are noncharacters, which
 # Unicode keeps for the inside of programs.
 #
-# Public   SentImage, extract_images
 # Uses     ERRORS, CONFIG, LOGGING, API TYPES
 # Thread   connection
 
@@ -3742,9 +3718,6 @@ def _has_many_slow_parts(data: bytes) -> bool:
 # must read any text in linear work (L-113): each repeat without a limit stops at a line
 # end or at the next opener, or is possessive. tests/unit/test_linear_work.py tries it.
 #
-# Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
-#          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, keeps_most_text
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any
 
@@ -4644,7 +4617,6 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #   somebody deletes the file       it is begun anew; its number tells LEDGER, which
 #                                   puts again what it uses
 #
-# Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
 # Thread   any: put, update, remove; load: its caller's, on a connection of its own;
 #          what is written: "records"
@@ -4997,7 +4969,6 @@ class TenantRecords:
 # `digest` names it without what changes by itself, such as ids and dates; `pinned` are
 # such values, of which some are private to a session (`is_private`).
 #
-# Public   ReplyContext, is_same_session, heal_messages, reply_contexts
 # Uses     API TYPES, CANONICALIZATION
 # Thread   any; pure
 
@@ -5093,7 +5064,6 @@ def heal_messages(
 #
 # A rendered prompt is encoded piece by piece, between its added tokens (Encoder).
 #
-# Public   token_pattern, break_markup, remove_breaks, Encoder
 # Uses     WORK BUDGET, API TYPES, CANONICALIZATION
 # Thread   any
 
@@ -5333,9 +5303,6 @@ def _tokenize(
 #  1 Renderer  messages -> text, by the template.
 #  2 Probing   canned conversations -> TemplateTraits.
 #
-# Public   Renderer, TemplateTraits, CALL_ID_FORMS, probe_traits,
-#          probe_preserve_thinking_support, probe_generation_prompt, Sample,
-#          render_sample, kwargs_key, compute_msg_token_boundaries, count_common
 # Uses     ERRORS, API TYPES, TOKENIZER
 # Thread   any
 
@@ -5920,7 +5887,6 @@ def compute_msg_token_boundaries(
 #              arguments of calls become objects.
 #  3 Splicing  New messages after recorded tokens, for LEDGER.
 #
-# Public   ChatTemplate, RenderedPrompt, PromptPositions, Splice, SpliceRefused
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES, CANONICALIZATION,
 #          TOKENIZER, TEMPLATE TRAITS
 # Thread   any
@@ -6834,8 +6800,6 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 #     ids as rendered    12   7  900  900  900   5        900: a patch of the image
 #     ids with markers   12   7  -13  -88  -40   5        -13: the image begins
 #
-# Public   common_prefix_length, inject_image_markers, image_starts, is_inside_image,
-#          block_hashes
 # Uses     API TYPES
 # Thread   any; pure
 
@@ -6956,7 +6920,6 @@ def block_hashes(
 # prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
 # A session is the id that its client has sent, or "".
 #
-# Public   Ledger, PromptPlanner, PromptPlan, Conversation, GeneratedReply, ShownEnd
 # Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, ANTHROPIC API, CANONICALIZATION,
 #          SAVED RECORDS, THINKING RESTORE, CHAT TEMPLATE
 # Owns     _ledger_lock
@@ -9157,11 +9120,6 @@ def read_gated_delta_in_chunks() -> None:
 #  4 Batches              several rows in one cache
 #  5 The tap              checkpoints from inside a call of the model
 #
-# Public   KVSpec, KVSpan, StateCheckpoint, BUFFER_STEP_TOKENS,
-#          measure_kv, has_opaque_leaf, check_copies, kv_cache_offset,
-#          evaluate_caches, reserve_tokens, load_span, take_span, copy_span, copy_state,
-#          make_checkpoint, restore_state, hold_recurrent_state, to_batch, extract_row,
-#          row_offsets, request_tapped_states, take_tapped_states
 # Uses     API TYPES, PACKED KV, UPSTREAM
 # Thread   model; mlx
 
@@ -9774,9 +9732,6 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     PrefixCache    lookup; what a request gets; what is evicted
 #
 # Positions and depths count tokens from the beginning of the prompt.
-# Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, StartedEntry, EntryReport, MIN_CHECKPOINTS,
-#          SPARED_CHECKPOINTS, MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
 
@@ -10727,8 +10682,6 @@ class PrefixCache:
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
-# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache, can_write_state,
-#          delete_other_folders, report_unused, find_undeletable, DiskError
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
 # Thread   model, mlx; write_segment: a thread of its own
 
@@ -14119,10 +14072,6 @@ def memory_limit(config: Config) -> int:
 #                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
 #                 stop sequences and lengths, too, and no drafts.
 #
-# Public   Sampler, LogitsProcessor, TokenChoice, choose_tokens, SampledToken,
-#          TokenGenerator, make_sampler, make_processors, AllowedTokens,
-#          ConstraintSteps, Constraint, forbid_tokens, limit_thinking, follow_grammar,
-#          watch_for_call
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
 
@@ -14617,9 +14566,6 @@ class TokenGenerator:
 #  4 Compiler     Text -> LLMatcher, kept for the next request.
 #  5 Constraints  What a request demands, and what is left of it where it is too much.
 #
-# Public   Blanks, JsonValue, TextValue, Argument, ArgumentList, CallPart, CallParts,
-#          CallForm, MAX_GRAMMAR_CHARACTERS, GrammarCompiler, grammar_compiler,
-#          make_constraints
 # Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
 # Thread   any
 
@@ -15263,8 +15209,6 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # Dropped: an expected speed by the share of tokens that were accepted, three lengths,
 # and pauses. On real edits (draft_edits.py) the account alone is as good or better.
 #
-# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftGain, DraftBudget,
-#          DraftCosts, can_draft
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
 # Thread   model; mlx
 
@@ -15757,9 +15701,6 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice).
 #
-# Public   EngineRequest, RequestHandle, RequestTimes, WaitReason, WaitCause, Activity,
-#          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
-#          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
@@ -17846,7 +17787,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
 # Their KV is evicted afterwards. What they measured of the model's speed stays.
 #
-# Public   WarmUpProgress, is_warm_up_wanted, warm_up
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PREFIX CACHE, SAMPLING,
 #          SCHEDULER
 # Thread   model; mlx
@@ -17954,7 +17894,6 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
 # which sends the others a record of each that changes anything.
 #
-# Public   Engine, EngineReport, MemoryReport
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
@@ -18540,9 +18479,6 @@ def _can_write_states(model: Any) -> bool:
 # token has come that ends the call. Models do not write that character. So in a pattern
 # "</tool_call> \s* \0" is an end tag with which the reply ends.
 #
-# Public   Tool, Schema, NO_PATTERN, FENCE_START, compile_pattern, UnreadText,
-#          TAG_LENGTH, SchemaPart, parameters_by_name, to_json, escape_json,
-#          load_value, value_as_json, as_list
 # Uses     -
 # Thread   any; pure
 
@@ -18866,10 +18802,6 @@ def escape_json(text: str) -> str:
 # to _TAG_START of CALL TEXT. To add a foreign format, add one to
 # FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
-# Public   ArgumentTags, CallSyntax, ForeignFormat, CALL_SYNTAXES, FOREIGN_SYNTAX,
-#          FOREIGN_FORMATS, HERMES_START, MISTRAL_START, CALL_START, key_pattern,
-#          value_end_pattern, inner_tag_pattern, edge_tag_pattern, ToolCallFormat,
-#          tool_call_prefixes
 # Uses     CALL TEXT
 # Thread   any; pure
 
@@ -19379,7 +19311,6 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19986,7 +19917,6 @@ class TaggedValue:
 # A body with one call that cannot be read has none: it becomes text. So no call runs
 # with fewer arguments than were written.
 #
-# Public   WholeCall, WHOLE_JSON_START, CallBody, read_whole_calls
 # Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
 
@@ -20522,7 +20452,6 @@ def read_whole_calls(
 # tokens are text. Where they are not, as those of a tag that has several tokens, the
 # text around a tag tells what it is.
 #
-# Public   ReplyReader, ReplyDeltas, Tags, think_tag_pattern
 # Uses     API TYPES, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS, WHOLE CALLS
 # Thread   any; pure
 
@@ -21254,7 +21183,6 @@ class ReplyReader:
 # call has any arguments, and a request with a strict tool is refused. Of foreign
 # formats and of MiniCPM's syntax no more than the opening of a call is known.
 #
-# Public   call_forms
 # Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -21455,9 +21383,6 @@ def _without_container(choice: CallParts) -> CallParts:
 # parts keys or users. Each tenant has stores of its own, so that nothing crosses, not
 # even by time. Who has the key of several users sees all of their stores (`views`).
 #
-# Public   ServerState, Proxy, ProxyBody, ProxyPhase, ReplicaReport, Tenants,
-#          TenantStores, RequestRow, Divergence, MAX_RECENT, MAX_DIVERGENCES,
-#          MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -21730,8 +21655,6 @@ class ServerState:
 # part of it may be a guess until PromptPlanner.verify() was called. A RequestHandle is
 # a submitted request: next_event() waits for the model, setting stop_reason ends it.
 #
-# Public   check_model_id, plan_request, prepare_request, PreparedRequest,
-#          ReplyGeneration
 # Uses     all
 # Thread   connection
 
@@ -22960,8 +22883,6 @@ class ReplyGeneration:
 # few times a second, each second when idle; what needs more is asked of it with
 # Engine.call(), between two of its steps.
 #
-# Public   health_body, models_body, model_body, status_body, detailed_status_body,
-#          metrics_text, count_tokens_body, explain_body, drain, drop_cache
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
 #          SESSIONS, CLUSTER, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
@@ -23305,7 +23226,6 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # sent; as the last event of a stream that has begun. A socket that fails raises
 # ClientGone, and nobody is answered.
 #
-# Public   LLMServer, Handler, advice_by_path, own_host_names
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
@@ -24231,7 +24151,6 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # this server; another rank has an engine and no addresses (_follow), and ends when rank
 # 0 does.
 #
-# Public   build_state, run_proxy, main, end_process
 # Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
 #          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
