@@ -1135,18 +1135,17 @@ def start_logging(config: Config) -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     logger.setLevel(config.log_level)
     logger.propagate = False  # if a library sets up the root logger, it repeats nothing
-    if not logger.handlers:
-        logger.addHandler(_make_handler())
+    if logger.handlers:
+        return
 
-
-def _make_handler() -> logging.Handler:
+    handler: logging.Handler
     if _CONSOLE.is_terminal:
-        return RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
-    # In a file a record is one line; rich would break it at column 80.
-    handler = logging.StreamHandler(sys.stderr)
-    form = "%(asctime)s %(levelname)-7s %(message)s"
-    handler.setFormatter(logging.Formatter(form))
-    return handler
+        handler = RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
+    else:  # in a file a record is one line; rich would break it at column 80
+        handler = logging.StreamHandler(sys.stderr)
+        form = "%(asctime)s %(levelname)-7s %(message)s"
+        handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)
 
 
 class FaultLog:
@@ -1478,7 +1477,7 @@ class CacheMetrics:
             return defaultdict(int, self._counts.get(self._tenant, {}))
 
     def totals(self) -> Totals:
-        """The sums by now; seconds in milliseconds."""
+        """The sums by now; seconds are rounded to milliseconds."""
         counts = self._read()
         names = Totals.__annotations__
         return cast(Totals, {name: round(counts[name], 3) for name in names})
@@ -1595,7 +1594,10 @@ class SessionLog:
             is_new_day = not folder.exists()
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            _append_line(path, _stamped_line(now, record))
+            stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
+            line = json.dumps(stamped, ensure_ascii=False, default=str)
+            # Half of a surrogate pair becomes "?".
+            _append_line(path, f"{line}\n".encode("utf-8", "replace"))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._has_warned.is_set():
                 self._has_warned.set()
@@ -1634,12 +1636,6 @@ def _file_stem(session_id: str) -> str:
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
     digest = sha256(session_id.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{stem}.{digest[:32]}"
-
-
-def _stamped_line(moment: datetime, record: Mapping[str, object]) -> bytes:
-    stamped = {"time": moment.isoformat(timespec="milliseconds"), **record}
-    line = json.dumps(stamped, ensure_ascii=False, default=str)
-    return f"{line}\n".encode("utf-8", "replace")  # half of a surrogate pair: "?"
 
 
 def _append_line(path: Path, line: bytes) -> None:
@@ -1719,23 +1715,20 @@ class WorkBudget:
                 return
             self.waiting.append(place)
         try:
-            while not self._take_in_turn(n_units, place):
+            while True:
+                with self._changed:
+                    is_turn = self._changed.wait_for(
+                        lambda: self.waiting[0] is place and n_units <= self.n_free,
+                        timeout=CLIENT_LOOK_SECONDS,
+                    )
+                    if is_turn:
+                        self.n_free -= n_units
+                        break
                 check_client()
         finally:
             with self._changed:
                 self.waiting.remove(place)
                 self._changed.notify_all()
-
-    def _take_in_turn(self, n_units: int, place: object) -> bool:
-        """Wait a while for the units and for their turn; whether they were taken."""
-        with self._changed:
-            is_turn = self._changed.wait_for(
-                lambda: self.waiting[0] is place and n_units <= self.n_free,
-                timeout=CLIENT_LOOK_SECONDS,
-            )
-            if is_turn:
-                self.n_free -= n_units
-            return is_turn
 
     def release(self, n_units: int) -> None:
         """Give units back; only a Reservation calls it, with units of its own."""
@@ -2422,13 +2415,13 @@ def read_common(
 def check_prewarm(request: ChatRequest) -> None:
     """Raise BadRequest for what is asked of a reply that will not be generated."""
     is_asked_for = {
-        "a stream": request.stream,
-        "a format": request.json_schema is not None,
-        "a call": request.tool_choice.mode in ("required", "named"),
+        "stream": request.stream,
+        "format": request.json_schema is not None,
+        "call": request.tool_choice.mode in ("required", "named"),
     }
     for wish, is_asked in is_asked_for.items():
         if is_asked and request.max_tokens == 0:
-            sentence = f"with 0 the prompt is only read: there can be no {wish[2:]}"
+            sentence = f"with 0 the prompt is only read: there can be no {wish}"
             raise BadRequest(sentence, field="max_tokens")
 
 
@@ -2564,7 +2557,8 @@ def add_thinking(
 def _find_thinking_levels(fields: JsonObject) -> list[str]:
     """What a body says of thinking, the strongest place first.
 
-    {"thinking": true, "reasoning_effort": "low"} is "on", "low".
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low". An object, such as
+    {"thinking": {"type": "enabled"}}, is passed over: "thinking.type" is a place, too.
     """
     levels = []
     for place, value in values_at(_THINKING_PLACES, fields):
@@ -2655,13 +2649,17 @@ def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
     {"device_id": "d", "session_id": "s"} -> {"device_id": "d", }
     user_a1_account_b2_session_c3 -> user_a1_account_b2
     """
-    user = headers.get(USER_HEADER, "").strip()  # a gateway's: no body replaces it
+    user = headers.get(USER_HEADER, "").strip()
+    if user:  # a gateway's: no body replaces it
+        return user
     for place, value in values_at(_USER_PLACES, fields):
-        if not user and isinstance(value, str | int) and not isinstance(value, bool):
+        if isinstance(value, str | int) and not isinstance(value, bool):
             user = str(value).strip()
             if place == "metadata.user_id":
                 user = _CLAUDE_SESSION.sub("", user)
-    return user
+            if user:
+                return user
+    return ""
 
 
 # -- messages --------------------------------------------------------------------------
@@ -2741,13 +2739,14 @@ def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
 
 def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
     """The request with the tools of a chat. Raises BadRequest."""
-    tools: dict[bool, list[JsonObject]] = {False: [], True: []}  # True: deferred ones
+    tools: list[JsonObject] = []
+    deferred_tools: list[JsonObject] = []
     strict_tools = {}
     for index, tool in enumerate(parsed.tools):
         # Nothing else of a tool is kept: templates print it whole, with cache_control.
         function = drop_nulls(tool["function"])
-        is_deferred = bool(tool.get("defer_loading"))
-        tools[is_deferred].append({"type": "function", "function": function})
+        group = deferred_tools if tool.get("defer_loading") else tools
+        group.append({"type": "function", "function": function})
         if tool.get("strict") or function.get("strict"):
             strict_tools[function["name"]] = f"tools[{index}].function.parameters"
 
@@ -2757,9 +2756,9 @@ def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
         choice = ToolChoice("named", parsed.tool_choice["function"]["name"])
     return replace(
         request,
-        tools=tuple(tools[False]),
-        deferred_tools=tuple(tools[True]),
-        tool_choice=check_choice(choice, tools[False] + tools[True]),
+        tools=tuple(tools),
+        deferred_tools=tuple(deferred_tools),
+        tool_choice=check_choice(choice, tools + deferred_tools),
         strict_tools=strict_tools,
         parallel_tool_calls=parsed.parallel_tool_calls,
     )
@@ -2961,7 +2960,7 @@ class _MessagesBody(RequestBody):
 def parse_any_request(
     body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
 ) -> ChatRequest:
-    """A request of any API, for /v1/explain. Raises BadRequest.
+    """A request of any API, for /v1/cache/explain. Raises BadRequest.
 
     It is known by a field that no other API has; without any, it is read as a chat.
     """
@@ -3001,9 +3000,11 @@ def parse_anthropic_request(
             message["role"], message["content"], functions, field=field
         )
 
-    field, output_format = "output_config.format", parsed.output_config.get("format")
+    field = "output_config.format"
+    output_format = parsed.output_config.get("format")
     if not output_format:
-        field, output_format = "output_format", parsed.output_format
+        field = "output_format"
+        output_format = parsed.output_format
     request = replace(
         request,
         kind="messages",
@@ -3185,7 +3186,7 @@ def _translate_block(
             "type": "document",
             "source": {"type": "content", "content": str() | list() as content},
         }:
-            field += ".source"
+            field += ".source"  # translated below, as is the next one
         case {"type": "search_result", "content": list() as content}:
             pass
         case {"type": "tool_reference", "tool_name": str(name)}:
@@ -3613,20 +3614,13 @@ def _normalize(image: Image.Image) -> Image.Image:
         image.draft("RGB", (width, height))  # a JPEG is unpacked at 1/2, 1/4 or 1/8
 
     image.load()
-    image = _reduce_shades(image)
+    if image.mode == "I;16":  # grey, of which Pillow would make white from 255 on
+        image = image.point(lambda shade: shade / 256).convert("L")
+        image.info.pop("transparency", None)  # one of 65,536 shades
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
         image = _shrink(image, width, height)
     ImageOps.exif_transpose(image, in_place=True)
     return _put_on_white(image)
-
-
-def _reduce_shades(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits as grey of 8, of which Pillow would make white from 255 on."""
-    if image.mode != "I;16":
-        return image
-    grey = image.point(lambda shade: shade / 256).convert("L")
-    grey.info.pop("transparency", None)  # one of 65,536 shades
-    return grey
 
 
 def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -4392,7 +4386,7 @@ def _make_input(
     fields: Sequence[VolatileField] = (),
     dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
-    """The canonical message of a message whose content is text, and no reply."""
+    """The canonical message of a message that is no reply; its content is one text."""
     # The digest has neither the call that it answers, for clients rewrite ids, nor
     # fields that we do not know: a replayed message keeps those that it had first.
     # why(L-92): clients trim line breaks, except in tool results.
@@ -4432,28 +4426,30 @@ _FENCE: Final = re.compile(
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    A pinned block is followed by the values in it, which have places of their own. No
-    field is what is data, in a code fence, nor what has an image in it: the model must
-    see this image (L-57).
+    A pinned block is followed by the values in it, which have places of their own. What
+    begins in a code fence is data and no field, and neither is what has an image in it:
+    the model must see this image (L-57).
     """
     if not rules:
         return []
     unfenced_text = _FENCE.sub(_blank_fence, text)
-    found: list[list[VolatileField]] = []
+    matches: list[list[VolatileField]] = []  # each with the values in it
     for rule in rules:
         for match in rule.pattern.finditer(text):
             # Where the match begins, its context included.
             begins_in_fence = unfenced_text[match.start()] == "\0"
             is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
-                found.append(_make_fields(rule, match, rules))
+                matches.append(_fields_of_match(rule, match, rules))
 
     fields: list[VolatileField] = []
     end = 0
-    for field_and_inner in sorted(found, key=lambda volatile: volatile[0].start):
-        if field_and_inner[0].start >= end:
-            fields += field_and_inner
-            end = field_and_inner[0].end
+    for outer, *inner in sorted(
+        matches, key=lambda match_fields: match_fields[0].start
+    ):
+        if outer.start >= end:
+            fields += [outer, *inner]
+            end = outer.end
     return fields
 
 
@@ -4463,14 +4459,14 @@ def _blank_fence(fence: re.Match[str]) -> str:
     return "\0" * len(fence[0])
 
 
-def _make_fields(
+def _fields_of_match(
     rule: Rule, match: re.Match[str], rules: Iterable[Rule]
 ) -> list[VolatileField]:
     """The field that a rule has found; of a block also the values in it, by `rules`."""
-    groups = match.groupdict()
     if rule.kind == "transient":
         return [Note(rule.name, match[0].strip(), *match.span())]
 
+    groups = match.groupdict()
     is_private = not rule.crosses_sessions or groups.get("private") is not None
     if "value" in groups:
         start, end = match.span("value")
@@ -4548,8 +4544,8 @@ class _NoteFolding:
         self._messages: list[_OpenMessage] = []
         self.first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
-        # Of messages of notes after a reply, or after a late system message. They go
-        # into the question that follows (L-101).
+        # The notes of each message of notes after a reply, or after a late system
+        # message. They go into the question that follows (L-101).
         self._waiting: list[tuple[Note, ...]] = []
 
     def add_message(self, message: CanonicalMessage) -> None:
@@ -4703,8 +4699,7 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        # What is not saved yet, in order. To forget it is to take another queue.
-        self._changes: deque[_Change] = deque()
+        self._changes: deque[_Change] = deque()  # not saved yet, in order
         self._has_changes = threading.Event()
         self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
@@ -4789,7 +4784,7 @@ class RecordFile:
         return [tenant for (tenant,) in rows]
 
     def read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of the file. None, if there is no file or it cannot be read."""
+        """Rows of the file: [] if there is no file, or if it cannot be read."""
         if self._path is None:
             return []
         self.flush(_LOAD_SECONDS)
@@ -4800,6 +4795,8 @@ class RecordFile:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
+    # The thread "records".
+
     def _run(self, path: Path) -> NoReturn:
         while True:
             try:
@@ -4808,20 +4805,6 @@ class RecordFile:
             except (sqlite3.Error, OSError) as fault:
                 self._note_failure(path, fault)
                 time.sleep(_RETRY_SECONDS)
-
-    def _forget_all(self) -> None:
-        """Let the file be deleted, with all changes that wait for it."""
-        self._changes = deque()
-        self.number += 1
-        self._must_be_erased = True
-        self._has_changes.set()
-
-    def _erase(self, path: Path) -> None:
-        """Delete the file, if it has to go. Raises OSError."""
-        with self._erase_lock:
-            if self._must_be_erased:
-                _delete_database(path)
-                self._must_be_erased = False
 
     def _save(self, path: Path) -> None:
         """Save all changes as they come, until the file is gone or has to go.
@@ -4884,6 +4867,22 @@ class RecordFile:
             )
         self.failure = reason
 
+    # Any thread.
+
+    def _forget_all(self) -> None:
+        """Let the file be deleted, and leave the queue with all that waits for it."""
+        self._changes = deque()
+        self.number += 1
+        self._must_be_erased = True
+        self._has_changes.set()
+
+    def _erase(self, path: Path) -> None:
+        """Delete the file, if it has to go. Raises OSError."""
+        with self._erase_lock:
+            if self._must_be_erased:
+                _delete_database(path)
+                self._must_be_erased = False
+
 
 def _delete_database(path: Path) -> None:
     """Delete the file of a database, with its journal. Raises OSError.
@@ -4896,7 +4895,7 @@ def _delete_database(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database, which has its table then. What is deleted is overwritten.
+    """Open the database; make its table if it is new. What is deleted is overwritten.
 
     Raises sqlite3.Error, OSError.
     """
@@ -4937,26 +4936,26 @@ class TenantRecords:
         If it is there, it moves to the end: why(L-214), it may stand before its parent.
         """
         used_at = time.time() - (time.monotonic() - record.last_used)
-        place = (record.id, record.parent_id, self._tenant, record.key)
-        values = (record.session_id, used_at, record.value, zlib.crc32(record.value))
-        self._file.change(
-            (
-                "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*place, *values),
-            )
+        values = (
+            record.id,
+            record.parent_id,
+            self._tenant,
+            record.key,
+            record.session_id,
+            used_at,
+            record.value,
+            zlib.crc32(record.value),
         )
+        insert = "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
+        self._file.change((insert, values))
 
     def update(
         self, record_id: bytes, *, key: bytes, session_id: str, last_used: float
     ) -> None:
         """Change a record in all but its value and its parent."""
         used_at = time.time() - (time.monotonic() - last_used)
-        self._file.change(
-            (
-                "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?",
-                (key, session_id, used_at, record_id),
-            )
-        )
+        update = "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?"
+        self._file.change((update, (key, session_id, used_at, record_id)))
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
@@ -4972,16 +4971,9 @@ class TenantRecords:
         records = []
         for row_id, parent_id, key, session_id, used_at, value, checksum in rows:
             if zlib.crc32(value) == checksum:
-                age = time.time() - used_at
+                last_used = time.monotonic() - (time.time() - used_at)
                 records.append(
-                    SavedRecord(
-                        id=row_id,
-                        parent_id=parent_id,
-                        key=key,
-                        session_id=session_id,
-                        last_used=time.monotonic() - age,
-                        value=value,
-                    )
+                    SavedRecord(row_id, parent_id, key, session_id, last_used, value)
                 )
         return records
 
@@ -5021,10 +5013,10 @@ def is_same_session(first: str, second: str) -> bool:
 def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """Whose private values a conversation has, once `message` is added to it.
 
-    `owner` is whose it had before: b"" while it has no private value. If the client has
-    named the session, it is the owner; if not (""), all that send the same private
-    values are one owner. What was remembered of one owner is found for no other by its
-    context (L-106).
+    `owner`: the same without `message`. It is b"" as long as there is no private value,
+    then the session, if its client has named it. All clients that name none and send
+    the same private values are one owner. By its context, the thinking of one owner is
+    found for no other (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
@@ -5189,9 +5181,9 @@ class Encoder:
         self._piece_tokenizer = plain
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
-        # Then texts are left whole. To find out, a sample is encoded in pieces.
+        # Then texts are left whole. To find out, a sample is encoded in pieces: each
+        # added token before and after spaces, words and itself.
         self.can_split = True
-        # It has each added token before and after spaces, words and itself.
         uses = [f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._ids_of_added]
         sample = "Zed" + "".join(uses) + " x.\n\n"
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
@@ -5552,11 +5544,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         has_lone_results=_probe_lone_results(renderer),
         has_questions_after_results=renderer.shows("user call tool user"),
         has_empty_replies=bool(renderer.try_render("user empty user")),
-        needs_user=not all(
-            renderer.shows(kinds, tools=tools)
-            for kinds in _WITHOUT_USER[: 2 + has_system]
-            for tools in ((), [_CANNED_TOOL])
-        ),
+        needs_user=_probe_needs_user(renderer, has_system=has_system),
         has_parallel_calls=_CANNED_FIRST in two_calls and _canned_words(1) in two_calls,
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
@@ -5597,7 +5585,16 @@ _PRINTED_EFFORTS: Final = ("low", "medium", "high")
 
 
 def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
-    """The template kwargs of each effort, lowest first; {} if it reads none.
+    """The template kwargs of each effort, lowest first; {} if it reads none."""
+    for name in _EFFORT_SWITCHES:
+        efforts = _probe_efforts(renderer, name)
+        if efforts:
+            return {effort: {name: effort} for effort in efforts}
+    return {}
+
+
+def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
+    """The efforts that this template kwarg may have, lowest first.
 
     A template may refuse a word, print it, or take each word that it does not know for
     its default. What it prints for `zqfirst` tells:
@@ -5613,15 +5610,6 @@ def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
     default, and else the highest. A template that prints any word is for models that
     know those of OpenAI's API (L-190).
     """
-    for name in _EFFORT_SWITCHES:
-        efforts = _probe_efforts(renderer, name)
-        if efforts:
-            return {effort: {name: effort} for effort in efforts}
-    return {}
-
-
-def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
-    """The efforts that this template kwarg may have, lowest first."""
     texts = {}
     for word in (*EFFORTS, _CANNED_FIRST):
         # As far as it has a switch, thinking is on.
@@ -5646,7 +5634,16 @@ def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
     return sorted(efforts, key=EFFORTS.index)
 
 
-_WITHOUT_USER: Final = ("reply user", "reply", "system")
+def _probe_needs_user(renderer: Renderer, *, has_system: bool) -> bool:
+    """Whether it refuses or loses what begins without a user message."""
+    without_user = ["reply user", "reply"]
+    if has_system:
+        without_user.append("system")
+    for kinds in without_user:
+        for tools in ((), [_CANNED_TOOL]):
+            if not renderer.shows(kinds, tools=tools):
+                return True
+    return False
 
 
 def _probe_lone_results(renderer: Renderer) -> bool:
@@ -5916,10 +5913,11 @@ def compute_msg_token_boundaries(
 #
 #     messages -> shape -> fold -> render -> text -> tokens, and the positions of parts
 #
-#  1 Shaping   Each message gets a form that the template can print. Messages that it
-#              cannot print one after the other are merged. Text that is lost even
-#              so is logged, once for each kind: _find_losses() says what is looked for.
-#  2 Prompts   A whole prompt.
+#  1 Folding   What the template cannot print where it stands is put in other words, or
+#              merged with another message. Text that is lost even so is logged, once
+#              for each kind: _find_losses() says what is looked for.
+#  2 Prompts   A whole prompt. Each message is shaped first: markup is broken, and the
+#              arguments of calls become objects.
 #  3 Splicing  New messages after recorded tokens, for LEDGER.
 #
 # Public   ChatTemplate, RenderedPrompt, PromptPositions, Splice, SpliceRefused
@@ -5928,23 +5926,7 @@ def compute_msg_token_boundaries(
 # Thread   any
 
 
-# -- 1 shaping -------------------------------------------------------------------------
-
-_WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
-
-
-def _parse_arguments(text: str) -> JsonObject:
-    """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
-    with suppress(BadRequest):
-        arguments = parse_json_body(text.encode())
-        if isinstance(arguments, dict):
-            return arguments
-    return {"_raw": text}
-
-
-def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
+# -- 1 folding -------------------------------------------------------------------------
 
 _EMPTY_QUESTION: Final[Message] = {"role": "user", "content": ""}
 
@@ -5954,28 +5936,30 @@ def _fold_messages(
 ) -> list[Message]:
     """The conversation, as far as needed in other words or with messages merged.
 
-    why(L-191): what the template refuses or loses where it stands, and what is printed
-    for it:
+    why(L-191): what a template without a trait refuses or loses, and what it gets. The
+    traits in the order of the steps, of which _make_printable() does all from
+    has_late_system on:
 
-        a late system message        a reminder, at the end of the message before it;
-                                     after a reply, in a user message
-        a system message             a user message
-        a call, a result             a text in the reply, a user message
-        a result after no call       a user message
-        a text after a call          a text in the message with the call
-        a question after a result    a part of the result
-        a reply of no words          nothing
-        no user message first        an empty one in front
-        a call with an id that it    an id of its form
-        does not take
-        a text beside calls          a reply before it
-        a second call                a reply after the first one's result
-
-    In this order: _fill_in() leaves out and puts in front, _name_calls() changes ids,
-    _split_texts() and _split_calls() make several of one reply, _make_printable()
-    changes one message.
+        lacks                        is sent                     gets
+        has_empty_replies            a reply of no words         nothing
+        (it has needs_user)          no user message first       an empty one in front
+        (it has a call_id_form)      another id of a call        one of its form
+        has_text_beside_calls        a text beside calls         a reply before the calls
+        has_parallel_calls           a second call               a reply, after the first
+                                                                 one's result
+        has_late_system              a late system message       a reminder: below the
+                                                                 message before it; after
+                                                                 a reply, from the user
+        has_system                   a system message            a user message
+        has_calls                    a call                      JSON in the reply's text
+                                     a result                    a user message
+        has_lone_results             a result after no call      a user message
+                                     a text between call         a part of the message
+                                     and result                  with the call
+        has_questions_after_results  a question after a result   a part of the result
+        has_repeats                  two messages of one role    one message
     """
-    for step in (_fill_in, _name_calls, _split_texts, _split_calls):
+    for step in (_fit_empty_messages, _name_calls, _split_texts, _split_calls):
         messages = step(messages, traits)
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
@@ -5998,10 +5982,12 @@ def _fold_messages(
     return [_merge_messages(run) for run in runs]
 
 
-def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Message]:
+def _fit_empty_messages(
+    messages: Iterable[Message], traits: TemplateTraits
+) -> Iterator[Message]:
     """The messages without replies of no words, or with an empty question in front.
 
-    It is all there is if nothing else is left.
+    If nothing else is left, the question is the whole conversation.
     """
     is_head = True  # only system messages so far
     is_empty = True  # not even these
@@ -6015,6 +6001,7 @@ def _fill_in(messages: Iterable[Message], traits: TemplateTraits) -> Iterator[Me
         is_head = is_head and role == "system"
         is_empty = False
         yield message
+    # Without a system role, the system prompt is a user message by itself.
     needs_user = traits.needs_user and traits.has_system
     if is_empty or (is_head and needs_user):
         yield _EMPTY_QUESTION
@@ -6103,7 +6090,10 @@ def _make_printable(
     last_role: str,
     has_call: bool,
 ) -> tuple[Message, bool]:
-    """The message as it can be printed, and whether it is a part of the one before."""
+    """The message as it can be printed, and whether it is a part of the one before.
+
+    It is merged with that one if both have the same role then.
+    """
     content = message["content"]
     match message["role"]:
         case "system" if not traits.has_late_system and not is_head:
@@ -6164,11 +6154,11 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     are arguments that are numbers or objects: each template has its own form for them.
     """
     losses: list[str] = []
-    end = 0  # of the last of all texts that were found
     # Each text is looked for after the one before it. But a template may sort results,
-    # or print the text of a reply after the results of its calls. why(L-200): results
-    # are looked for near `end`, then after what precedes all of them.
-    start = 0
+    # or print the text of a reply after the results of its calls. why(L-200): a text is
+    # looked for near `end`, then from `start` on.
+    end = 0  # of the last of all texts that were found
+    start = 0  # the same, before this message, or before this run of results
     # A text is printed as it is or as in JSON. why(L-113): to look for a form that is
     # nowhere is to search all that follows, so the form of the last text of its kind
     # comes first. Most templates print arguments as JSON.
@@ -6262,6 +6252,22 @@ class RenderedPrompt:
         return self.n_estimated or len(self.ids)
 
 
+_WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
+
+
+def _parse_arguments(text: str) -> JsonObject:
+    """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
+    with suppress(BadRequest):
+        arguments = parse_json_body(text.encode())
+        if isinstance(arguments, dict):
+            return arguments
+    return {"_raw": text}
+
+
+def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
 class ChatTemplate:
     """Chat template and tokenizer of one model. Set up once, then for any thread."""
 
@@ -6285,7 +6291,8 @@ class ChatTemplate:
         self._thinking_tags = thinking_tags  # "" if the model has none
         self._config = config
         self._encoder = Encoder(tokenizer)
-        self._renderer = Renderer(tokenizer, self._encoder.find_added)
+        self.find_added = self._encoder.find_added  # tokens that merge with no other
+        self._renderer = Renderer(tokenizer, self.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
         self.traits = probe_traits(self._renderer, self._encoder)
         # What is broken in texts of clients.
@@ -6327,6 +6334,11 @@ class ChatTemplate:
         template._canonicalizer = self._canonicalizer.for_tenant(tenant)
         return template
 
+    def clear_memos(self) -> None:
+        """Forget canonical messages and tokens of texts; they can be made again."""
+        self._canonicalizer.memo.clear()
+        self._encoder.memo.clear()
+
     def canonicalize(
         self,
         messages: Iterable[Message],
@@ -6337,11 +6349,6 @@ class ChatTemplate:
         return canonicalize_messages(
             messages, self._canonicalizer, check_client=check_client
         )
-
-    def clear_memos(self) -> None:
-        """Forget canonical messages and tokens of texts; they can be made again."""
-        self._canonicalizer.memo.clear()
-        self._encoder.memo.clear()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. All markup in it is markup, and none is added."""
@@ -6411,6 +6418,192 @@ class ChatTemplate:
             recorded=RenderedPrompt(positions=head),
         )
 
+    def shape(self, message: Message) -> Message:
+        """A copy of a message that the template can print, with all markup broken."""
+        shaped = {**message}
+        if message["role"] == "developer":
+            shaped["role"] = "system"  # why(L-14)
+
+        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
+        if calls:
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+        if calls and self.traits.merges_thinking:
+            texts = [shaped.pop("reasoning_content", None), message["content"]]
+            shaped["content"] = "\n\n".join(filter(None, texts))
+            shaped["thinking"] = ""
+
+        broken: Message = break_markup(shaped, self._markup)
+        return broken
+
+    def _shape_call(self, call: JsonObject) -> JsonObject:
+        """The call with an object for arguments: text crashes templates (L-15)."""
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments)
+
+        hides_writes = self._config.normalize_write_tool_content_for_prompt
+        written = arguments.get("content")
+        is_write = function["name"].lower() in _WRITE_TOOLS
+        if hides_writes and is_write and isinstance(written, str):
+            digest = sha256(written.encode()).hexdigest()[:12]
+            summary = f"[{len(written)} characters, sha256 {digest}]"
+            arguments = {**arguments, "content": summary}
+        return _replace_arguments({"type": "function", **call}, arguments)
+
+    def render_text(self, messages: list[Message], request: ChatRequest) -> str:
+        """The text of messages that are shaped and folded. Raises BadRequest."""
+        request.check_client()
+        tools = break_markup(request.tools, self._markup)
+        kwargs = self.template_kwargs(request)
+        return self._renderer.render(messages, tools=tools, kwargs=kwargs)
+
+    def tokenize_prompt(
+        self,
+        text: str,
+        request: ChatRequest,
+        *,
+        last_role: str,
+        recorded: RenderedPrompt,
+    ) -> RenderedPrompt:
+        """The prompt of a rendered text, after the tokens and positions of `recorded`.
+
+        `last_role`: of the last message, which the generation prompt depends on.
+        """
+        new_ids = self._encoder.encode_prompt(text, request)
+        ids = np.concatenate([recorded.ids, new_ids])
+
+        # The last turn begins with the last user message; where the text has none, it
+        # has begun in `recorded`.
+        turn_starts = [*recorded.positions.turn_starts]
+        user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
+        if user_starts:
+            last_user = text[user_starts[-1] :]
+            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
+        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
+            start = len(recorded.ids) + new_start
+            if not turn_starts or start > turn_starts[0]:
+                turn_starts.append(start)
+
+        kwargs = self.template_kwargs(request)
+        generation_prompt = self._generation_prompts.get_or_make(
+            f"{last_role} {kwargs_key(kwargs)}",
+            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
+            tenant=self.tenant,
+        )
+        if not text.endswith(generation_prompt):
+            generation_prompt = ""
+        generation_start = len(ids) - self._count_tokens(generation_prompt, request)
+        if generation_start not in turn_starts[-1:]:
+            turn_starts.append(generation_start)
+
+        start_tag, end_tag = self._thinking_tags
+        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
+        return RenderedPrompt(
+            text=remove_breaks(text),
+            ids=ids,
+            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
+            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
+        )
+
+    def _measure_head(
+        self, text: str, messages: list[Message], request: ChatRequest
+    ) -> PromptPositions:
+        """The positions that are the same in all prompts of a conversation.
+
+        `messages`: shaped, and not folded. why(L-51): the prompt of a new session
+        differs from that of an older one in the first user message, often after a
+        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
+        end inside a token. Then the position is that of a token near its end.)
+
+        The head ends before the first user message, or before the user's words where
+        system prompt and tools stand in that message:
+
+            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
+            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
+        """
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
+            return PromptPositions()
+        until_user = messages[: roles.index("user") + 1]
+        head_end = self._find_head_end(text, until_user, request)
+        text_end = len(text)
+        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
+        if user_starts and head_end <= user_starts[0].end():
+            head_end = user_starts[0].start()  # nothing stands before the words
+        if len(user_starts) > 1:
+            text_end = user_starts[1].start()
+
+        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
+        ends = [head_end, *(note.end() for note in notes)]
+        return PromptPositions(
+            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
+        )
+
+    def _find_head_end(
+        self, text: str, messages: list[Message], request: ChatRequest
+    ) -> int:
+        """Where the user's first words begin, in characters: what precedes is the head.
+
+        It is found by rendering `messages`, which end with the first user message, with
+        other words in it. why(L-108): system prompt and tools may stand in that message
+        (Gemma 3, Llama 3, any template without system role), or the message may begin
+        without an added token (RWKV). White space before the words is left out: it can
+        be one token with them.
+        """
+        other_words = {**messages[-1], "content": _NONCE}
+        try:
+            folded = _fold_messages([*messages[:-1], other_words], self.traits)
+            other_text = self.render_text(folded, request)
+        except BadRequest:
+            return 0
+        head, found_words, _ = other_text.partition(_NONCE)
+        if not found_words:
+            return 0
+        return len(text[: count_common(head, text)].rstrip())
+
+    def _count_tokens(self, text: str, request: ChatRequest) -> int:
+        """The tokens of a part of a text that begins or ends where a message begins."""
+        return len(self._encoder.encode_prompt(text, request))
+
+    # Template kwargs: what it reads beside messages and tools.
+
+    def template_kwargs(self, request: ChatRequest) -> JsonObject:
+        """Those of a request.
+
+        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
+        hard to think, which is made of all fields that switch thinking.
+        """
+        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
+
+    def _other_kwargs(self, request: ChatRequest) -> JsonObject:
+        """The setting, and those sent."""
+        preserve: JsonObject = {}
+        if self._config.preserve_thinking:
+            preserve = self.traits.preserve_kwargs
+        sent = break_markup(dict(request.template_kwargs), self._markup)
+        return {**preserve, **sent}
+
+    def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
+        """Those for whether to think, and how hard."""
+        kwargs = self.traits.thinking_kwargs[request.thinking]
+        return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
+
+    def find_effort(self, request: ChatRequest) -> str:
+        """The effort that the template gets: the nearest to that asked for.
+
+        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
+        "" if none is asked for, or if the template reads none.
+        """
+        if not request.thinking or not request.effort:
+            return ""
+        asked = EFFORTS.index(request.effort)
+        return min(
+            reversed([*self.traits.effort_kwargs]),
+            key=lambda effort: abs(EFFORTS.index(effort) - asked),
+            default="",
+        )
+
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
 
@@ -6446,196 +6639,12 @@ class ChatTemplate:
         message = replace(message, pinned=(*message.pinned, pinned))
         return (*messages[:index], message, *messages[index + 1 :])
 
-    def find_effort(self, request: ChatRequest) -> str:
-        """The effort that the template gets: the nearest to that asked for.
-
-        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
-        "" if none is asked for, or if the template reads none.
-        """
-        if not request.thinking or not request.effort:
-            return ""
-        asked = EFFORTS.index(request.effort)
-        return min(
-            reversed([*self.traits.effort_kwargs]),
-            key=lambda effort: abs(EFFORTS.index(effort) - asked),
-            default="",
-        )
-
-    # The methods below are for Splice as well.
-
-    def shape(self, message: Message) -> Message:
-        """A copy of a message that the template can print, with all markup broken."""
-        shaped = {**message}
-        if message["role"] == "developer":
-            shaped["role"] = "system"  # why(L-14)
-
-        calls = shaped.pop("tool_calls", None)  # some templates take [] for a call
-        if calls:
-            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
-        if calls and self.traits.merges_thinking:
-            texts = [shaped.pop("reasoning_content", None), message["content"]]
-            shaped["content"] = "\n\n".join(filter(None, texts))
-            shaped["thinking"] = ""
-
-        broken: Message = break_markup(shaped, self._markup)
-        return broken
-
-    def _shape_call(self, call: JsonObject) -> JsonObject:
-        """The call with an object for arguments: text crashes templates (L-15)."""
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
-
-        hides_writes = self._config.normalize_write_tool_content_for_prompt
-        written = arguments.get("content")
-        is_write = function["name"].lower() in _WRITE_TOOLS
-        if hides_writes and is_write and isinstance(written, str):
-            digest = sha256(written.encode()).hexdigest()[:12]
-            summary = f"[{len(written)} characters, sha256 {digest}]"
-            arguments = {**arguments, "content": summary}
-        return _replace_arguments({"type": "function", **call}, arguments)
-
-    def template_kwargs(self, request: ChatRequest) -> JsonObject:
-        """What the template reads beside messages and tools.
-
-        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
-        hard to think, which is made of all fields that switch thinking.
-        """
-        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
-
-    def _other_kwargs(self, request: ChatRequest) -> JsonObject:
-        preserve: JsonObject = {}
-        if self._config.preserve_thinking:
-            preserve = self.traits.preserve_kwargs
-        sent = break_markup(dict(request.template_kwargs), self._markup)
-        return {**preserve, **sent}
-
-    def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
-        """Whether to think, and how hard."""
-        kwargs = self.traits.thinking_kwargs[request.thinking]
-        return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
-
     def _render_sample(self, kwargs: JsonObject) -> Sample:
         return self._samples.get_or_make(
             kwargs_key(kwargs),
             lambda: render_sample(self._renderer, kwargs),
             tenant=self.tenant,
         )
-
-    def render_text(self, messages: list[Message], request: ChatRequest) -> str:
-        """The text of messages that are shaped and folded. Raises BadRequest."""
-        request.check_client()
-        tools = break_markup(request.tools, self._markup)
-        kwargs = self.template_kwargs(request)
-        return self._renderer.render(messages, tools=tools, kwargs=kwargs)
-
-    def tokenize_prompt(
-        self,
-        text: str,
-        request: ChatRequest,
-        *,
-        last_role: str,
-        recorded: RenderedPrompt,
-    ) -> RenderedPrompt:
-        """The prompt of a rendered text, after the tokens and positions of `recorded`.
-
-        `last_role`: of the last message, which the generation prompt depends on.
-        """
-        new_ids = self._encoder.encode_prompt(text, request)
-        ids = np.concatenate([recorded.ids, new_ids])
-        turn_starts = [*recorded.positions.turn_starts]
-        user_starts = [match.start() for match in self.traits.user_start.finditer(text)]
-        if user_starts:
-            last_user = text[user_starts[-1] :]
-            turn_starts = [len(ids) - self._count_tokens(last_user, request)]
-        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
-            start = len(recorded.ids) + new_start
-            if not turn_starts or start > turn_starts[0]:
-                turn_starts.append(start)
-
-        kwargs = self.template_kwargs(request)
-        generation_prompt = self._generation_prompts.get_or_make(
-            f"{last_role} {kwargs_key(kwargs)}",
-            lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
-            tenant=self.tenant,
-        )
-        if not text.endswith(generation_prompt):
-            generation_prompt = ""
-        n_generation = self._count_tokens(generation_prompt, request)
-        if len(ids) - n_generation not in turn_starts[-1:]:
-            turn_starts.append(len(ids) - n_generation)
-        start_tag, end_tag = self._thinking_tags
-        last_start = generation_prompt.rfind(start_tag) if start_tag else -1
-
-        return RenderedPrompt(
-            text=remove_breaks(text),
-            ids=ids,
-            positions=replace(recorded.positions, turn_starts=tuple(turn_starts)),
-            starts_in_reasoning=last_start > generation_prompt.rfind(end_tag),
-        )
-
-    def starts_with_added_token(self, text: str) -> bool:
-        """Whether tokens before this text cannot merge with it."""
-        return self._encoder.find_added.match(text) is not None
-
-    def _measure_head(
-        self, text: str, messages: list[Message], request: ChatRequest
-    ) -> PromptPositions:
-        """The positions that are the same in all prompts of a conversation.
-
-        `messages`: shaped, and not folded. why(L-51): the prompt of a new session
-        differs from that of an older one in the first user message, often after a
-        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
-        end inside a token. Then the position is that of a token near its end.)
-
-        In most templates system prompt and tools end where this message starts:
-
-            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
-            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
-        """
-        roles = [message["role"] for message in messages]
-        if "user" not in roles:
-            return PromptPositions()
-        until_user = messages[: roles.index("user") + 1]
-        head_end = self._find_folded_end(text, until_user, request)
-        text_end = len(text)
-        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
-        if user_starts and head_end <= user_starts[0].end():
-            head_end = user_starts[0].start()
-        if len(user_starts) > 1:
-            text_end = user_starts[1].start()
-
-        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
-        ends = [head_end, *(note.end() for note in notes)]
-        return PromptPositions(
-            head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
-        )
-
-    def _find_folded_end(
-        self, text: str, messages: list[Message], request: ChatRequest
-    ) -> int:
-        """Where a prompt differs if the user says something else, in characters.
-
-        `messages` end with the first user message. why(L-108): system prompt and tools
-        may stand in that message (Gemma 3, Llama 3, any template without system role),
-        or the message may begin without an added token (RWKV). White space before the
-        user's words is left out: it can be one token with them.
-        """
-        other_words = {**messages[-1], "content": _NONCE}
-        try:
-            folded = _fold_messages([*messages[:-1], other_words], self.traits)
-            other_text = self.render_text(folded, request)
-        except BadRequest:
-            return 0
-        head, found_words, _ = other_text.partition(_NONCE)
-        if not found_words:
-            return 0
-        return len(text[: count_common(head, text)].rstrip())
-
-    def _count_tokens(self, text: str, request: ChatRequest) -> int:
-        """The tokens of a part of a text that begins or ends where a message begins."""
-        return len(self._encoder.encode_prompt(text, request))
 
 
 # -- 3 splicing ------------------------------------------------------------------------
@@ -6714,7 +6723,7 @@ class Splice(NamedTuple):
             raise SpliceRefused("nonce" if text else "refused")
 
         suffix = text.partition(_NONCE)[2]
-        closing_end = self._find_closing(suffix, new_messages[0])
+        closing_end = self._find_closing_end(suffix, new_messages[0])
         if closing_end is None and "tool_calls" in reply:
             raise SpliceRefused("closer")
         closing = suffix[:closing_end] if closing_end is not None else ""
@@ -6728,7 +6737,7 @@ class Splice(NamedTuple):
         # was cut has generated none.
         if self.is_cut:
             suffix = self._missing_closing(closing) + suffix
-        elif not template.starts_with_added_token(suffix):
+        elif not template.find_added.match(suffix):
             raise SpliceRefused("end token")
         return template.tokenize_prompt(
             suffix,
@@ -6737,21 +6746,20 @@ class Splice(NamedTuple):
             recorded=self.recorded,
         )
 
-    def _find_closing(self, suffix: str, new_message: Message) -> int | None:
+    def _find_closing_end(self, suffix: str, new_message: Message) -> int | None:
         """Where the end token of the reply stands; None: the template prints none.
 
-        The first end token is the template's own: those of a client are broken. If a
-        new message ends with it, the reply has none. (Words of a letter or two may
-        stand in the closing, too.)
+        The first end token in the suffix is the template's own: those of a client are
+        broken. But it may end the new message, which then stands before it alone.
+        (Words of a letter or two may stand in the closing, too, and then on both sides.)
         """
         end = self.template.find_end_token(suffix)
         if end is None:
             return None
         words = new_message["content"].strip()
-        is_in_closing = words in suffix[: end.start()]
-        if is_in_closing and words not in suffix[end.end() :]:
-            return None
-        return end.start()
+        is_before_end = words in suffix[: end.start()]
+        is_after_end = words in suffix[end.end() :]
+        return None if is_before_end and not is_after_end else end.start()
 
     def _missing_closing(self, closing: str) -> str:
         """What the recorded reply, which was cut, lacks of the closing.
@@ -7085,12 +7093,15 @@ def restate_messages(
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
     moved_notes = _find_moved_notes(messages, start, stated)
-    unstated_notes = [
+
+    # Notes that the client has put into past messages since. The newest input states
+    # those that no new message up to it has, each once.
+    added_notes = [
         text for text in _note_texts(past_messages) if text not in stated.notes
     ]
-    sent_anyway = set(_note_texts(messages[start : newest_index + 1]))
-    missing_notes = [text for text in unstated_notes if text not in sent_anyway]
-    missing_notes = list(dict.fromkeys(missing_notes))  # each once
+    sent_again = set(_note_texts(messages[start : newest_index + 1]))
+    missing_notes = [text for text in added_notes if text not in sent_again]
+    missing_notes = list(dict.fromkeys(missing_notes))
 
     copies: list[Message] = []
     new_notes: list[str] = []
@@ -7109,11 +7120,10 @@ def restate_messages(
         new_notes += dict.fromkeys(stated_here)  # each once
 
     old_notes = stated.notes
-    client_replaces_notes = bool(unstated_notes)
-    if client_replaces_notes:
-        # why(L-98): it put a note into a past message that we have not stated, so notes
-        # it no longer sends are withdrawn: if one returns, state it again. Otherwise a
-        # note that it no longer sends is only an old one.
+    if added_notes:
+        # why(L-98): the client replaces its notes, so those that it no longer sends are
+        # withdrawn: if one returns, state it again. Without added notes, a note that it
+        # no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
     newest_pinned: dict[FieldPlace, set[str]] = {}
@@ -7229,19 +7239,20 @@ type _SavedIds = Annotated[
 class LedgerRecord:
     """What the ledger has under a key. Its lock guards these fields, which change.
 
-    A record may continue or stand for another one, its parent, which stays for as long,
-    be it found under a key or not.
+    A record may continue another one, or stand for it: its parent. It is held by its
+    key, and by each record that is held and has it for a parent. With its last holder it
+    goes, from the count of bytes and from the file. So a parent may stay when it is
+    found no more.
     """
 
     parent: LedgerRecord | None = None
-    part_of: LedgerRecord | None = (
-        None  # of what Transcript.cut_to() has cut: the whole
-    )
+    # Of a part that Transcript.cut_to() has made: the whole, which is the one recorded.
+    part_of: LedgerRecord | None = None
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
     key: bytes = field(default=b"", init=False)  # b"": it is not found, or no more
-    n_holders: int = field(default=0, init=False)  # its key, and whose parent it is
+    n_holders: int = field(default=0, init=False)
     saved_in: int = field(default=0, init=False)  # the number of that file; 0: nowhere
 
     @property
@@ -7506,7 +7517,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
 def _has_same_replies(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> bool:
-    """Whether the client has nothing in its replies that these have otherwise."""
+    """Whether no reply of the client has other thinking, or another "cd", than these."""
     for message, thinking in zip(messages, transcript.thinking(), strict=False):
         if message.thinking not in ("", thinking):
             return False
@@ -7542,7 +7553,7 @@ class Mismatch(NamedTuple):
 
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
-    """How badly this one fits."""
+    """How badly this transcript fits."""
     stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
@@ -7644,11 +7655,12 @@ class Ledger:
         head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
         key = _digest(head_key, tuple(head.stated.pinned))
-        # why(L-106): so is one with other private values or notes, but in its session.
-        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
+        # why(L-106): a session has its own head again, whatever values it sends now.
         session_key = b""
         if conversation.session:
             session_key = _digest(key, conversation.session)
+        # For all others, one with other private values or notes is another head.
+        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
 
         with self._ledger_lock:
             start = self._find_start(session_key, RenderedHead)
@@ -7813,7 +7825,7 @@ class Ledger:
     def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
         """Which private value keeps a transcript of more messages from being replayed.
 
-        why(L-106): without a session id it may be another person's, so it is only said.
+        why(L-106): without a session id it may be another person's, so it is only named.
         `n_replayed`: messages that are replayed. Returns the name of the value's rule;
         "" if there is none, or if the session has a name.
         """
@@ -8596,7 +8608,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def group_size(self) -> int:
-        """Of `bits`."""
+        """Numbers in a group, under the name that mlx-lm looks for."""
         return self.packing.group_size
 
     @property
@@ -9139,7 +9151,7 @@ def read_gated_delta_in_chunks() -> None:
 # contiguous and evaluated: a view would keep the whole buffer that it is taken from
 # (L-06).
 #
-#  1 What a model keeps   its kind and size, measured
+#  1 What a model keeps   its kind and size, measured; how many tokens it has read
 #  2 Spans                attention KV
 #  3 State                checkpoints
 #  4 Batches              several rows in one cache
@@ -9187,21 +9199,23 @@ def measure_kv(model: Any) -> KVSpec:
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
     is_opaque = has_opaque_leaf(layer_caches)
-    opaque_bytes = _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    opaque_bytes, opaque_token_bytes = (
+        _measure_opaque_bytes(model) if is_opaque else (0, 0)
+    )
     known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
         packed_token_bytes=sum(
             _packed_bytes_per_token(leaf) for leaf in attention_leaves
         ),
-        state_bytes=known_bytes + opaque_bytes[0],
+        state_bytes=known_bytes + opaque_bytes,
         has_state=bool(state_leaves),
         can_batch=not is_opaque
         and all(hasattr(layer, "merge") for layer in layer_caches),
         can_tap=bool(state_leaves) and not is_opaque and _install_tap(model),
         layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
         is_opaque=is_opaque,
-        opaque_token_bytes=opaque_bytes[1],
+        opaque_token_bytes=opaque_token_bytes,
     )
 
 
@@ -9675,25 +9689,26 @@ def _find_cached_layers(model: Any) -> list[Any]:
     """
     layers: list[Any] = []
     for module in model.modules():
-        cached_modules = filter(_takes_cache, module.modules())
-        cached_ids = [id(cached_module) for cached_module in cached_modules]
-        if cached_ids == [id(module)]:
+        ids_with_cache = [
+            id(part)
+            for part in module.modules()
+            if "cache" in inspect.signature(type(part).__call__).parameters
+        ]
+        if ids_with_cache == [id(module)]:
             layers.append(module)
     return layers
 
 
-def _takes_cache(module: Any) -> bool:
-    signature = inspect.signature(type(module).__call__)
-    return "cache" in signature.parameters
-
-
 def _make_tapped_class(layer_class: Any) -> type:
-    """A subclass of a layer's class that answers the request in its cache."""
+    """A subclass of a layer's class that answers the request in its cache.
+
+    It reads its input `(1, n, ...)` in parts that end where states are wanted.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Each layer comes here at each decode step, when nothing is requested.
         last_arg = args[-1] if args else None
-        leaf = kwargs.get("cache", last_arg)
+        leaf: Any = kwargs.get("cache", last_arg)
         request: _TapRequest | None = getattr(leaf, "tap_request", None)
         if request is None or not request.ends:
             return layer_class.__call__(self, *args, **kwargs)
@@ -9702,35 +9717,20 @@ def _make_tapped_class(layer_class: Any) -> type:
             first_name = next(iter(kwargs))
             args = (kwargs.pop(first_name),)
         inputs, *other_args = args
+        n_tokens = inputs.shape[1]
+        last_end = request.ends[-1]
+        assert last_end <= n_tokens, "a state is wanted after the end of the call"
+        inner_ends = [end for end in request.ends if end < n_tokens]
+        request.ends = ()  # answered once, also if two layers share this cache
 
-        def run_part(part: mx.array) -> mx.array:
-            output: mx.array
+        outputs: list[mx.array] = []
+        for part in mx.split(inputs, inner_ends, axis=1):
             output = layer_class.__call__(self, part, *other_args, **kwargs)
-            return output
-
-        return _run_in_parts(run_part, inputs, leaf)
+            outputs.append(output)
+            request.states.append(list(leaf.cache))
+        return mx.concatenate(outputs, axis=1)
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})
-
-
-def _run_in_parts(
-    run_part: Callable[[mx.array], mx.array],
-    inputs: mx.array,
-    leaf: Any,
-) -> mx.array:
-    """Run a layer on inputs `(1, n, ...)` in parts that end where states are wanted."""
-    request: _TapRequest = leaf.tap_request
-    n_tokens = inputs.shape[1]
-    assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
-    inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # answered once, also if two layers share this cache
-
-    outputs: list[mx.array] = []
-    for part in mx.split(inputs, inner_ends, axis=1):
-        output = run_part(part)
-        outputs.append(output)
-        request.states.append(list(leaf.cache))
-    return mx.concatenate(outputs, axis=1)
 
 
 def _is_same_state(checkpoint: StateCheckpoint, expected: StateCheckpoint) -> bool:
@@ -10100,7 +10100,12 @@ class EntryTree:
         if not parent.is_movable(entry.start):
             return parent.copy_kv(entry.start).join(own_kv)
         parent_kv = self.take_kv(parent, entry.start)
-        self._replace_parent(entry, parent)
+        entry.parent = parent.parent
+        entry.start = parent.start
+        entry.checkpoints = parent.checkpoints | entry.checkpoints
+        for branch in self.branches_of(parent):
+            branch.parent = entry
+        self._remove(parent)
         return parent_kv.join(own_kv)
 
     def _split(self, entry: CacheEntry, depth: int) -> None:
@@ -10127,15 +10132,6 @@ class EntryTree:
         entry.end = end
         entry.span = span
         entry.checkpoints = entry.own_checkpoints(0, end)
-
-    def _replace_parent(self, entry: CacheEntry, parent: CacheEntry) -> None:
-        """Put an entry in the place of its parent, whose KV it has taken."""
-        entry.parent = parent.parent
-        entry.start = parent.start
-        entry.checkpoints = parent.checkpoints | entry.checkpoints
-        for branch in self.branches_of(parent):
-            branch.parent = entry
-        self._remove(parent)
 
     def truncate(self, entry: CacheEntry, depth: int) -> None:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
@@ -10239,18 +10235,6 @@ class SessionPauses:
         return idle_seconds
 
 
-def expected_saving(entry: CacheEntry, start: int, *, wait_seconds: float) -> float:
-    """How much prefill it saves to keep KV [start, end) of an entry (L-16).
-
-    The work is counted in tokens at the beginning of a prompt. The chance of reuse is
-    relative: it grows with the number of uses, and falls with the time until the next.
-    """
-    work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
-    frequency = 1.0 + math.log1p(entry.n_uses)
-    chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
-    return work * chance
-
-
 def _bytes_from(entry: CacheEntry, depth: int) -> int:
     """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
     n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
@@ -10268,9 +10252,7 @@ class StartedEntry(NamedTuple):
     """What a request starts with."""
 
     entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    span: (
-        KVSpan | None
-    )  # KV of the cached tokens, the request's own; None: there is none
+    span: KVSpan | None  # KV of the cached tokens, which the request now owns
 
 
 class EntryReport(TypedDict):
@@ -10329,8 +10311,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # An entry counts if it may have more than one of these two: deeper KV is
-            # better, and the most that any has is told, also without a state there.
+            # An entry is compared if its KV may be deeper than that of `best`, or if
+            # it may match more than all others: that is reported, state or not.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10499,8 +10481,8 @@ class PrefixCache:
             self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
-    # Who goes first: `expected_saving`. What must stay: `_needed_depth`. What is worth
-    # keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
+    # Who goes first: `_expected_saving`. What must stay: `_needed_depths`. What is
+    # worth keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
 
     def evict_idle(self) -> None:
         """Evict entries that were not used for the TTL, once they have no branches."""
@@ -10646,8 +10628,17 @@ class PrefixCache:
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
+        """How much prefill it saves to keep KV [start, end) of an entry (L-16).
+
+        The work is counted in tokens at the beginning of a prompt. The chance of reuse
+        is relative: it grows with the number of uses, and falls with the time until the
+        next.
+        """
+        work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
+        frequency = 1.0 + math.log1p(entry.n_uses)
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
-        return expected_saving(entry, start, wait_seconds=wait_seconds)
+        chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
+        return work * chance
 
     def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
         """By entry, the depth to which branches, or the request, need its KV."""
@@ -10875,6 +10866,13 @@ def _open_file(path: Path) -> io.BufferedReader:
     return os.fdopen(os.open(path, flags), "rb")
 
 
+class _OwnFolder(NamedTuple):
+    """A folder that no other server uses, until `lock_file` is closed."""
+
+    path: Path
+    lock_file: io.BufferedReader
+
+
 def _take_lock(folder: Path) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
@@ -10986,7 +10984,6 @@ class DiskCache:
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used."""
         self.folder, self._lock_file = own_folder
-        folder = self.folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
@@ -11002,7 +10999,7 @@ class DiskCache:
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        os.utime(folder / "lock")  # see _drop_other_folders
+        os.utime(self.folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
 
@@ -11141,9 +11138,10 @@ class DiskCache:
     @property
     def undeleted(self) -> str:
         """How many files could not be deleted, and why; "" if all are gone."""
-        for reason in self._undeleted.values():
-            return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-        return ""
+        if not self._undeleted:
+            return ""
+        reason = next(iter(self._undeleted.values()))
+        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
 
     def retry_deletions(self) -> None:
         """Delete what could not be deleted before."""
@@ -11178,17 +11176,14 @@ class DiskCache:
         for member in family:  # it grows meanwhile
             family += self._children.get(member.name, ())
         for member in reversed(family):
-            self._remove_one(member)
-
-    def _remove_one(self, segment: Segment) -> None:
-        if self._segments.pop(segment.name, None) is None:
-            return
-        self.nbytes -= segment.nbytes
-        self._used_at.pop(segment.name)
-        self._tokens.pop(segment.name)
-        self._children.pop(segment.name, None)
-        self._children[segment.parent].remove(segment)
-        self._unlink(self._path_of(segment))
+            if self._segments.pop(member.name, None) is None:
+                continue
+            self.nbytes -= member.nbytes
+            self._used_at.pop(member.name)
+            self._tokens.pop(member.name)
+            self._children.pop(member.name, None)
+            self._children[member.parent].remove(member)
+            self._unlink(self._path_of(member))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11341,23 +11336,22 @@ _WRITTEN_TYPES: Final = frozenset(
 )
 
 
-class PlannedSegment(NamedTuple):
-    """A segment to be written, and what returns each of its arrays, by name.
-
-    A reader is called between two steps, when its array is copied: a request that
-    writes into KV that is held copies it first (L-03). States may be held: nobody
-    writes into them.
-    """
-
-    segment: Segment
-    readers: dict[str, Callable[[], mx.array]]
+# By the name of an array, what returns it when it is copied, between two steps: a
+# request that writes into KV that is held copies it first (L-03). States may be held:
+# nobody writes into them.
+type _ArrayReaders = dict[str, Callable[[], mx.array]]
 
 
-def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegment:
+def _plan_segment(
+    entry: CacheEntry, match: DiskMatch, end: int
+) -> tuple[Segment, _ArrayReaders]:
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers = _find_readers(entry, start, end)
+    tokens = entry.key.tokens[start:end]
+    readers: _ArrayReaders = {"tokens": partial(mx.array, tokens)}
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -11373,18 +11367,7 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> PlannedSegme
         session=entry.owner.session,
         states=states,
     )
-    return PlannedSegment(segment, readers)
-
-
-def _find_readers(
-    entry: CacheEntry, start: int, end: int
-) -> dict[str, Callable[[], mx.array]]:
-    """What returns the tokens, and the KV of each layer, of [start, end)."""
-    tokens = entry.key.tokens[start:end]
-    readers: dict[str, Callable[[], mx.array]] = {"tokens": partial(mx.array, tokens)}
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    return readers
+    return segment, readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
@@ -11424,9 +11407,7 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
-def _state_to_json(
-    part: Any, name: str, readers: dict[str, Callable[[], mx.array]]
-) -> Any:
+def _state_to_json(part: Any, name: str, readers: _ArrayReaders) -> Any:
     """A state as JSON; what returns its arrays is put into `readers`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
@@ -11482,11 +11463,11 @@ def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
 
 
-# -- 4 what the model thread does ------------------------------------------------------
+# -- 4 which folder --------------------------------------------------------------------
 
 
 def wants_disk_cache(config: Config) -> bool:
-    """Whether KV may be written to the disk: it is what people have said.
+    """Whether KV may be written to the disk, though it contains conversations.
 
     By default only where one person uses the server, on this machine.
     """
@@ -11496,6 +11477,10 @@ def wants_disk_cache(config: Config) -> bool:
         return config.cache_disk == "on"
     is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
     return is_local and config.cache_isolation == "none"
+
+
+def _find_root(config: Config) -> Path:
+    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
 
 
 def open_disk_cache(config: Config, identity: str) -> DiskCache:
@@ -11531,13 +11516,6 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         folder,
     )
     return disk
-
-
-class _OwnFolder(NamedTuple):
-    """A folder that no other server uses, until `lock_file` is closed."""
-
-    path: Path
-    lock_file: io.BufferedReader
 
 
 def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
@@ -11601,14 +11579,14 @@ def report_unused(config: Config, fault: DiskError) -> DiskReport:
 
 def find_undeletable(config: Config, fault: DiskError) -> str:
     """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    has_files = True  # as long as nobody can look
     try:
-        has_files = bool(os.listdir(_find_root(config)))
+        if not os.listdir(_find_root(config)):
+            return ""
     except (FileNotFoundError, NotADirectoryError):
-        has_files = False
+        return ""
     except OSError:
-        pass
-    return f"what earlier servers left cannot be deleted: {fault}" if has_files else ""
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
 
 
 def _find_disk_limit(config: Config, root: Path) -> int:
@@ -11628,18 +11606,18 @@ def _count_files(folder: Path) -> int:
     for path in folder.rglob("*"):
         with suppress(OSError):  # the server of another model has deleted it
             status = path.lstat()
-            n_bytes += status.st_size * stat.S_ISREG(status.st_mode)
+            if stat.S_ISREG(status.st_mode):
+                n_bytes += status.st_size
     return n_bytes
 
 
-def _find_other_folders(root: Path, own: Path | None) -> list[Path]:
-    """The folders of other models, that which was used last first. Raises OSError."""
+def _find_folders(root: Path) -> list[Path]:
+    """The folders of all models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
     for folder in root.iterdir():
         with suppress(OSError):
             used_at[folder] = (folder / "lock").lstat().st_mtime
-    used_at.pop(own, 0.0)  # type: ignore[arg-type]
-    return sorted(used_at, key=lambda folder: -used_at[folder])
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
@@ -11648,7 +11626,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     Returns the bytes of those that stay. Raises OSError.
     """
     n_bytes = 0
-    for other in _find_other_folders(folder.parent, folder):
+    for other in _find_folders(folder.parent):
+        if other == folder:
+            continue
         other_bytes = _count_files(other)
         if n_bytes + other_bytes > max_bytes:
             _delete_model_folder(other)
@@ -11658,9 +11638,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
 
 
 def _delete_model_folder(folder: Path) -> str:
-    """Delete what another model has said, unless a server uses it.
+    """Delete a folder, unless a server uses it.
 
-    Returns why it is still there, as far as it should not be.
+    Returns why some of it is still there; "" if it is gone, or a server uses it.
     """
     faults: list[str] = []
 
@@ -11674,11 +11654,11 @@ def _delete_model_folder(folder: Path) -> str:
         return ""
     except (OSError, DiskError) as fault:
         note(None, "", fault)
-    return "; ".join(faults[:1])
+    return faults[0] if faults else ""
 
 
 def delete_other_folders(config: Config) -> str:
-    """Delete what was said to other models, but what other servers use.
+    """Delete the folders of other models, but for those that a server uses.
 
     Returns why some of it is still there; "" if all is gone. Nothing is deleted where
     this server keeps nothing on the disk.
@@ -11687,8 +11667,7 @@ def delete_other_folders(config: Config) -> str:
         return ""
     fault = ""
     try:
-        # This server's own folder is one that is used.
-        for folder in _find_other_folders(_find_root(config), None):
+        for folder in _find_folders(_find_root(config)):  # its own folder is in use
             fault = _delete_model_folder(folder) or fault
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
@@ -11697,8 +11676,7 @@ def delete_other_folders(config: Config) -> str:
     return fault
 
 
-def _find_root(config: Config) -> Path:
-    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+# -- 5 what the model thread does ------------------------------------------------------
 
 
 class DiskTier:
@@ -11746,10 +11724,9 @@ class DiskTier:
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         entry = CacheEntry(
             key,
-            parent=match.kv_owner if is_branch else None,
+            parent=match.kv_owner if start else None,
             start=start,
             end=depth,
             span=loaded.span,
@@ -12023,9 +12000,9 @@ class SessionIndex:
 
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
     MAX_COST: Final = 2_000_000  # of all chats; beyond it, the oldest go first
-    # What each chat costs, beside the larger of two figures. One is time: a new request
-    # is compared with all the others, token by token. One is memory, in words of 4
-    # bytes: what no template prints takes some, too (L-128).
+    # A chat costs so much, and the larger of two figures: its tokens, since a new
+    # request is compared with all chats, token by token; and its bytes / 4, since what
+    # no template prints takes memory, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -12391,7 +12368,7 @@ class VlmModel(Module):  # type: ignore[misc]
             with suppress(ValueError):  # MiniMax-M3 has it, and takes no positions
                 layers(two_tokens, cache=caches, position_ids=positions)
                 self._rope_index = layers.get_rope_index
-        self._uncounted: frozenset[int] = frozenset()
+        self._uncounted: frozenset[int] = frozenset()  # for make_cache() of the trial
         self._uncounted = self._find_uncounted()
 
     def make_cache(self) -> LayerCaches:
@@ -13795,7 +13772,7 @@ def _load_parts(
     `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
     model are not computed yet.
     """
-    trusts_tokenizer = trust and not _names_no_code(path)
+    trusts_tokenizer = trust and not _has_null_code(path)
     tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
     is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
     if is_lazy and not is_for_mlx_lm:
@@ -13824,8 +13801,8 @@ def _is_for_mlx_vlm(path: Path) -> bool:
     return False
 
 
-def _names_no_code(path: Path) -> bool:
-    """Whether a tokenizer names null as its code: transformers would look that up.
+def _has_null_code(path: Path) -> bool:
+    """Whether a tokenizer names null as its code, which transformers would look up.
 
     The demo's does, to be read as it is (why(L-59)).
     """
@@ -14060,10 +14037,10 @@ def _default_sampling(
             source = "generation_config.json"
 
     model_type = str(facts.get("model_type"))
-    switch = template.traits.thinking_kwargs
+    thinking_kwargs = template.traits.thinking_kwargs
+    was_told_not_to = not thinks and thinking_kwargs[True] != thinking_kwargs[False]
     for beginning, advice in _PLAIN_SAMPLING.items():
-        is_about_it = model_type.startswith(beginning) and switch[True] != switch[False]
-        if is_about_it and not thinks:
+        if was_told_not_to and model_type.startswith(beginning):
             values, source = advice, "the model's card"
 
     set_values = {
@@ -14071,9 +14048,9 @@ def _default_sampling(
         for name in _SAMPLING_NAMES
         if getattr(config, f"default_{name}") is not None
     }
-    sources = [*(f"DEFAULT_{name.upper()}" for name in set_values), source]
-    if values.keys() <= set_values.keys():
-        sources.remove(source)
+    sources = [f"DEFAULT_{name.upper()}" for name in set_values]
+    if not values.keys() <= set_values.keys():
+        sources.append(source)
     n_look_back = {"repetition_context_size": config.default_repetition_context_size}
     return DefaultSampling({**values, **set_values, **n_look_back}, ", ".join(sources))
 
@@ -14505,11 +14482,6 @@ class TokenGenerator:
         token_ids: Any = self._next_tokens.tolist()
         return list(map(SampledToken, token_ids, self._next_logprobs))
 
-    def wait_for_y(self) -> int:
-        """The token sampled last of a single row, when it is computed."""
-        (token,) = self.next_tokens()
-        return token.token_id
-
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         fed, fed_logprobs = self._next_tokens, self._next_logprobs
@@ -14895,11 +14867,7 @@ class _GrammarText:
                 self._add(name, "<[*]>*")
                 continue
             self._add(name, "")
-            self._add(name, self._sequence(call.parts))
-
-    def _sequence(self, parts: Iterable[CallPart]) -> str:
-        """These parts in their order, for a rule."""
-        return " ".join(map(self._part, parts))
+            self._add(name, " ".join(map(self._part, call.parts)))
 
     def _part(self, part: CallPart) -> str:
         match part:
@@ -15073,8 +15041,6 @@ grammar_compiler: Final = lru_cache(maxsize=1)(GrammarCompiler)
 
 # -- 5 constraints ---------------------------------------------------------------------
 
-_SCHEMA_FIELD: Final = "response_format.json_schema.schema"
-
 # What an error of llguidance has beside its reason: where it is, a pattern that it
 # quotes, and lines of the grammar. Of this one, "regex parse error: unclosed group"
 # stays, and of others "Invalid type: objekt" or 'Unimplemented keys: ["not"]':
@@ -15199,7 +15165,8 @@ class _ReplyGrammars:
             matcher = self._compile(start, (), guided)
         except _GrammarFault as fault:
             quote = str(fault)
-            raise BadRequest(quote, field=_SCHEMA_FIELD, quote=quote) from None
+            field = "response_format.json_schema.schema"
+            raise BadRequest(quote, field=field, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
         start = self._form.json_or_calls("calls")
@@ -15794,8 +15761,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #          DroppedKV, TokenEvent, SecondTryEvent, EndReason, EngineEvent, Logprob,
 #          MIN_SLICE_TOKENS, PrefillTimes, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
-#          DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15971,7 +15937,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_prompt`, `n_to_prefill` and `prefill_speed`: test_scheduler_policy.py stands in.
+# `n_prompt`, `n_to_prefill` and `seconds_left`: test_scheduler_policy.py stands in.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -16043,9 +16009,9 @@ class SchedulingPolicy:
 
         A step of a batch costs nearly the same with one request more.
         """
-        n_tokens = candidate.n_to_prefill
-        seconds_left = n_tokens / candidate.prefill_speed
-        return n_tokens <= SHORT_TOKENS or seconds_left < SOON_SECONDS
+        if candidate.n_to_prefill <= SHORT_TOKENS:
+            return True
+        return candidate.seconds_left < SOON_SECONDS
 
     def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
         """Whether this one may prefill now. `is_decoding`: others decode."""
@@ -16093,8 +16059,8 @@ class SchedulingPolicy:
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.oldest_credit > 0:
-            seconds_left = seconds + reader.n_to_prefill / reader.prefill_speed
-            others_share = min(MAX_OTHERS_SHARE, seconds_left / SOON_SECONDS)
+            seconds_in_all = seconds + reader.seconds_left
+            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
@@ -16290,15 +16256,17 @@ class RunningRequest:
         handle: RequestHandle,
         match: PrefixMatch,
         *,
+        loaded: LoadedModel,
         cache: PrefixCache,
-        layer_caches: LayerCaches,
         prefill_speed: float,
     ) -> None:
         """Take over the KV that was matched. Raises what PrefixCache.start raises."""
         request = handle.request
         self.handle = handle
         self.request = request
-        self.layer_caches = layer_caches
+        self.lockstep = loaded.lockstep
+        # why(L-09): no max.
+        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
         self.output_ids: list[int] = []
@@ -16307,7 +16275,6 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.lockstep: Lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.cache = cache
@@ -16365,8 +16332,9 @@ class RunningRequest:
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_short = 0 < self.n_to_prefill <= SHORT_TOKENS and not self.slice_ends
-        return is_short and not self.handle.is_second_try
+        if self.slice_ends or self.handle.is_second_try:
+            return False
+        return 0 < self.n_to_prefill <= SHORT_TOKENS
 
     @property
     def has_replied(self) -> bool:
@@ -16543,10 +16511,11 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        # Before the last step; None: the model has none, or none is known. Of windows
-        # none is held.
-        self.held_state: LayerCaches | None = None
-        self.held_positions: list[int] = []  # of its rows
+        # State before the last step; None: the model has none, or none is known. Of
+        # windows none is held.
+        self._held_state: LayerCaches | None = None
+        # The row of each request in it, and the position of that row.
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
@@ -16612,10 +16581,11 @@ class DecodeBatch:
         A request that is alone may have a draft, and accept several.
         """
         n_pending = len(self._generator.pending_ids)
-        self.held_state = hold_recurrent_state(self._generator.layer_caches)
-        self.held_positions = [
-            running.num_computed_tokens - n_pending for running in self.requests
-        ]
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
+            running: (row, running.num_computed_tokens - n_pending)
+            for row, running in enumerate(self.requests)
+        }
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -16651,7 +16621,8 @@ class DecodeBatch:
     def _wait_for_y(self) -> int:
         """The token sampled last, when it is computed."""
         self._launched_at = -math.inf
-        return self._generator.wait_for_y()
+        (token,) = self._generator.next_tokens()
+        return token.token_id
 
     def _step_plain(self) -> list[list[SampledToken]]:
         """A step without a draft."""
@@ -16684,6 +16655,15 @@ class DecodeBatch:
         """A copy of the state of a request after the token that it was fed last."""
         return copy_state(self.layer_caches, row=self.requests.index(running))
 
+    def read_held_state(
+        self, running: RunningRequest
+    ) -> tuple[int, StateCheckpoint] | None:
+        """Position and state of a request before the last step, if they are known."""
+        if self._held_state is None:
+            return None
+        row, position = self._held_rows[running]
+        return position, copy_state(self._held_state, row=row)
+
     def padding_with(self, joining_batch: DecodeBatch) -> float:
         """Padding as a share of real tokens, if another batch joined.
 
@@ -16701,7 +16681,7 @@ class DecodeBatch:
         self._generator.extend(joining_batch._generator)
         # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
-        self.held_state = None
+        self._held_state = None
         self.requests += joining_batch.requests
         for running in joining_batch.requests:
             running.batch = self
@@ -16846,9 +16826,7 @@ class MemoryBudget:
         return self._cache.evict_to_fit(needed_bytes, keep=keep)
 
     def make_room_to_merge(
-        self,
-        n_bytes: int,
-        requests: Sequence[RunningRequest],
+        self, n_bytes: int, requests: Sequence[RunningRequest]
     ) -> bool:
         """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
         copy_bytes = 2 * n_bytes
@@ -17007,9 +16985,26 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        is_text = running.find_image(end) is None
-        with self._measure([running], is_usual=is_text):
-            self._feed(running, end)
+        start = running.num_computed_tokens
+        image = running.find_image(end)
+        with self._measure([running], is_usual=image is None):
+            tokens = running.remaining_prefill()[: end - start]
+            with _taking_checkpoints(running, end):
+                if image is None:
+                    model = _model_call(self._loaded, [running])
+                    model(mx.array(tokens)[None], cache=running.layer_caches)
+                else:
+                    counter = self._loaded.model.prefill_image(
+                        tokens,
+                        image,
+                        layer_caches=running.layer_caches,
+                        position=start + running.position_shift(),
+                    )
+                    tenant = running.request.owner.tenant
+                    self._metrics.of_tenant(tenant).bump(counter)
+                evaluate_caches(running.layer_caches)
+            running.num_computed_tokens = start + len(tokens)
+            running.cache.advance(running.entry, running.num_computed_tokens)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
 
@@ -17025,7 +17020,19 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            joint_caches = self._feed_together(requests)
+            rests = [running.remaining_prefill() for running in requests]
+            token_rows = [rest.tolist() for rest in rests]
+            joint_caches = to_batch(*(running.layer_caches for running in requests))
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.layer_caches = []  # else the KV would be there twice
+            feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+            evaluate_caches(joint_caches)
+            for running in requests:
+                running.num_computed_tokens = running.n_prompt - 1
+
+        depths = [running.num_computed_tokens for running in requests]
+        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
         for running in requests:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
@@ -17107,44 +17114,6 @@ class PromptReader:
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-
-    def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
-        """Let the model read the rests of prompts, each but its last token."""
-        rests = [running.remaining_prefill() for running in requests]
-        token_rows = [rest.tolist() for rest in rests]
-        joint_caches = to_batch(*(running.layer_caches for running in requests))
-        evaluate_caches(joint_caches)
-        for running in requests:
-            running.layer_caches = []  # else the KV would be there twice
-        feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
-        evaluate_caches(joint_caches)
-
-        for running in requests:
-            running.num_computed_tokens = running.n_prompt - 1
-        depths = [running.num_computed_tokens for running in requests]
-        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
-        return joint_caches
-
-    def _feed(self, running: RunningRequest, end: int) -> None:
-        """Let the model read a prompt up to `end`, and keep states on the way."""
-        start = running.num_computed_tokens
-        layer_caches = running.layer_caches
-        tokens = running.remaining_prefill()[: end - start]
-        image = running.find_image(end)
-        with _taking_checkpoints(running, end):
-            if image is None:
-                model = _model_call(self._loaded, [running])
-                model(mx.array(tokens)[None], cache=layer_caches)
-            else:
-                position = start + running.position_shift()
-                counter = self._loaded.model.prefill_image(
-                    tokens, image, layer_caches=layer_caches, position=position
-                )
-                tenant = running.request.owner.tenant
-                self._metrics.of_tenant(tenant).bump(counter)
-            evaluate_caches(layer_caches)
-        running.num_computed_tokens = start + len(tokens)
-        running.cache.advance(running.entry, running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17315,48 +17284,51 @@ class Scheduler:
         if end != "cancelled":
             # Its client sends the whole reply back: no state inside it will be needed.
             self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-        self._take_out(running)
-        if running not in self.running:  # the batch failed when it was taken out
-            return
-        self._leave(running)
-        running.handle.end(end)
+        if self._take_out(running):
+            self._leave(running)
+            running.handle.end(end)
 
-    def _take_out(self, running: RunningRequest) -> None:
+    def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any.
 
-        An exception ends the whole batch: the request does not run any more then.
+        The state before its last step is kept. Returns False after a failure: all of
+        the batch have ended then.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
+                held = running.batch.read_held_state(running)
                 running.batch.remove(running)
+                if held is not None:
+                    self.cache.add_checkpoint(running.entry, *held)
+        return running in self.running
 
     def _leave(self, running: RunningRequest) -> None:
-        """Let a request run no more. If its KV cannot be kept, that is all it loses."""
+        """Let a request run no more; the cache has its KV and state then.
+
+        This comes before the end is reported: the client's next request must find it.
+        If the KV cannot be kept, that is all that is lost.
+        """
+        entry = running.entry
+        n_tokens = running.num_computed_tokens
         try:
-            self._put_back(running)
+            if n_tokens == 0 or running.has_failed:
+                # Nothing was read, or the KV is wrong. (A first token without numbers
+                # fails the request after the next step only; its client may leave
+                # before that.)
+                self.cache.drop(entry)
+            else:
+                state = copy_state(running.layer_caches)
+                self.cache.add_checkpoint(entry, n_tokens, state)
+                key = running.computed_key(self.config.prompt_cache_block_size)
+                span = take_span(running.layer_caches, n_tokens)
+                self.cache.put_back(entry, key, span)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
-            self.cache.drop(running.entry)
+            self.cache.drop(entry)
             self._free_memory(error)
         self.running.remove(running)
-
-    def _put_back(self, running: RunningRequest) -> None:
-        """Let the cache have the KV, and the state that belongs to it.
-
-        This comes before the end is reported: the client's next request must find it.
-        """
-        entry = running.entry
-        n_tokens = running.num_computed_tokens
-        if n_tokens == 0 or running.has_failed:
-            # Nothing was read, or the KV is wrong. (A first token without numbers fails
-            # the request after the next step only; its client may leave before that.)
-            self.cache.drop(entry)
-            return
-        self.cache.add_checkpoint(entry, n_tokens, copy_state(running.layer_caches))
-        key = running.computed_key(self.config.prompt_cache_block_size)
-        self.cache.put_back(entry, key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
@@ -17410,7 +17382,11 @@ class Scheduler:
             return True
 
         n_prompt = handle.request.n_prompt
-        if self._make_room_to_start(n_prompt, match):
+        n_bytes = self.budget.prompt_bytes(n_prompt)
+        has_room = self.budget.make_room(n_bytes, self.running, keep=match)
+        if not has_room and not self.running:  # even its own cached prefix may go
+            has_room = self.budget.make_room(n_bytes, self.running)
+        if has_room:
             self._start(handle)
             self.waiting.remove(handle)
             return True
@@ -17440,13 +17416,6 @@ class Scheduler:
                 return running.request.request_id
         return None
 
-    def _make_room_to_start(self, n_prompt: int, match: PrefixMatch) -> bool:
-        """Make room for a prompt. Its own cached prefix goes only if nothing runs."""
-        n_bytes = self.budget.prompt_bytes(n_prompt)
-        if self.budget.make_room(n_bytes, self.running, keep=match):
-            return True
-        return not self.running and self.budget.make_room(n_bytes, self.running)
-
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
@@ -17457,18 +17426,25 @@ class Scheduler:
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         n_in_memory = match.cached_tokens
-        if self._load_more(handle, match):
-            match = self._find_prefix(handle)
+        if self.disk is not None and not handle.is_second_try:
+            # What only the disk has comes into the cache, if it is much.
+            owner = handle.request.owner
+            n_loaded = self.disk.load(handle.request.key, match, owner=owner)
+            if n_loaded:
+                metrics = self.metrics.of_tenant(owner.tenant)
+                metrics.bump("disk_hits")
+                metrics.bump("disk_tokens", n_loaded)
+                match = self._find_prefix(handle)
         running: RunningRequest | None = None
         try:
             running = RunningRequest(
                 handle,
                 match,
+                loaded=self.loaded,
                 cache=self.cache,
-                layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.lockstep = self._lockstep
+            # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
             offset = self.reader.prepare(running)
         except Exception as error:
@@ -17538,22 +17514,6 @@ class Scheduler:
             hit_kind="exact" if plan.depth == len(key.tokens) - 1 else "line",
         )
 
-    def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
-        """Load what only the disk has of a prompt into the cache, if it is much."""
-        if self.disk is None or handle.is_second_try:
-            return False
-        request = handle.request
-        n_tokens = self.disk.load(
-            request.key,
-            match,
-            owner=request.owner,
-        )
-        if n_tokens:
-            metrics = self.metrics.of_tenant(request.owner.tenant)
-            metrics.bump("disk_hits")
-            metrics.bump("disk_tokens", n_tokens)
-        return n_tokens > 0
-
     # -- prefill -----------------------------------------------------------------------
 
     def _prefill_next(self) -> None:
@@ -17566,26 +17526,24 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             pause_left = pause_ends - self._now()
-            fits = running.seconds_left <= pause_left and self.policy.is_short(running)
-            if has_read and not fits:
+            is_short = self.policy.is_short(running)
+            if has_read and not (is_short and running.seconds_left <= pause_left):
                 return
-            self._prefill_turn(running, pause_left)
+
+            joint_seconds = MAX_JOINT_SECONDS
+            if is_short and self.batches:
+                seconds = joint_seconds = pause_left
+            elif len(self.running) + len(self.waiting) > 1:
+                seconds = SLICE_SECONDS
+            else:
+                seconds = LONE_SLICE_SECONDS
+            companions: list[RunningRequest] = []
+            with self.guard():  # it changes no KV: if it fails, this one reads alone
+                companions = self._find_companions(running, max_seconds=joint_seconds)
+            self._prefill([running, *companions], seconds=seconds)
             if running.batch is None:
                 return
             has_read = True
-
-    def _prefill_turn(self, running: RunningRequest, pause_left: float) -> None:
-        """Prefill what is next, with others whose prompts are short, too."""
-        if self.batches and self.policy.is_short(running):
-            seconds = joint_seconds = pause_left
-        else:
-            has_company = len(self.running) + len(self.waiting) > 1
-            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-            joint_seconds = MAX_JOINT_SECONDS
-        companions: list[RunningRequest] = []
-        with self.guard():  # it changes no KV: if it fails, this one reads alone
-            companions = self._find_companions(running, max_seconds=joint_seconds)
-        self._prefill([running, *companions], seconds=seconds)
 
     def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
@@ -17606,18 +17564,15 @@ class Scheduler:
                 self.reader.read_slice(chosen, seconds=seconds)
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
-            self._charge_prefill(began, requests)
+
+            # The rests that a new batch has read count, too.
+            seconds_taken = self._now() - began
+            is_decoding = any(batch is not chosen.batch for batch in self.batches)
+            self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
+            is_alone = all(running in requests for running in self.prefilling)
+            self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
-
-    def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
-        """Charge the turn of these requests to both accounts, rests included."""
-        seconds = self._now() - began
-        own_batch = requests[0].batch
-        is_decoding = any(batch is not own_batch for batch in self.batches)
-        self.policy.charge_slice(seconds, is_decoding=is_decoding)
-        others = [running for running in self.prefilling if running not in requests]
-        self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
     def _find_companions(
         self, running: RunningRequest, *, max_seconds: float
@@ -17690,9 +17645,10 @@ class Scheduler:
             if running not in self.running:  # a failure of its batch has ended it
                 continue
             end = self._find_reply_end(running, token_ids)
-            if running.has_failed:
+            if running.has_failed:  # its KV is wrong; the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
-                self._fail_alone(running, error)
+                if self._take_out(running):
+                    self._fail(running, error)
             elif end is not None:
                 self._finish(running, end)
 
@@ -17712,19 +17668,11 @@ class Scheduler:
 
         One after each token that may end it, though the model goes on (L-120). One
         every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121). And where the reply ends, in their place,
-        that of before the last step: a client may send it back without its last token.
+        client that cancels the reply (L-121).
         """
-        for row, (running, token_ids) in enumerate(accepted):
+        for running, token_ids in accepted:
             if self._find_reply_end(running, token_ids) is not None:
-                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                running.reply_checkpoint = 0
-                if batch.held_state is not None:
-                    state = copy_state(batch.held_state, row=row)
-                    position = batch.held_positions[row]
-                    self.cache.add_checkpoint(running.entry, position, state)
-                continue
-
+                continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
@@ -17760,12 +17708,6 @@ class Scheduler:
             self._free_memory(error)
             for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))
-
-    def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
-        """End one request of a batch whose KV is wrong; the others go on."""
-        self._take_out(running)
-        if running in self.running:
-            self._fail(running, error)
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
         """End a request whose KV is or may be wrong; what builds on it goes, too.
@@ -18382,13 +18324,15 @@ class Engine:
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
-        _tell_packing(self._config, scheduler.spec)
-        _tell_opaque(scheduler.spec)
+        spec = scheduler.spec
+        _tell_packing(self._config, spec)
+        _tell_opaque(spec)
         self._publish(scheduler)
+
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
-        spec = scheduler.spec
-        opaque_bytes = scheduler.budget.opaque_token_bytes  # which is never packed
+        # As many as would fit with KV_BITS; what is opaque is never packed.
+        opaque_bytes = scheduler.budget.opaque_token_bytes
         packed_tokens = capacity_tokens * (spec.token_bytes + opaque_bytes)
         packed_tokens //= max(spec.packed_token_bytes + opaque_bytes, 1)
         packed_tokens = min(loaded.max_context_tokens, packed_tokens)
@@ -19438,7 +19382,7 @@ def tool_call_prefixes(
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
 # arguments are `is_broken`: they stay open, and the reply ends there.
 #
-# Public   JsonArguments, TaggedArguments, NUMBER
+# Public   JsonArguments, TaggedArguments, NUMBER, COMMENT, CHARACTER
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
@@ -19455,15 +19399,15 @@ _ESCAPE: Final = r"""(?x:
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
          | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
 )"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{_CHARACTER}+")
+CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
 # At the end of a reply: what may have become an escape.
 _HALF_ESCAPE: Final = re.compile(
     r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
 )
-_COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {_COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {_COMMENT} ){{0,99}}+ \s* )"
+COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
+_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
+_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
     r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
@@ -19485,7 +19429,7 @@ _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
   | (?P<word> [\w.+-]{{1,200}} | {_SINGLE_QUOTED} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
-_KEY: Final = rf'(?x: "{_CHARACTER}{{0,999}}" )'
+_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
@@ -19527,7 +19471,7 @@ _QUOTE: Final = {
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {_CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
+    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
     {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
@@ -20373,9 +20317,9 @@ _LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {_COMMENT} ){{0,9}}
+    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
-    (?: " {_CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
 )""")
@@ -21598,7 +21542,7 @@ class TenantStores:
     def empty(
         cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
     ) -> TenantStores:
-        """Stores without anything in them. What they remember is put into `saved`."""
+        """Stores without anything in them; what they learn is written to `saved`."""
         ledger = Ledger(config, saved)
         return cls(
             ledger=ledger,
@@ -21609,10 +21553,6 @@ class TenantStores:
             divergences=deque(maxlen=MAX_DIVERGENCES),
             refusals=deque(maxlen=MAX_REFUSALS),
         )
-
-    def load(self) -> None:
-        """Remember what an earlier server has saved."""
-        self.ledger.load()
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
@@ -21756,7 +21696,7 @@ class ServerState:
         metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics, records)
-        stores.load()
+        stores.ledger.load()
         state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
         return state if "/" in tenant else state.keep()
 
@@ -22088,6 +22028,46 @@ def _find_session_id(planned: PlannedRequest) -> str:
     return session_id_for(planned.request.session, ids, start_key=start_key)
 
 
+def _submit(
+    state: ServerState, request: ChatRequest
+) -> tuple[PreparedRequest, RequestHandle]:
+    """Prepare a request and hand it to the engine.
+
+    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
+    already; if the guess was wrong, the request is prepared again.
+    """
+    while True:
+        prepared = prepare_request(state, request)
+        if state.engine.is_draining:
+            _check_session(state, prepared)
+        handle = state.engine.submit(prepared.engine_request)
+        is_verified = False
+        try:
+            state.stores.ledger.remember(
+                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
+            )
+            is_verified = state.stores.planner.verify(prepared.plan)
+        finally:
+            if not is_verified:
+                handle.stop_reason = "cancelled"
+        if is_verified:
+            return prepared, handle
+
+
+def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
+    """Raise Draining for a session that has sent no request before.
+
+    A sub-agent belongs to the session that has started it.
+    """
+    known_ids = [row()["session"] for row in list(state.stores.live.values())]
+    index = state.stores.session_index
+    parent_id = prepared.request.session.parent_session_id
+    for session_id in (prepared.session_id, parent_id):
+        if session_id in index or session_id in known_ids:
+            return
+    raise Draining("this server is being drained: it takes no new sessions")
+
+
 # -- from tokens to deltas -------------------------------------------------------------
 
 
@@ -22342,7 +22322,11 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
-    """By what the engine says of it, and why its text was over before."""
+    """How a reply ended.
+
+    The first of these counts: it failed, or its client left; why its text was over; how
+    the engine ended it.
+    """
     match reason, text_end:
         case "failed", _:
             return ReplyEnding("failed", "length")
@@ -22382,22 +22366,55 @@ def can_be_replayed(
     return bool(message["content"]) and not is_thinking and not has_calls
 
 
-class SessionTurn(RequestFacts):
-    """A request in the session index."""
+# -- what people see of a request ------------------------------------------------------
 
-    parent: str | None  # session id of the agent that started this one
-    stable_prefix_msg_count: int  # messages that the conversation had before
+_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
+# What agents write before the folder in which they work: Claude Code and opencode in a
+# line of the system prompt, Codex in a text that no user wrote.
+_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
 
 
-class SessionRecord(SessionTurn):
-    """A request in the session log; the counters, and what settings add, come after."""
+def _find_title(request: ChatRequest) -> str:
+    """An agent's folder, and how the first message of the user begins.
 
-    effort_sent: str  # by the client or a setting: "high"; "" if by none
-    effort: str  # what the template got: "xhigh"; "none" if it does not think
+    Of a completion it is how the prompt begins. "shop: Mend the failing test"
 
-    head: str | None  # stands for template, tools and settings
-    n_messages: int
-    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
+    A part that begins with a tag is no text of the user: agents put reminders there.
+    Nor is one with the instructions of a project, which Codex sends as the first.
+    """
+    user_texts = _list_texts(request, "user")
+    if isinstance(request.prompt, str):
+        user_texts.append(request.prompt)
+    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
+    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
+    first_text = next(own_texts, user_texts[0] if user_texts else "")
+    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
+    title = ": ".join(filter(None, [folder, first_text]))
+    return printable(title, max_length=MAX_TITLE_LENGTH)
+
+
+def _list_texts(request: ChatRequest, role: str) -> list[str]:
+    texts: list[str] = []
+    for message in request.messages:
+        content = message["content"]
+        if message["role"] != role:
+            continue
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    return texts
+
+
+def _find_folder(agent_texts: Iterable[str]) -> str:
+    """The name of the folder that an agent says it works in; "" if it does not."""
+    for text in agent_texts:
+        for label in _FOLDER_LABELS:
+            _, _, rest = text.partition(label)
+            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
+            if path:
+                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
+    return ""
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -22418,6 +22435,67 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
         if len(tail) == n_tokens and tail[period:] == tail[:-period]:
             return True
     return False
+
+
+def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
+    """The formatter of the API that was called."""
+    request = prepared.request
+    model_id = prepared.model.model_id
+    if request.kind == "messages":
+        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
+        # ask for.
+        return AnthropicFormatter(request.request_id, request.model or model_id)
+    return OpenAIFormatter(
+        kind=request.kind,
+        request_id=request.request_id,
+        model=model_id,
+        created=int(time.time()),
+        include_usage=request.include_usage,
+        return_progress=request.return_progress,
+    )
+
+
+def _lower_thread_priority() -> None:
+    """Let this thread give way to others. why(L-35): rendering slows down streams.
+
+    Only on Linux do threads have a priority of their own.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread_id = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
+
+
+@contextmanager
+def kept_awake(config: Config) -> Iterator[None]:
+    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
+    program = shutil.which("caffeinate") if config.keep_awake else None
+    with ExitStack() as stack:
+        if program is not None:
+            # -w: it ends with this process, however that ends.
+            command = [program, "-i", "-w", str(os.getpid())]
+            with suppress(OSError):  # without it the reply comes all the same
+                process = stack.enter_context(subprocess.Popen(command))
+                stack.callback(process.terminate)
+        yield
+
+
+class SessionTurn(RequestFacts):
+    """A request in the session index."""
+
+    parent: str | None  # session id of the agent that started this one
+    stable_prefix_msg_count: int  # messages that the conversation had before
+
+
+class SessionRecord(SessionTurn):
+    """A request in the session log; the counters, and what settings add, come after."""
+
+    effort_sent: str  # by the client or a setting: "high"; "" if by none
+    effort: str  # what the template got: "xhigh"; "none" if it does not think
+
+    head: str | None  # stands for template, tools and settings
+    n_messages: int
+    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
 
 
 class ReplyGeneration:
@@ -22453,8 +22531,8 @@ class ReplyGeneration:
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._end_reason: EndReason | None = None  # None: it goes on
-        self._ending: ReplyEnding | None = None  # likewise
+        self._end_reason: EndReason | Literal[""] = ""  # as its row shows it
+        self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self.row
         state.keep()  # its user may have been dropped since the request came
@@ -22644,7 +22722,7 @@ class ReplyGeneration:
             "cached": handle.cached_tokens,
             "saved_steps": max(0, min(handle.saved_steps, n_out - 1)),
             "match": handle.hit_kind,
-            "finish": self._end_reason or "",
+            "finish": self._end_reason,
             "prefill": round(seconds["prefill"], 3),
             "decode": round(seconds["decode"], 3),
             "waited": waited_seconds,
@@ -22709,8 +22787,6 @@ class ReplyGeneration:
     def _record(self, kind: EndingKind) -> None:
         row = self.row()
         message = self._decoder.reader.message()
-        is_answered = kind not in ("left", "failed")
-        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
         if kind != "failed":  # of these HTTP SERVER logs the error
             n_calls = len(message.get("tool_calls", ()))
             summary = format_summary(row, client=self._client, n_calls=n_calls)
@@ -22724,11 +22800,13 @@ class ReplyGeneration:
             metrics.observe_wait(cause.reason, seconds)
         self._state.stores.recent.append(row)
 
-        if is_answered and is_chat:
+        if kind in ("left", "failed"):
+            return
+        is_chat = self._prepared.plan.can_be_recorded  # and was canonicalized
+        if is_chat:
             self._remember_reply(kind, message)
-        if is_answered:
-            self._record_turn(row)
-        if is_answered and is_chat:
+        self._record_turn(row)
+        if is_chat:
             self._compare_with_history(row)
 
     def _remember_reply(self, kind: EndingKind, message: JsonObject) -> None:
@@ -22891,138 +22969,6 @@ class ReplyGeneration:
             n_reread,
             sentence,
         )
-
-
-_OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
-# What agents write before the folder in which they work: Claude Code and opencode in a
-# line of the system prompt, Codex in a text that no user wrote.
-_FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
-
-
-def _find_title(request: ChatRequest) -> str:
-    """An agent's folder, and how the first message of the user begins.
-
-    Of a completion it is how the prompt begins. "shop: Mend the failing test"
-
-    A part that begins with a tag is no text of the user: agents put reminders there.
-    Nor is one with the instructions of a project, which Codex sends as the first.
-    """
-    user_texts = _list_texts(request, "user")
-    if isinstance(request.prompt, str):
-        user_texts.append(request.prompt)
-    of_an_agent = [t for t in user_texts if t.lstrip().startswith(_OF_AN_AGENT)]
-    own_texts = (t for t in user_texts if not t.lstrip().startswith(_OF_AN_AGENT))
-    first_text = next(own_texts, user_texts[0] if user_texts else "")
-    folder = _find_folder([*_list_texts(request, "system"), *of_an_agent])
-    title = ": ".join(filter(None, [folder, first_text]))
-    return printable(title, max_length=MAX_TITLE_LENGTH)
-
-
-def _list_texts(request: ChatRequest, role: str) -> list[str]:
-    texts: list[str] = []
-    for message in request.messages:
-        content = message["content"]
-        if message["role"] != role:
-            continue
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            texts += [part["text"] for part in content if part["type"] == "text"]
-    return texts
-
-
-def _find_folder(agent_texts: Iterable[str]) -> str:
-    """The name of the folder that an agent says it works in; "" if it does not."""
-    for text in agent_texts:
-        for label in _FOLDER_LABELS:
-            _, _, rest = text.partition(label)
-            path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
-            if path:
-                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
-    return ""
-
-
-def _submit(
-    state: ServerState, request: ChatRequest
-) -> tuple[PreparedRequest, RequestHandle]:
-    """Prepare a request and hand it to the engine.
-
-    why(L-63): part of a prompt may be guessed. It is verified while the model reads it
-    already; if the guess was wrong, the request is prepared again.
-    """
-    while True:
-        prepared = prepare_request(state, request)
-        if state.engine.is_draining:
-            _check_session(state, prepared)
-        handle = state.engine.submit(prepared.engine_request)
-        is_verified = False
-        try:
-            state.stores.ledger.remember(
-                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
-            )
-            is_verified = state.stores.planner.verify(prepared.plan)
-        finally:
-            if not is_verified:
-                handle.stop_reason = "cancelled"
-        if is_verified:
-            return prepared, handle
-
-
-def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
-    """Raise Draining for a session that has sent no request before.
-
-    A sub-agent belongs to the session that has started it.
-    """
-    known_ids = [row()["session"] for row in list(state.stores.live.values())]
-    index = state.stores.session_index
-    parent_id = prepared.request.session.parent_session_id
-    for session_id in (prepared.session_id, parent_id):
-        if session_id in index or session_id in known_ids:
-            return
-    raise Draining("this server is being drained: it takes no new sessions")
-
-
-def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
-    """The formatter of the API that was called."""
-    request = prepared.request
-    model_id = prepared.model.model_id
-    if request.kind == "messages":
-        # why(L-52): on resume Claude Code drops the thinking of a model that it did not
-        # ask for.
-        return AnthropicFormatter(request.request_id, request.model or model_id)
-    return OpenAIFormatter(
-        kind=request.kind,
-        request_id=request.request_id,
-        model=model_id,
-        created=int(time.time()),
-        include_usage=request.include_usage,
-        return_progress=request.return_progress,
-    )
-
-
-def _lower_thread_priority() -> None:
-    """Let this thread give way to others. why(L-35): rendering slows down streams.
-
-    Only on Linux do threads have a priority of their own.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
-
-
-@contextmanager
-def kept_awake(config: Config) -> Iterator[None]:
-    """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
-    program = shutil.which("caffeinate") if config.keep_awake else None
-    with ExitStack() as stack:
-        if program is not None:
-            # -w: it ends with this process, however that ends.
-            command = [program, "-i", "-w", str(os.getpid())]
-            with suppress(OSError):  # without it the reply comes all the same
-                process = stack.enter_context(subprocess.Popen(command))
-                stack.callback(process.terminate)
-        yield
 
 
 # region STATUS ================================================================
@@ -23215,9 +23161,7 @@ def status_body(state: ServerState) -> StatusBody:
 
 
 def _running_rows(stores: TenantStores) -> list[RequestRow]:
-    """Those of the requests that run. One that has ended may be sent to its client still:
-    it is among the recent ones.
-    """
+    """Those that run. One that has ended is recent, though it may still be sent."""
     rows = [row() for row in list(stores.live.values())]
     return [row for row in rows if row["phase"] != "ended"]
 
@@ -23653,6 +23597,15 @@ _HELD_GAP_SECONDS: Final = 5.0  # between two bytes of a body that memory is hel
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
 
 
+@contextmanager
+def _noting_loss() -> Iterator[None]:
+    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone from error
+
+
 class _TimedInput(socket.SocketIO):
     """The bytes that a client sends. Raises TimeoutError if they come too slowly.
 
@@ -23729,15 +23682,6 @@ _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no ha
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-
-
-@contextmanager
-def _noting_loss() -> Iterator[None]:
-    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError) as error:
-        raise ClientGone from error
 
 
 class ResponseWriter:
@@ -24353,12 +24297,11 @@ def build_state(
 
     def use_folder(folder: Path) -> None:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
-        stores.load()
-        for (
-            state
-        ) in tenants.states():  # keys that have asked while the model was loaded
+        stores.ledger.load()
+        # Keys that have asked while the model was loaded.
+        for state in tenants.states():
             if state.tenant:
-                state.stores.load()
+                state.stores.ledger.load()
 
     has_disk = wants_disk_cache(config)
     return ServerState(
@@ -24613,8 +24556,17 @@ def _write_banner(state: ServerState) -> str:
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
     log_root = os.path.expanduser(state.config.log_root)
+    log = str(Path(__file__).resolve().parent / log_root)
+    if state.session_log.has_failed:
+        log = "none of sessions: LOG_ROOT cannot be written, as said above"
+    draft_bytes = state.engine.memory.get("draft_model", 0)
+    next_step = f"open {url}/ to chat and to watch"
+    if model.is_demo:
+        launch = ""  # it is too small for an agent's instructions
+    else:
+        next_step += ", or start an agent, as above"
 
-    rows = {
+    rows = {  # those without a text are left out
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
         f" (the model: {model.context_length:,})",
@@ -24627,23 +24579,16 @@ def _write_banner(state: ServerState) -> str:
         "Anthropic": url,
         "Responses": _describe_proxy(state),
         "an agent": launch,
-        "log": str(Path(__file__).resolve().parent / log_root),
+        "log": log,
         "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
     }
-    next_step = f"open {url}/ to chat and to watch"
     if model.is_demo:
-        rows["an agent"] = ""  # the demo is too small for an agent's instructions
         rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
-    if state.session_log.has_failed:
-        rows["log"] = "none of sessions: LOG_ROOT cannot be written, as said above"
-    draft_bytes = state.engine.memory.get("draft_model", 0)
     if draft_bytes:
         rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
-    if rows["an agent"]:
-        next_step += ", or start an agent, as above"
     rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
@@ -24819,9 +24764,9 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
         cluster=cluster,
     )
     engine.start()
-    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     while engine.state != "dead" and not stop.wait(_FOLLOW_SECONDS):
         pass
+    patience = config.shutdown_grace_seconds + _CUT_SECONDS
     deadline = time.monotonic() + patience
     while engine.state != "dead" and time.monotonic() < deadline:
         time.sleep(_FOLLOW_SECONDS)

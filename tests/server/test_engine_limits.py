@@ -584,14 +584,14 @@ def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
         finish(scheduler, row, *args)
         ended_rows.append(row.handle)
 
-    def measure_and_prefill(scheduler, rows):
+    def measure_and_prefill(scheduler, rows, **fields):
         counted_bytes = scheduler.cache.nbytes
         counted_bytes += sum(group.nbytes for group in scheduler.batches)
         for prefilling in scheduler.prefilling:
             counted_bytes += sum(layer.nbytes for layer in prefilling.layer_caches)
         moment = "after an end" if ended_rows else "usual"
         uncounted_bytes[moment] = mx.get_active_memory() - counted_bytes
-        prefill(scheduler, rows)
+        prefill(scheduler, rows, **fields)
 
     monkeypatch.setattr(s.Scheduler, "step", begin_step)
     monkeypatch.setattr(s.Scheduler, "_finish", finish_and_note)
@@ -885,15 +885,12 @@ STEPS = {
         "_admit",
         "_start",
         "_make_drafters",
-        "_charge_prefill",
         "_find_host",
         "_keep_reply_states",
-        "_put_back",
     ),
     s.PromptReader: (
         "prepare",
         "read_slice",
-        "_feed",
         "begin_batch",
         "max_slice_tokens",
     ),

@@ -200,8 +200,14 @@ def test_scheduler_tries_requests_that_failed_together_again_as_they_came(bench)
     b = bench("qwen3")
     scheduler = b.engine.call(lambda scheduler: scheduler)
     rng = np.random.default_rng(13)
-    are_submitted = threading.Event()
-    b.engine._inbox.put(lambda _: are_submitted.wait(MAX_WAIT_SECONDS))
+    is_held, are_submitted = threading.Event(), threading.Event()
+
+    def hold(_scheduler):
+        is_held.set()
+        are_submitted.wait(MAX_WAIT_SECONDS)
+
+    b.engine._inbox.put(hold)
+    assert is_held.wait(MAX_WAIT_SECONDS)  # else it may take one of them with this task
     tickets = [b.submit(words(rng, 40)) for _ in range(3)]
     orders = []
 

@@ -678,10 +678,10 @@ def test_a_user_comes_into_being_when_something_is_stored_for_it(folder):
 def test_a_tenant_that_only_asks_is_read_from_the_disk_once(monkeypatch):
     loads = []
 
-    def note_load(stores: s.TenantStores) -> None:
-        loads.append(stores)
+    def note_load(ledger: s.Ledger) -> None:
+        loads.append(ledger)
 
-    monkeypatch.setattr(s.TenantStores, "load", note_load)
+    monkeypatch.setattr(s.Ledger, "load", note_load)
     with listening(**TWO_KEYS) as port:
         for _ in range(3):
             assert status(port, x_api_key="anna") == 200

@@ -25,6 +25,10 @@ class Prefill:
     def n_prompt(self):
         return self.n_cached + self.n_to_prefill + 1
 
+    @property
+    def seconds_left(self):
+        return self.n_to_prefill / self.prefill_speed
+
 
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
     """Let the next candidate prefill for so long, as Scheduler does; returns it."""
