@@ -19486,7 +19486,8 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
 # quote or n": then it is one more argument, before which a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
     {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
-    (?= [^\0\s\w,;:"'] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] ) )
+    (?= [^\0\s\w,;:"'] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
+      | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
 
 # An argument after the end of its call: that tag came too early.
@@ -19967,7 +19968,12 @@ class TaggedValue:
         closes_nothing = tag["slash"] is not None and f"<{tag['name']}" not in line
         if self._is_on_lines:
             return begins or (ends and closes_nothing)
-        return begins or ends or closes_nothing or tag["key"] is not None
+        # <parameter name="path">a.md</parameter>5</parameter>    the key of 5 is missing
+        follows_value = text[tag.end("tag") : tag.end("tag") + 1] in set(
+            "/[{0123456789"
+        )
+        is_end = closes_nothing and follows_value and tag["name"] == self._closing_name
+        return begins or ends or is_end or tag["key"] is not None
 
     def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""
