@@ -356,8 +356,16 @@ def test_who_comes_together_decodes_together(bench):
 
 def submit_at_once(b, prompts, fields=()):
     """Requests that are all there before the model reads the first of them."""
-    everyone = threading.Event()
-    b.engine._inbox.put(lambda _: everyone.wait(MAX_WAIT_SECONDS))
+    is_held, everyone = threading.Event(), threading.Event()
+
+    def hold(_scheduler):
+        is_held.set()
+        everyone.wait(MAX_WAIT_SECONDS)
+
+    b.engine._inbox.put(hold)
+    assert is_held.wait(
+        MAX_WAIT_SECONDS
+    )  # else it may take some of them with this task
     fields = fields or [{}] * len(prompts)
     tickets = [b.submit(p, **how) for p, how in zip(prompts, fields, strict=True)]
     everyone.set()

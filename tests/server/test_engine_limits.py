@@ -728,7 +728,10 @@ def test_the_deadline_does_not_count_what_waits_to_be_read(bench):
 
     assert first_end.reason == "deadline"
     assert second_end.reason == "length"
-    assert sum(second_end.times.wait_seconds(0.0).values()) >= 2.0
+    # It may have come while the model was busy already, so that nobody gave a cause.
+    seconds = second_end.times.earlier
+    waited = sum(seconds.values()) - seconds["prefill"] - seconds["decode"]
+    assert waited >= 2.0
 
 
 def test_no_number_is_kept_when_the_client_leaves_in_that_very_turn(bench, monkeypatch):

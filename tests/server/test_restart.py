@@ -437,6 +437,7 @@ def test_killed_server_starts_and_answers_rightly(kind, tmp_path, monkeypatch):
         n_loaded += status["counters"]["disk_hits"]
         if number == N_KILLS:
             break
+        wait_until(lambda: list(disk.rglob("*.safetensors")))  # of the question
         for seed in range(4):
             Agent(program.port, number * 4 + seed).start()
         time.sleep(0.5 + 2 * rng.random())
