@@ -18605,31 +18605,34 @@ class SchemaPart(NamedTuple):
     @property
     def types(self) -> set[str]:
         """The JSON types that it allows; empty if any, or if it is no schema."""
-        types = self._find_types(set(), depth=0)
+        types = self._find_types({}, depth=0)
         return types if types != _ALL_TYPES else set()
 
-    def _find_types(self, seen_ids: set[int], depth: int) -> set[str]:
+    def _find_types(self, found: dict[int, set[str]], depth: int) -> set[str]:
         """The same, but where any type is allowed, all of them.
 
-        `seen_ids`: of the schemas that were read. A union may refer to itself, which
-        adds no type to it.
+        `found`: by id, of the schemas that were read. A union may refer to itself,
+        which adds no type to it.
         """
         schema = self.resolved
         if schema is True or depth > _MAX_UNIONS:
             return _ALL_TYPES
-        if not isinstance(schema, dict) or id(schema) in seen_ids:
+        if not isinstance(schema, dict):
             return set()
-        seen_ids.add(id(schema))
+        if id(schema) in found:
+            return found[id(schema)]
+        found[id(schema)] = set()
         types = _own_types(schema)
         for key in ("anyOf", "oneOf"):
             branch_types: set[str] = set()
             for branch in as_list(schema.get(key, [])):
                 part = self._replace(schema=branch)
-                branch_types |= part._find_types(seen_ids, depth + 1)
+                branch_types |= part._find_types(found, depth + 1)
             types &= branch_types or _ALL_TYPES
         for branch in as_list(schema.get("allOf", [])):
             part = self._replace(schema=branch)
-            types &= part._find_types(seen_ids, depth + 1) or _ALL_TYPES
+            types &= part._find_types(found, depth + 1) or _ALL_TYPES
+        found[id(schema)] = types
         return types
 
     @property
@@ -18914,7 +18917,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             outer_end="</tool_call>",
             next_call=r"<tool_call>\w",
             name="[^<]{1,200}?",
-            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`]|["'`][^<]))""",
+            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`,;:]|["'`][^<]))""",
             stray_tag="<arg_value>",
             names="arg_key",
         ),
@@ -19350,10 +19353,12 @@ _LEFT_OPEN: Final = r"""(?x: (?=
     \0 | </ (?: (?: minimax: )? tool_call | function | invoke ) >
   | <tool_call> \s* [{<\w] | <\|call\|> | <\|tool_call_end\|>
 ))"""
-# A number or a word is certain once something follows it.
+# As Python writes it. It is read as a whole, so it is short.
+_SINGLE_QUOTED: Final = r"""(?x: ' (?: [^'\\\x00-\x1f] | \\['"\\nrt] ){0,999} ' )"""
+# A number, a word or a string of Python's is certain once something follows it.
 _VALUE: Final = rf"""(?x:
     (?P<open> [{{\["] )
-  | (?P<word> [\w.+-]{{1,200}} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
+  | (?P<word> [\w.+-]{{1,200}} | {_SINGLE_QUOTED} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
 )"""
 _KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
 
@@ -19365,7 +19370,7 @@ _NEXT: Final = {
         (?: {member} | (?P<close> [}}\]] ) | (?P<end> {_LEFT_OPEN} ) )
     )""")
     for bracket, member in {
-        "}": rf"(?P<key> {_KEY} ) (?P<colon> {_GAP} : {_GAP} ) {_VALUE}",
+        "}": rf"(?P<key> {_KEY} | {_SINGLE_QUOTED} ) (?P<colon> {_GAP} : {_GAP} ) {_VALUE}",
         "]": _VALUE,
     }.items()
 }
@@ -19376,8 +19381,9 @@ _NEXT: Final = {
 #     }  ]  or a tag of the call         "hello"}         ends it
 #     another member                     "hello", "n":    ends it, with a comma or not
 #     a comma, in an array               "hello", 5       ends it
-#     a colon                            "x, "n": 5       ends a key: the string before
+#     a colon, also after a comma        "x, "n": 5       ends a key: the string before
 #                                                         was never closed (L-133)
+#     a key that lacks its second quote   "x", "n: 5      nobody knows
 #     anything else                      print("hello")   is inside: f("a", "b")
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
@@ -19385,7 +19391,9 @@ _QUOTE: Final = {
             | (?= {_GAP} (?: [}}\]] | {_END_TAG} | {_LEFT_OPEN} | {after} ) ) )
     )""")
     for bracket, after in {
-        "}": rf"[,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [^\s),.]",
+        "}": rf"""(?P<broken> [,;] \s* (?: : | " \w{{1,99}} \s* : ) )
+                | [,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [^\s),.]
+                | [,;] {_GAP} {_SINGLE_QUOTED} \s* :""",
         "]": '[,;"]',
     }.items()
 }
@@ -19405,10 +19413,12 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
           | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) )
     )
 )""")
-# Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon
-# or quote: then it is one more argument, before which a bracket was closed too early.
+# Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon,
+# quote or n": then it is one more argument, before which a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
-    {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP} (?= [^\0,;:"'] )
+    {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
+    (?= [^\0\s\w,;:"'] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
+      | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
 
 # An argument after the end of its call: that tag came too early.
@@ -19497,11 +19507,12 @@ class JsonArguments:
             json_text += ","
         json_text += match["gap"] or ""
         if self._closers[-1] == "}":
-            key = json.loads(match["key"])
+            key_text = _without_python_quotes(match["key"])
+            key = json.loads(key_text)
             if key in self._used_keys[-1]:  # of two values JSON keeps one
                 return self._break()
             self._used_keys[-1].add(key)
-            json_text += match["key"] + match["colon"]
+            json_text += key_text + match["colon"]
         return _without_comments(json_text) + self._begin_value(match)
 
     def _begin_value(self, match: Any) -> str:
@@ -19509,6 +19520,8 @@ class JsonArguments:
         self._is_first = False
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
+            if word.startswith("'"):
+                return _without_python_quotes(word)
             # NaN, 1e9999, 007: a string
             return word if _JSON_WORD.fullmatch(word) else to_json(word)
         if match["open"] == '"':
@@ -19581,16 +19594,15 @@ class JsonArguments:
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
         end = self._unread.match_next(_CALL_END)
+        # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
+        # The bracket of the call is missing; or the tree's, and n is an argument.
+        may_lack = not self._has_object
+        if end is None:
+            end = self._unread.match_next(_CALL_END_BEFORE_TEXT)
+            may_lack = False  # {"name": "read", "arguments": {"path": "a.md"} Done.
         if end is not None and end.partial:
             return
         self.is_done = True
-        if end is not None:
-            # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
-            # The bracket of the call is missing; or the tree's, and n is an argument.
-            may_lack = not self._has_object
-        else:
-            end = self._unread.match_next(_CALL_END_BEFORE_TEXT)
-            may_lack = False  # {"name": "read", "arguments": {"path": "a.md"} Done.
         has_bracket = self._place == "call" or (end is not None and end["brackets"])
         self.is_broken = end is None or not (has_bracket or may_lack)
 
@@ -19600,6 +19612,10 @@ def _is_quoted(tag: Any, text: str) -> bool:
     before = text[tag.start("tag") - 1 : tag.start("tag")]
     after = text[tag.end("tag") : tag.end("tag") + 1]
     return before in set("\"'`") or after in set("\"'`")
+
+
+def _without_python_quotes(text: str) -> str:
+    return to_json(ast.literal_eval(text)) if text.startswith("'") else text
 
 
 def _without_comments(text: str) -> str:
@@ -19879,7 +19895,16 @@ class TaggedValue:
             return begins or ends
         if follows_blank:
             return False
-        return begins or (not self._is_on_lines and (ends or tag["key"] is not None))
+        line = text[text.rfind("\n", 0, tag.start()) + 1 : tag.start("tag")]
+        closes_nothing = tag["slash"] is not None and f"<{tag['name']}" not in line
+        if self._is_on_lines:
+            return begins or (ends and closes_nothing)
+        # <parameter name="path">a.md</parameter>5</parameter>    the key of 5 is missing
+        follows_value = text[tag.end("tag") : tag.end("tag") + 1] in set(
+            "/[{0123456789"
+        )
+        is_end = closes_nothing and follows_value and tag["name"] == self._closing_name
+        return begins or ends or is_end or tag["key"] is not None
 
     def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""

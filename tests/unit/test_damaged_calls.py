@@ -465,6 +465,15 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("minimax", MINIMAX + '<parameter name="path">x</parameter>\n<paramter name="text">y'
          "</parameter>\n" + MINIMAX_END),
         ("minicpm", '<function name="read"><param name="path">x</param>y</param></function>'),
+        ("qwen", QWEN + "<parameter=path>\nx</function>\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>\nx\njunk</parameter>\n<paramete=n>\n5\n</parameter>\n"
+         + QWEN_END),
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter>[5]\n</parameter>\n'
+         + MINIMAX_END),
+        ("glm", GLM + "<arg_key>path</arg_key>\n, <arg_value>x</arg_value>\n</tool_call>"),
+        ("harmony", HARMONY + '{"path": "x", "n",: 5, "text: "y"}<|call|>'),
+        ("harmony", HARMONY + '{"path": "x", "nx: 5", "text": "y"}<|call|>'),
+        ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x", }n": 5}'),
         # A key is there twice: JSON keeps one value.
         ("hermes", HERMES + '{"path": "x", "path": "y"}}\n</tool_call>'),
         ("hermes", HERMES + '{"items": [{"a": 1, "a": 2}]}}\n</tool_call>'),
@@ -530,6 +539,12 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("minicpm", '<function name="read"><param name="path">x</param></param></function>',
          {"path": "x"}),
         ("hermes", HERMES + '{"path": "x",, "n": 5}}\n</tool_call>', {"path": "x", "n": 5}),
+        # Python's quotes.
+        ("hermes", HERMES + "{'path': 'a\\n\"b\"', 'text': \"it's\", 'n': 5}}\n</tool_call>",
+         {"path": 'a\n"b"', "text": "it's", "n": 5}),
+        ("harmony", HARMONY + "{'items': ['a', {'b': 'c'}], 'n': 5}<|call|>",
+         {"items": ["a", {"b": "c"}], "n": 5}),
+        ("qwen", QWEN + "{'path': 'x'}\n" + QWEN_END, {"path": "x"}),
         # A bracket that was forgotten after a value of any type.
         ("hermes", HERMES + '{"path": "x", "n": 5</tool_call>', {"path": "x", "n": 5}),
         ("hermes", HERMES + '{"path": "x", "n": null</tool_call>', {"path": "x", "n": None}),
@@ -555,6 +570,10 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("minimax", MINIMAX + '<parameter name="path"><a><parameter>5</parameter>\n</a></parameter>'
          + MINIMAX_END, {"path": "<a><parameter>5</parameter>\n</a>"}),
         ("gemma", "<|tool_call>call:read{path:'abc'}<tool_call|>", {"path": "abc"}),
+        ("minimax", MINIMAX + '<parameter name="path">a<parameter>5</parameter>b</parameter>'
+         + MINIMAX_END, {"path": "a<parameter>5</parameter>b"}),
+        ("qwen", QWEN + "<parameter=path>\na <function>f</function>\n</parameter>\n" + QWEN_END,
+         {"path": "a <function>f</function>"}),
         # A key's tag in a line, of a key that has a value, or has none.
         ("qwen", QWEN + "<parameter=path>\nsay `<parameter=n>` here\n</parameter>\n" + QWEN_END,
          {"path": "say `<parameter=n>` here"}),
