@@ -848,3 +848,11 @@ def test_boundaries_are_positions_of_turn_tokens() -> None:
     ids = np.array([1, turn, 2, 3, 4, turn, 5, 6, turn], np.int32)
     assert find(ids, template.traits) == (1, 5)  # the last is inside the one before
     assert find(ids[:0], template.traits) == ()
+
+
+@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
+def test_common_characters_are_counted(first: str, second: str) -> None:
+    expected = 0
+    while first[: expected + 1] == second[: expected + 1] and expected < len(first):
+        expected += 1
+    assert start_llm.count_common(first, second) == expected
