@@ -18824,9 +18824,9 @@ class ArgumentTags(NamedTuple):
 
     Qwen's:
 
-        <parameter=path>\n           key, key_spelling, gap: the tag of an argument
-        a.md\n</parameter>\n         before_close, close
-        </function>\n</tool_call>    inner_end, outer_end; either may be left out
+        key, key_spelling, gap    <parameter=path>\n         the tag of an argument
+        before_close, close       a.md\n</parameter>\n
+        inner_end, outer_end      </function>\n</tool_call>  either may be left out
 
     All are patterns but `key_spelling` and the tags `close`, `inner_end`, `outer_end`.
     """
