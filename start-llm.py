@@ -4672,6 +4672,7 @@ class RecordFile:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._changes: deque[_Change] = deque()  # not saved yet, in order
+        self._change_lock = threading.Lock()  # _forget_all() takes another queue
         self._has_changes = threading.Event()
         self._erase_lock = threading.Lock()  # one thread at a time deletes the file
         self._must_be_erased = False  # what is in the file is to be forgotten
@@ -4720,7 +4721,8 @@ class RecordFile:
     def change(self, change: _Change) -> None:
         """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._changes.append(change)
+            with self._change_lock:
+                self._changes.append(change)
             self._has_changes.set()
 
     def flush(self, timeout: float) -> bool:
@@ -4841,8 +4843,14 @@ class RecordFile:
     # Any thread.
 
     def _forget_all(self) -> None:
-        """Let the file be deleted, and leave the queue with all that waits for it."""
-        self._changes = deque()
+        """Let the file be deleted, and leave the queue with all that waits for it.
+
+        why(L-229): but whoever waits in flush() is told once the new file is there.
+        """
+        with self._change_lock:
+            waiting = [*self._changes]
+            flushes = [x for x in waiting if isinstance(x, threading.Event)]
+            self._changes = deque(flushes)
         self.number += 1
         self._must_be_erased = True
         self._has_changes.set()
@@ -9787,6 +9795,9 @@ class CacheEntry:
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
+    saved_end: int | None = (
+        None  # how far files have it; None: not looked up (DiskTier)
+    )
     last_used: float = 0.0  # seconds, by the cache's clock
     n_uses: int = 0
     entry_id: int = 0  # shown to people
@@ -10022,6 +10033,7 @@ class EntryTree:
                 raise
         entry.key = key
         entry.end = end
+        entry.saved_end = None
         entry.span = span
         entry.read_span = None
         entry.last_used = self._clock()
@@ -10080,7 +10092,7 @@ class EntryTree:
         span = entry.rested_span()
         n_kept = depth - entry.start
         # why(L-150): the tail is as old as the entry was. The request does not use it.
-        tail = replace(entry, parent=entry, start=depth)
+        tail = replace(entry, parent=entry, start=depth, saved_end=None)
         tail.span = span.cut(n_kept, span.length)
         tail.checkpoints = entry.own_checkpoints(depth, entry.end)
         for branch in self.branches_of(entry):
@@ -10782,8 +10794,7 @@ def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
 
     Raises DiskError: it is damaged, or not ours; OSError: it cannot be read now.
     """
-    if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
-        raise DiskError("it is no file")
+    _check_file(path)
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
         with safe_open(path, "np", backend="pread") as file:
@@ -10819,10 +10830,14 @@ def _crc32(data: bytes | npt.NDArray[Any], start: int = 0) -> str:
 
 def _open_file(path: Path) -> io.BufferedReader:
     """A file to be read. Raises DiskError: it is no file, such as a pipe; OSError."""
-    flags = os.O_RDONLY | os.O_NONBLOCK  # why(L-192): a pipe would be waited for
-    if not stat.S_ISREG(path.lstat().st_mode):
+    _check_file(path)
+    return path.open("rb")
+
+
+def _check_file(path: Path) -> None:
+    """Raise DiskError if a path is no file; OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
         raise DiskError("it is no file")
-    return os.fdopen(os.open(path, flags), "rb")
 
 
 class _OwnFolder(NamedTuple):
@@ -10832,24 +10847,29 @@ class _OwnFolder(NamedTuple):
     lock_file: io.BufferedReader
 
 
-def _take_lock(folder: Path) -> io.BufferedReader:
+def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
-    Raises BlockingIOError: another server has it; OSError.
+    Raises BlockingIOError: another server has it, after `patience` seconds; OSError.
     """
     path = folder / "lock"
-    if not path.is_symlink() and not path.exists():
-        _open_private(path).close()
-    elif not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
-        path.unlink()
-        _open_private(path).close()
-    lock_file = _open_file(path)
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock_file.close()
-        raise
-    return lock_file
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
+            path.unlink()
+    if not path.exists():
+        path.touch(mode=0o600)
+    deadline = time.monotonic() + patience
+    while True:
+        lock_file = _open_file(path)
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            lock_file.close()
+            if not isinstance(fault, BlockingIOError) or time.monotonic() >= deadline:
+                raise
+        else:
+            return lock_file
+        time.sleep(_LOCK_LOOK_SECONDS)
 
 
 def _open_private(path: Path) -> BinaryIO:
@@ -10878,35 +10898,23 @@ def name_segment(key: TokenKey, end: int) -> str:
 
 
 class DiskMatch(NamedTuple):
-    """The segments that have most of a prompt.
+    """KV [start, depth) of a prompt, in files.
 
     The KV of each segment counts up to the start of the next one, that of the last one
     up to `depth`.
     """
 
-    last_name: str  # of the last segment, or of no tokens: the parent of what follows
-    segments: tuple[Segment, ...] = ()  # from the root on
-    depth: int = 0  # leading tokens with KV
-
-    def parts(self) -> Iterator[tuple[Segment, int]]:
-        """Each segment, with the position up to which its KV counts."""
-        starts_of_next = [segment.start for segment in self.segments[1:]]
-        yield from zip(self.segments, [*starts_of_next, self.depth], strict=False)
-
-    def last_state(self, limit: int) -> int:
-        """The last position up to `limit` where a state is known; 0 if none is."""
-        positions = [0]
-        for segment, end in self.parts():
-            positions += [p for p in segment.states if p <= min(end, limit)]
-        return max(positions)
-
-
-class LoadPlan(NamedTuple):
-    """KV [start, depth) of a prompt that is worth loading from the disk."""
-
-    found: DiskMatch
-    start: int
+    segments: tuple[Segment, ...]  # from the root on
     depth: int
+    start: int = 0  # memory has what is before it
+
+    def parts(self) -> Iterator[tuple[Segment, int, int]]:
+        """Each segment that has some of it, with the positions [low, high) of that."""
+        ends = [segment.start for segment in self.segments[1:]]
+        for segment, end in zip(self.segments, [*ends, self.depth], strict=False):
+            low, high = max(segment.start, self.start), min(end, self.depth)
+            if low < high:
+                yield segment, low, high
 
 
 class LoadedKV(NamedTuple):
@@ -10953,10 +10961,10 @@ class DiskCache:
         self._executor = ThreadPoolExecutor(1, "disk")
         self._new_file: Future[SegmentContents] | None = None  # that is being written
         self._clock = clock
-        self._segments: dict[str, Segment] = {}  # by name, as all that follow
-        self._tokens: dict[str, TokenIds] = {}  # [start, end) of each
+        # By name, a parent before what continues it.
+        self._segments: dict[str, Segment] = {}
+        self._tokens: dict[str, TokenIds] = {}  # those of [start, end)
         self._used_at: dict[str, float] = {}  # Unix seconds
-        self._children: defaultdict[str, list[Segment]] = defaultdict(list)
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         os.utime(self.folder / "lock")  # see _find_folders
         self._scan()
@@ -11046,7 +11054,7 @@ class DiskCache:
         self._written_day = self._today()
         if segment.name not in self._segments:
             self._add(contents)
-        self._note_use(self._segments.get(segment.name))
+        self._note_use(segment)
 
     def note_failure(self, error: Exception) -> None:
         """Write nothing for a while. What is there can still be read.
@@ -11120,7 +11128,6 @@ class DiskCache:
         self._segments[segment.name] = segment
         self._tokens[segment.name] = contents.arrays["tokens"]
         self._used_at.setdefault(segment.name, self._clock())
-        self._children[segment.parent].append(segment)
 
     def _make_room(self) -> None:
         """Delete what was used longest ago; what is before a segment is used with it.
@@ -11130,24 +11137,23 @@ class DiskCache:
         records_bytes = _count_files(self.folder, "records*")
         max_bytes = self.max_bytes - min(records_bytes, self.max_bytes // 2)
         while self.nbytes > max_bytes:
-            leaves = [name for name in self._segments if not self._children.get(name)]
-            oldest = min(leaves, key=self._used_at.__getitem__)
-            self.remove(self._segments[oldest])
+            parents = {segment.parent for segment in self._segments.values()}
+            leaves = [name for name in self._segments if name not in parents]
+            self._remove([min(leaves, key=self._used_at.__getitem__)])
 
-    def remove(self, segment: Segment) -> None:
-        """Delete a segment, and those that continue it."""
-        family = [segment]
-        for member in family:  # it grows meanwhile
-            family += self._children.get(member.name, ())
-        for member in reversed(family):
-            if self._segments.pop(member.name, None) is None:
-                continue
-            self.nbytes -= member.nbytes
-            self._used_at.pop(member.name)
-            self._tokens.pop(member.name)
-            self._children.pop(member.name, None)
-            self._children[member.parent].remove(member)
-            self._unlink(self._path_of(member))
+    def _remove(self, names: Iterable[str]) -> None:
+        """Delete segments, and those that continue them."""
+        gone = set(names)
+        for segment in self._segments.values():
+            if segment.parent in gone:
+                gone.add(segment.name)
+        # What continues another one goes first: alone it would be of no use.
+        for segment in [s for s in reversed(self._segments.values()) if s.name in gone]:
+            self.nbytes -= segment.nbytes
+            del self._segments[segment.name]
+            del self._tokens[segment.name]
+            del self._used_at[segment.name]
+            self._unlink(self._path_of(segment))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11156,8 +11162,8 @@ class DiskCache:
         not be read go, too.
         """
         n_before = len(self._segments)
-        self._remove_all(
-            segment
+        self._remove(
+            segment.name
             for segment in self._segments.values()
             if is_seen_by(tenant, segment.tenant) and session in (None, segment.session)
         )
@@ -11169,19 +11175,13 @@ class DiskCache:
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete what was not used for so long. What continues it was not, either."""
         oldest = self._clock() - ttl_seconds
-        self._remove_all(
-            segment
-            for segment in self._segments.values()
-            if self._used_at[segment.name] < oldest
+        self._remove(
+            name for name, used_at in self._used_at.items() if used_at < oldest
         )
 
     def remove_prompt(self, key: TokenKey) -> None:
         """Delete what would be loaded for a prompt: it may be faulty (L-114)."""
-        self._remove_all(self.find(key).segments)
-
-    def _remove_all(self, segments: Iterable[Segment]) -> None:
-        for segment in list(segments):
-            self.remove(segment)
+        self._remove(segment.name for segment in self.find(key).segments)
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -11190,49 +11190,53 @@ class DiskCache:
 
         Of a family whose tokens are those of the prompt up to 900, 950 and 800:
 
-            root          [0 ................. 900 .. end)    path root: 900
-            continues it         [400 ............. 950)      path root, this: 950
-            continues it                  [700 .. 800 .. end)       another path: 800
+            root          [0 ................. 900 .. end)    900
+            continues it         [400 ............. 950)      950: this one and the root
+            continues it                  [700 .. 800 .. end)       800
         """
-        matches = [DiskMatch(name_segment(key, 0))]
-        for match in matches:  # it grows meanwhile: each path is followed
-            for segment in self._children.get(match.last_name, ()):
-                if segment.start > match.depth:
-                    continue  # it continues tokens that the prompt does not have
-                wanted = key.tokens[segment.start : segment.end]
-                n_common = common_prefix_length(self._tokens[segment.name], wanted)
-                if n_common:
-                    path = (*match.segments, segment)
-                    depth = segment.start + n_common
-                    matches.append(DiskMatch(segment.name, path, depth))
-        best = max(matches, key=lambda match: match.depth)
-        for segment in best.segments:
+        depths = {name_segment(key, 0): 0}  # by name: where a segment leaves the prompt
+        for segment in self._segments.values():
+            if segment.start > depths.get(segment.parent, -1):
+                continue  # it continues tokens that the prompt does not have
+            wanted = key.tokens[segment.start : segment.end]
+            n_common = common_prefix_length(self._tokens[segment.name], wanted)
+            if n_common:
+                depths[segment.name] = segment.start + n_common
+        last_name = max(depths, key=depths.__getitem__)
+        path = self._path_to(last_name)
+        for segment in path:
             if not self._path_of(segment).exists():
                 self._note_fault(segment, DiskError("somebody has deleted its file"))
                 return self.find(key)
-        return best
+        return DiskMatch(path, depths[last_name])
+
+    def _path_to(self, name: str) -> tuple[Segment, ...]:
+        """A segment and what is before it, from the root on; () for no tokens."""
+        path: tuple[Segment, ...] = ()
+        while name in self._segments:
+            segment = self._segments[name]
+            path = (segment, *path)
+            name = segment.parent
+        return path
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
         # why(L-217): safetensors says of any file that it cannot open that it is gone.
         if isinstance(fault, DiskError) or not self._path_of(segment).exists():
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
-            self.remove(segment)
+            self._remove([segment.name])
 
-    def read(self, match: DiskMatch, start: int, end: int) -> LoadedKV | None:
-        """KV [start, end) of a match, with the states where requests will go on.
+    def read(self, match: DiskMatch) -> LoadedKV | None:
+        """The KV of a match, with the states where requests will go on.
 
-        Those are the one at `end`, and the one where system prompt and tools end. None
-        if a file cannot be read; a damaged one is deleted.
+        Those are the one at its end, and the one where system prompt and tools end.
+        None if a file cannot be read; a damaged one is deleted.
         """
         spans: list[KVSpan] = []
         states: dict[int, StateCheckpoint] = {}
-        for segment, part_end in match.parts():
-            low, high = max(start, segment.start), min(end, part_end)
-            if low >= high:
-                continue
+        for segment, low, high in match.parts():
             try:
-                part = self._read_part(segment, low, high, wanted_state=end)
+                part = self._read_part(segment, low, high, wanted_state=match.depth)
             except (DiskError, OSError) as fault:
                 self._note_fault(segment, fault)
                 return None
@@ -11253,8 +11257,8 @@ class DiskCache:
             raise DiskError("it is another one by now")
 
         arrays = {name: _to_mlx(array) for name, array in contents.arrays.items()}
-        n_kv = sum(name.startswith("kv.") for name in arrays)
-        views = [arrays[f"kv.{number}"] for number in range(n_kv)]
+        # In the order in which they were written, as `checksums` has it.
+        views = [array for name, array in arrays.items() if name.startswith("kv.")]
         span = KVSpan(views, segment.end - segment.start)
         states = {
             position: make_checkpoint(
@@ -11264,14 +11268,13 @@ class DiskCache:
         }
         return LoadedKV(span.cut(low - segment.start, high - segment.start), states)
 
-    def _note_use(self, segment: Segment | None) -> None:
+    def _note_use(self, segment: Segment) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
         now = self._clock()
-        while segment is not None:
-            self._used_at[segment.name] = now
+        for used in self._path_to(segment.name):
+            self._used_at[used.name] = now
             with suppress(OSError):
-                os.utime(self._path_of(segment), (now, now))
-            segment = self._segments.get(segment.parent)
+                os.utime(self._path_of(used), (now, now))
 
     def report(self) -> DiskReport:
         """The cache on disk, for people."""
@@ -11298,46 +11301,6 @@ _WRITTEN_TYPES: Final = frozenset(
     {mx.bfloat16, mx.float16, mx.float32}
     | {mx.uint32, mx.uint8, mx.int32, mx.int64, mx.bool_}
 )
-
-
-# By the name of an array, what returns it when it is copied, between two steps: a
-# request that writes into KV that is held copies it first (L-03). States may be held:
-# nobody writes into them.
-type _ArrayReaders = dict[str, Callable[[], mx.array]]
-
-
-def _plan_segment(
-    entry: CacheEntry, match: DiskMatch, end: int
-) -> tuple[Segment, _ArrayReaders]:
-    """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
-    start = match.depth
-    assert entry.start <= start < end <= entry.end
-    tokens = entry.key.tokens[start:end]
-    readers: _ArrayReaders = {"tokens": partial(mx.array, tokens)}
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    states: dict[int, Any] = {}
-    for position in _states_to_write(entry, start, end):
-        leaves = entry.checkpoints[position].leaves
-        states[position] = _state_to_json(leaves, f"state.{position}", readers)
-
-    segment = Segment(
-        name=name_segment(entry.key, end),
-        parent=match.last_name,
-        start=start,
-        end=end,
-        head_end=entry.head_end,
-        tenant=entry.owner.tenant,
-        session=entry.owner.session,
-        states=states,
-    )
-    return segment, readers
-
-
-def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
-    """Keys or values of one layer, of the tokens [start, end)."""
-    array = entry.rested_span().arrays[number]
-    return array[..., start - entry.start : end - entry.start, :]
 
 
 def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
@@ -11371,41 +11334,37 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
-def _state_to_json(part: Any, name: str, readers: _ArrayReaders) -> Any:
-    """A state as JSON; what returns its arrays is put into `readers`, by their names.
+def _state_to_json(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
+    """A state as JSON; its arrays are put into `arrays`, by their names.
 
-    (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
+    (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}. Raises
+    TypeError if it, or a part of it, would not come back from a file as it was.
     """
-    if isinstance(part, mx.array):
-        readers[name] = lambda: part
+    if isinstance(part, mx.array) and part.dtype in _WRITTEN_TYPES:
+        arrays[name] = part
         return {"array": name}
     if isinstance(part, OpaqueState):
-        return {"opaque": _state_to_json(part.fields, name, readers)}
+        return {"opaque": _state_to_json(part.fields, name, arrays)}
     if isinstance(part, dict):
-        part = list(part.items())
-        return {"dict": _state_to_json(part, name, readers)}
-    if isinstance(part, (list, tuple)):
+        return {"dict": _state_to_json(list(part.items()), name, arrays)}
+    if type(part) in (list, tuple):
         parts = [
-            _state_to_json(inner_part, f"{name}.{number}", readers)
+            _state_to_json(inner_part, f"{name}.{number}", arrays)
             for number, inner_part in enumerate(part)
         ]
-        return {"list" if isinstance(part, list) else "tuple": parts}
-    assert part is None or isinstance(part, (int, float, str)), type(part)
-    return part
+        return {type(part).__name__: parts}
+    if type(part) in (int, float, str, bool, type(None)):
+        return part
+    raise TypeError(f"a file cannot have it: {type(part)}")
 
 
-def can_write_state(part: Any) -> bool:
-    """Whether a state, or a part of one, comes back from a file as it was."""
-    match part:
-        case OpaqueState():
-            return can_write_state(part.fields)
-        case dict():
-            return can_write_state([*part.keys(), *part.values()])
-        case list() | tuple():
-            return type(part) in (list, tuple) and all(map(can_write_state, part))
-        case mx.array():
-            return part.dtype in _WRITTEN_TYPES
-    return type(part) in (int, float, str, bool, type(None))
+def can_write_state(state: Any) -> bool:
+    """Whether a state comes back from a file as it was."""
+    try:
+        _state_to_json(state, "", {})
+    except TypeError:
+        return False
+    return True
 
 
 def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
@@ -11498,7 +11457,7 @@ def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
         with suppress(BlockingIOError):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
-            lock_file = _wait_for_lock(folder, patience)
+            lock_file = _take_lock(folder, patience=patience)
             if not is_own:
                 with suppress(OSError), _open_private(folder / "port") as file:
                     file.write(str(config.mlx_port).encode())
@@ -11514,18 +11473,6 @@ def _find_last_port(folder: Path) -> int:
     ):
         return int(file.read(8))
     return 0
-
-
-def _wait_for_lock(folder: Path, seconds: float) -> io.BufferedReader:
-    """_take_lock(), tried for so long."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return _take_lock(folder)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_LOCK_LOOK_SECONDS)
 
 
 def report_unused(config: Config, fault: DiskError) -> DiskReport:
@@ -11661,8 +11608,6 @@ class DiskTier:
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
         self._max_tokens = max(MIN_SAVED_TOKENS, max_tokens)  # of a segment
-        # The key of each entry as it rested last, and how many tokens the disk has.
-        self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
         # While the disk was slow: what is deleted once it is there.
         self._forgotten: list[tuple[str, str | None]] = []
         self._job: Generator[None] | None = None
@@ -11675,46 +11620,48 @@ class DiskTier:
         match: PrefixMatch,
         *,
         owner: RequestOwner,
-    ) -> int:
+    ) -> PrefixMatch:
         """Load what the disk has of a prompt beyond `match` into an entry at rest.
 
-        There must be memory for the whole prompt. Returns how many tokens were loaded:
-        0 if the disk has hardly more.
+        There must be memory for the whole prompt. Returns what is cached now: `match`
+        if the disk has hardly more.
         """
-        plan = self.plan_load(key, match)
-        if plan is None:
-            return 0
-        found, start, depth = plan
-        loaded = self.files.read(found, start, depth)
-        if loaded is None:
-            return 0
+        found = self.find_more(key, match)
+        loaded = self.files.read(found) if found else None
+        if found is None or loaded is None:
+            return match
         entry = CacheEntry(
             key,
-            parent=match.kv_owner if start else None,
-            start=start,
-            end=depth,
+            parent=match.kv_owner if found.start else None,
+            start=found.start,
+            end=found.depth,
             span=loaded.span,
             checkpoints=loaded.states,
             owner=owner,
             head_end=found.segments[0].head_end,
         )
         self._cache.add_loaded(entry)
-        return depth - match.depth
+        return self._cache.find(key)
 
-    def plan_load(self, key: TokenKey, match: PrefixMatch) -> LoadPlan | None:
+    def find_more(self, key: TokenKey, match: PrefixMatch) -> DiskMatch | None:
         """What load() would load; None if it would load nothing."""
         n_known = len(key.tokens) - 1
         if n_known - match.depth < MIN_LOADED_TOKENS:
             return None  # memory has it: nothing is looked up
         found = self.files.find(key)
-        depth = min(found.depth, n_known)
+        found = found._replace(depth=min(found.depth, n_known))
         if self._spec.has_state:
-            depth = found.last_state(depth)
-        if depth - match.depth < MIN_LOADED_TOKENS:
+            positions = [
+                position
+                for segment, _, high in found.parts()
+                for position in segment.states
+                if position <= high
+            ]
+            found = found._replace(depth=max(positions, default=0))
+        if found.depth - match.depth < MIN_LOADED_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        start = match.cached_tokens if is_branch else 0
-        return LoadPlan(found, start, depth)
+        return found._replace(start=match.cached_tokens) if is_branch else found
 
     def save_some(
         self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
@@ -11770,37 +11717,25 @@ class DiskTier:
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
         if self.files.failure:  # not all is there that was handed to it
-            self._saved.clear()
-        entries = set(self._cache.entries)
-        self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
+            self._look_again()
         # why(L-163): what runs takes the place of what rests, too.
         prompt_bytes = self._cache.max_bytes // SPILL_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
-        self._share = SPILL_SHARE
-        job = self._begin_first(endangered, min_seconds=0.0)
-        if job is not None:
-            return job
-
-        resting = [entry for entry in entries if not entry.is_running]
+        resting = [entry for entry in self._cache.entries if not entry.is_running]
         resting.sort(key=lambda entry: entry.last_used, reverse=True)
         min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
-        self._share = SAVE_SHARE
-        return self._begin_first(
-            resting, min_seconds=0.0 if is_closing else min_seconds
-        )
-
-    def _begin_first(
-        self, entries: Iterable[CacheEntry], *, min_seconds: float
-    ) -> Generator[None] | None:
-        """Begin to write the first one that is due; None if there is none."""
-        for entry in entries:
-            if self._is_due(entry, min_seconds=min_seconds):
-                job = self._begin(entry)
-                if job is not None:
-                    return job
+        if is_closing:
+            min_seconds = 0.0
+        candidates = [(entry, SPILL_SHARE, 0.0) for entry in endangered]
+        candidates += [(entry, SAVE_SHARE, min_seconds) for entry in resting]
+        for entry, share, seconds in candidates:
+            job = self._begin(entry) if self._is_due(entry, seconds) else None
+            if job is not None:
+                self._share = share
+                return job
         return None
 
-    def _is_due(self, entry: CacheEntry, *, min_seconds: float) -> bool:
+    def _is_due(self, entry: CacheEntry, min_seconds: float) -> bool:
         """Whether to write an entry: much is new, or it would be lost soon.
 
         `min_seconds`: of rest; 0.0 if it would be lost soon.
@@ -11809,25 +11744,28 @@ class DiskTier:
             return False
         if entry.end < MIN_LOADED_TOKENS:
             return False
-        n_new = entry.end - self._find_saved_end(entry)
-        return n_new >= (MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS)
+        saved_end = entry.saved_end
+        if saved_end is None:
+            saved_end = self._find_saved(entry).depth
+        min_new = MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
+        return entry.end - saved_end >= min_new
 
-    def _find_saved_end(self, entry: CacheEntry) -> int:
-        """How many tokens of an entry the disk has; looked up when it has run."""
-        key, end = self._saved.get(entry, (None, 0))
-        if key is entry.key:
-            return end
-        return self._find_on_disk(entry).depth
-
-    def _find_on_disk(self, entry: CacheEntry) -> DiskMatch:
-        key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
-        match = self.files.find(key)
-        self._saved[entry] = (entry.key, match.depth)
+    def _find_saved(self, entry: CacheEntry) -> DiskMatch:
+        """What files have of an entry."""
+        match = self.files.find(
+            entry.key._replace(tokens=entry.key.tokens[: entry.end])
+        )
+        entry.saved_end = match.depth
         return match
+
+    def _look_again(self) -> None:
+        """Let what files have of each entry be looked up again."""
+        for entry in self._cache.entries:
+            entry.saved_end = None
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
-        match = self._find_on_disk(entry)
+        match = self._find_saved(entry)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
@@ -11841,19 +11779,47 @@ class DiskTier:
         return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
 
     def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
-        """Copy a segment, an array at a time, and let it be written."""
+        """Copy the segment [match.depth, end), an array at a time, and have it written.
+
+        KV is read when it is copied: a request that writes into KV that is held copies
+        it first (L-03). States may be held: nobody writes into them.
+        """
+        start = match.depth
+        assert entry.start <= start < end <= entry.end
         key, entry_end = entry.key, entry.end
-        segment, readers = _plan_segment(entry, match, end)
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, read in readers.items():
+        own_part = slice(start - entry.start, end - entry.start)
+        state_arrays: dict[str, mx.array] = {}
+        states: dict[int, Any] = {}
+        for position in _states_to_write(entry, start, end):
+            leaves = entry.checkpoints[position].leaves
+            states[position] = _state_to_json(leaves, f"state.{position}", state_arrays)
+        root_name = name_segment(key, 0)
+        segment = Segment(
+            name=name_segment(key, end),
+            parent=match.segments[-1].name if match.segments else root_name,
+            start=start,
+            end=end,
+            head_end=entry.head_end,
+            tenant=entry.owner.tenant,
+            session=entry.owner.session,
+            states=states,
+        )
+        kv_names = [f"kv.{number}" for number in range(len(entry.rested_span().arrays))]
+        copies: dict[str, npt.NDArray[Any]] = {"tokens": key.tokens[start:end]}
+
+        for number, name in enumerate([*kv_names, *state_arrays]):
+            yield
             # A request may have taken the KV since the last step, or it is evicted.
             has_changed = entry.key is not key or entry.end != entry_end
             if entry.span is None or has_changed:
                 return
-            arrays[name] = _copy_array(read())
-            yield
-        self.files.write(segment, arrays)
-        self._saved[entry] = (key, end)
+            array = state_arrays.get(name)
+            if array is None:
+                array = entry.span.arrays[number][..., own_part, :]
+            copies[name] = _copy_array(array)
+
+        self.files.write(segment, copies)
+        entry.saved_end = end
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete what is of a session, or of a tenant (None), or is on its way.
@@ -11870,7 +11836,7 @@ class DiskTier:
         self.files.collect()
         n_files = self.files.remove_session(tenant, session)
         # What continued it is gone, too, and is written again if memory has it.
-        self._saved.clear()
+        self._look_again()
         return n_files, self.files.undeleted or fault
 
 
@@ -17380,13 +17346,9 @@ class Scheduler:
         n_in_memory = match.cached_tokens
         if self.disk is not None and not handle.is_second_try:
             # What only the disk has comes into the cache, if it is much.
-            owner = handle.request.owner
-            n_loaded = self.disk.load(handle.request.key, match, owner=owner)
-            if n_loaded:
-                metrics = self.metrics.of_tenant(owner.tenant)
-                metrics.bump("disk_hits")
-                metrics.bump("disk_tokens", n_loaded)
-                match = self._find_prefix(handle)
+            match = self.disk.load(
+                handle.request.key, match, owner=handle.request.owner
+            )
         running: RunningRequest | None = None
         try:
             running = RunningRequest(
@@ -17409,7 +17371,11 @@ class Scheduler:
         handle.hit_kind = match.hit_kind
         handle.cached_tokens = match.cached_tokens
         handle.matched_tokens = match.matched_tokens
-        handle.disk_tokens = max(0, match.cached_tokens - n_in_memory)
+        handle.disk_tokens = match.cached_tokens - n_in_memory
+        if handle.disk_tokens:
+            metrics = self.metrics.of_tenant(handle.request.owner.tenant)
+            metrics.bump("disk_hits")
+            metrics.bump("disk_tokens", handle.disk_tokens)
         self.running.append(running)
         handle.put(offset)
 
@@ -17457,13 +17423,13 @@ class Scheduler:
         match = self.cache.find(key)
         if self.disk is None:
             return match
-        plan = self.disk.plan_load(key, match)
-        if plan is None:
+        found = self.disk.find_more(key, match)
+        if found is None:
             return match
         return match._replace(
-            cached_tokens=plan.depth,
-            matched_tokens=max(match.matched_tokens, plan.depth),
-            hit_kind="exact" if plan.depth == len(key.tokens) - 1 else "line",
+            cached_tokens=found.depth,
+            matched_tokens=max(match.matched_tokens, found.depth),
+            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
         )
 
     # -- prefill -----------------------------------------------------------------------
@@ -22352,8 +22318,9 @@ def _find_folder(agent_texts: Iterable[str]) -> str:
         for label in _FOLDER_LABELS:
             _, _, rest = text.partition(label)
             path = re.split("[\n<]", rest[:1000], maxsplit=1)[0].strip()
-            if path:
-                return re.split(r"[/\\]", path.rstrip("/\\"))[-1][:24]
+            name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+            if name:  # the root of a disk has none
+                return name[:24]
     return ""
 
 

@@ -512,6 +512,13 @@ def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
         ),
         ([user("My working directory: /a/secret")], "My working directory: /a/secret"),
         ([{"role": "system", "content": "Working directory: "}, user("Go.")], "Go."),
+        (
+            [
+                {"role": "system", "content": "Working directory: /\n<cwd>/a/shop<"},
+                user("Go."),
+            ],
+            "shop: Go.",
+        ),
         ([user("<a>")], "<a>"),
     ],
 )

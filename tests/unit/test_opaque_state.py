@@ -216,9 +216,9 @@ def test_a_state_of_plain_values_comes_back_from_a_file():
     (state,) = s.copy_state([leaf]).leaves
     assert s.can_write_state([state])
 
-    readers = {}
-    described = s._state_to_json([state], "state.9", readers)
-    arrays = {name: mx.array(np.array(read())) for name, read in readers.items()}
+    written = {}
+    described = s._state_to_json([state], "state.9", written)
+    arrays = {name: mx.array(np.array(array)) for name, array in written.items()}
     (read_back,) = s._state_from_json(described, arrays)
 
     assert bits(read_back.fields) == bits(state.fields)

@@ -393,6 +393,25 @@ def test_everything_is_forgotten_on_a_full_disk(
     assert loaded(path) == {"c": "new"}
 
 
+def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s, "_SAVE_DELAY_SECONDS", 0.5)
+    file = open_records(tmp_path / "records")
+    put(file.of_tenant(""), "a", "one")
+    assert file.flush(20.0)
+    change = file.change
+
+    def change_and_erase(what: s._Change) -> None:
+        change(what)
+        file.erase()  # before the other thread has seen the change
+
+    monkeypatch.setattr(file, "change", change_and_erase)
+
+    assert file.flush(20.0)
+    assert loaded(tmp_path / "records") == {}
+
+
 def test_what_cannot_be_deleted_is_said_and_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
