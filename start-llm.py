@@ -4734,8 +4734,7 @@ class RecordFile:
         if self._path is None:
             return True
         is_saved = threading.Event()
-        if not self.failure:
-            self.change(is_saved)
+        self.change(is_saved)
         deadline = time.monotonic() + timeout
         while not is_saved.wait(_SAVE_DELAY_SECONDS):
             if self.failure or time.monotonic() > deadline:
@@ -11131,8 +11130,13 @@ class DiskCache:
         self._used_at.setdefault(segment.name, self._clock())
 
     def _make_room(self) -> None:
-        """Delete what was used longest ago; what is before a segment is used with it."""
-        while self.nbytes > self.max_bytes:
+        """Delete what was used longest ago; what is before a segment is used with it.
+
+        SAVED RECORDS has its file in the same space: half of it at most counts.
+        """
+        records_bytes = _count_files(self.folder, "records*")
+        max_bytes = self.max_bytes - min(records_bytes, self.max_bytes // 2)
+        while self.nbytes > max_bytes:
             parents = {segment.parent for segment in self._segments.values()}
             leaves = [name for name in self._segments if name not in parents]
             self._remove([min(leaves, key=self._used_at.__getitem__)])
@@ -11507,10 +11511,10 @@ def _find_disk_limit(config: Config, root: Path) -> int:
     return min(_DEFAULT_DISK_BYTES, free_bytes // _DISK_PART)
 
 
-def _count_files(folder: Path) -> int:
-    """Bytes of all files in a folder, and in its folders."""
+def _count_files(folder: Path, pattern: str = "*") -> int:
+    """Bytes of all files of a pattern in a folder, and in its folders."""
     n_bytes = 0
-    for path in folder.rglob("*"):
+    for path in folder.rglob(pattern):
         with suppress(OSError):  # the server of another model has deleted it
             status = path.lstat()
             if stat.S_ISREG(status.st_mode):

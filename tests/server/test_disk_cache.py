@@ -504,6 +504,21 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
     assert sum(file.stat().st_size for file in files) < n_bytes * 5 // 8 + 20_000
 
 
+def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
+    rng = np.random.default_rng(3)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    for _ in range(4):
+        bench.ask(words(rng, 700), n=1)
+        save(bench)
+    files = files_in(tmp_path / "kv")
+    n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
+    (files[0].parent / "records-wal").write_bytes(bytes(n_bytes // 2))
+
+    restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=n_bytes * 5 // 4)
+
+    assert len(files_in(tmp_path / "kv")) == 3
+
+
 def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
     rng = np.random.default_rng(4)
     path = tiny_model("qwen3", tmp_path)

@@ -4,13 +4,14 @@ import errno
 import os
 import sqlite3
 import stat
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import start_llm as s
-from server_fixture import wait_until
+from server_fixture import MAX_WAIT_SECONDS, wait_until
 
 
 def open_records(path: Path, ttl_seconds: float = 0.0) -> s.RecordFile:
@@ -330,6 +331,40 @@ def test_flush_on_a_full_disk_says_that_nothing_is_saved(
     wait_until(lambda: not full.failure)
     assert full.flush(10.0)
     assert loaded(path) == {}
+
+
+def test_flush_waits_for_a_disk_that_has_room_again_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where files of KV have just been deleted: it had waited for nothing."""
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.0)
+    has_room, is_tried = threading.Event(), threading.Event()
+    save = s.RecordFile._save_changes
+    n_tries = 0
+
+    def save_later(records: s.RecordFile, database: sqlite3.Connection) -> None:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries == 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        is_tried.set()
+        assert has_room.wait(MAX_WAIT_SECONDS)
+        save(records, database)
+
+    class PatientEvent(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            has_room.set()
+            return super().wait(MAX_WAIT_SECONDS)
+
+    monkeypatch.setattr(s.RecordFile, "_save_changes", save_later)
+    file = open_records(tmp_path / "records")
+    put(file.of_tenant(""), "a", "one")
+    assert is_tried.wait(MAX_WAIT_SECONDS)
+    assert file.failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.threading, "Event", PatientEvent)
+        assert file.flush(0.0)
 
 
 def test_everything_is_forgotten_on_a_full_disk(
