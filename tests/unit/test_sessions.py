@@ -254,7 +254,7 @@ def sent(*roles: str, tokens: np.ndarray, n_reply_tokens: int = 0) -> SentReques
     for index, role in enumerate(roles):
         message = {"role": role, "content": f"{role} {index}"}
         digest = f"{role} {index}".encode()
-        messages.append(CanonicalMessage(role, message, message, digest))
+        messages.append(CanonicalMessage(role, message, str(message), digest))
     return SentRequest(
         "s", tokens, tuple(messages), b"head", n_reply_tokens=n_reply_tokens
     )
