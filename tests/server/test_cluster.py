@@ -740,12 +740,11 @@ def test_messages_of_two_threads_do_not_mingle(connection):
     connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     sending, reading = (s._Link(end, "a rank") for end in connection)
     long_message = ["x", "y" * 3_000_000]
-    threads = []
     for message in (long_message, s._ALIVE):
-        threads.append(threading.Thread(target=sending.send, args=(message,)))
-        threads[-1].start()
-        time.sleep(0.1)
-    assert [reading.read(10), reading.read(10)] == [long_message, s._ALIVE]
+        threading.Thread(target=sending.send, args=(message,)).start()
+        connection[1].recv(1, socket.MSG_PEEK)  # the long one is being sent
+    messages = [reading.read(MAX_WAIT_SECONDS) for _ in range(2)]
+    assert messages == [long_message, s._ALIVE]
 
 
 def test_a_rank_that_steps_no_more_is_noticed(two_ranks):

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ class Farm:
                     return number
         raise AssertionError(f"no server knows {session}")
 
+    def saved_tokens(self, number: int, session: str) -> int:
+        """Tokens of a session that a server has in files, as their headers tell."""
+        disk = self.folder / f"disk{number}"
+        segments = [
+            start_llm.read_segment(path).segment for path in disk.rglob("*.safetensors")
+        ]
+        return max(
+            (segment.end for segment in segments if segment.session == session),
+            default=0,
+        )
+
     def close(self) -> None:
         for server in self.servers:
             if server.process.poll() is None:
@@ -215,9 +227,16 @@ class Talk:
     """A conversation at port 4000; `cold` is what was read of it that was sent before."""
 
     def __init__(
-        self, farm: Farm, seed: int, *, session: str = "", n_words: int = 60
+        self,
+        farm: Farm,
+        seed: int,
+        *,
+        session: str = "",
+        n_words: int = 60,
+        n_more: int = 20,  # words of each later message
     ) -> None:
         self.farm = farm
+        self.n_more = n_more
         self.session = session
         self.texts = [status_client.words(n_words, seed)]
         self.n_before = 0  # tokens of the last prompt
@@ -228,10 +247,15 @@ class Talk:
         status, answer = self.farm.ask(chat_of(*self.texts), **headers)
         assert status == 200, answer
         content = answer["choices"][0]["message"]["content"] or "-"
-        self.texts += [content, status_client.words(20, len(self.texts))]
+        self.texts += [content, status_client.words(self.n_more, len(self.texts))]
         n_again = max(0, self.n_before - cached_of(answer))
         self.n_before = answer["usage"]["prompt_tokens"]
         return n_again
+
+    def is_saved_by(self, number: int) -> bool:
+        """Whether a server has in files all that the next request begins with."""
+        n_saved = self.farm.saved_tokens(number, self.session)
+        return n_saved >= self.n_before - MARGIN
 
 
 MARGIN = 4  # tokens of a generation prompt, which the next request does not begin with
@@ -285,8 +309,10 @@ def test_what_litellm_translates_goes_to_the_server_of_its_conversation(farm, pa
 
 
 def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
-    talks = [  # long enough to be on the disk soon
-        Talk(farm, 300 + seed, session=f"killed{seed}", n_words=600)
+    # Each turn brings more than MIN_SAVED_TOKENS, so it is written whenever a file with
+    # the turns before it was.
+    talks = [
+        Talk(farm, 300 + seed, session=f"killed{seed}", n_words=600, n_more=200)
         for seed in range(6)
     ]
     for _ in range(2):
@@ -298,9 +324,8 @@ def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(
     assert len(lost) >= 2
 
     # Its lines are on the disk some seconds after its last request.
-    disk = farm.folder / "disk1"
-    n_lost_files = len(lost)
-    wait_until(lambda: len(list(disk.rglob("*.safetensors"))) >= n_lost_files)
+    for talk in lost:
+        wait_until(partial(talk.is_saved_by, 1))
     farm.servers[1].end(signal.SIGKILL)
     idle, *moved = lost
 
