@@ -1906,6 +1906,7 @@ class ChatRequest:
     stream: bool
     include_usage: bool = False  # at the end of a stream
     return_progress: bool = False  # of prefill, in a stream
+    previous_message_id: str = ""  # of a reply: tell what changed since its request
     messages: OriginalMessages = OriginalMessages(())  # none if it is a completion
     # By digest of an image: the text and the tokens that stand for it.
     image_tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -2918,6 +2919,10 @@ class _OutputConfig(TypedDict):
     format: NotRequired[JsonObject | None]
 
 
+class _Diagnostics(TypedDict):
+    previous_message_id: NotRequired[str | None]  # None: there is none yet
+
+
 class _MessagesBody(RequestBody):
     messages: Annotated[ListOf[_MessagesMessage], Field(min_length=1)]
     system: str | ListOf[JsonObject] = []
@@ -2926,6 +2931,7 @@ class _MessagesBody(RequestBody):
     stop_sequences: Annotated[ListOf[StopText], Field(max_length=16)] = []
     output_config: _OutputConfig = {}
     output_format: JsonObject = {}  # the older place of output_config.format
+    diagnostics: _Diagnostics = {}
     mcp_servers: Annotated[
         object, refuse_unless([], sentence="no server is asked for tools: leave it out")
     ] = []
@@ -2985,6 +2991,7 @@ def parse_anthropic_request(
     request = replace(
         request,
         kind="messages",
+        previous_message_id=parsed.diagnostics.get("previous_message_id") or "",
         messages=order_tool_results(messages),
         stop=tuple(parsed.stop_sequences),
         json_schema=read_schema(output_format, field=field),
@@ -3222,6 +3229,11 @@ _DELTA_NAMES: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+def message_id(request_id: str) -> str:
+    """The id of the reply to a request."""
+    return f"msg_{request_id}"
+
+
 class AnthropicFormatter:
     """A ResponseFormatter for the Messages API.
 
@@ -3229,9 +3241,13 @@ class AnthropicFormatter:
     block is a line of _DELTA_NAMES and a case in delta_events() and _end_block().
     """
 
-    def __init__(self, request_id: str, model: str) -> None:
-        self._request_id = request_id
+    def __init__(
+        self, request_id: str, model: str, *, diagnostics: JsonObject | None = None
+    ) -> None:
+        """`diagnostics`: that of diagnose_miss()."""
+        self._message_id = message_id(request_id)
         self._model = model
+        self._diagnostics = diagnostics
         self._content: list[JsonObject] = []  # the blocks that have ended
         self._block: JsonObject | None = None  # the one that is open, as it began
         self._text = ""  # of the open block; of a call: its arguments, as JSON
@@ -3313,7 +3329,7 @@ class AnthropicFormatter:
 
     def _message_body(self, usage: Usage) -> JsonObject:
         return {
-            "id": f"msg_{self._request_id}",
+            "id": self._message_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -3321,6 +3337,7 @@ class AnthropicFormatter:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _messages_usage(usage),
+            "diagnostics": self._diagnostics,
         }
 
     def _end_block(self) -> list[JsonObject]:
@@ -11907,6 +11924,8 @@ class SentRequest(NamedTuple):
     answered_at: float = 0.0  # seconds, on the clock of SessionIndex
     n_reply_tokens: int = 0  # the last ones of `tokens`
     sent_hashes: Sequence[int] = ()  # of its messages as the client sent them
+    tools_hash: int = 0  # of its tools as the prompt has them
+    message_id: str = ""  # of its reply, in the Messages API
     cost: int = 0  # see SessionIndex
 
     @property
@@ -12013,6 +12032,11 @@ class SessionIndex:
             }
             for session_id, session in sessions[:newest]
         ]
+
+    def find(self, message_id: str) -> SentRequest | None:
+        """The chat that was answered by this message, if it is kept."""
+        requests = (r for r in self.requests(None) if r.message_id == message_id)
+        return next(requests, None)
 
     def requests(self, session_id: str | None) -> list[SentRequest]:
         """The last chat of each conversation of a session; None: of all sessions.
@@ -12151,10 +12175,45 @@ def explain_miss(
     return reason._replace(sentence=f"{reason.sentence}; {sentence}")
 
 
+def diagnose_miss(
+    earlier: SentRequest | None, request: SentRequest
+) -> JsonObject | None:
+    """`diagnostics` of the Messages API: what changed since an earlier request.
+
+    None if messages were only appended. As at Anthropic the requests are compared, and
+    not what is cached; the tokens are counted, and not estimated.
+    """
+    if earlier is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    difference = _find_difference(earlier, request)
+    if difference is None:
+        return None
+
+    index = difference.message_index
+    if index is not None:
+        if index == len(earlier.messages):
+            return None
+        roles = {earlier.messages[index].role, difference.role}
+        kind = (
+            "messages_changed" if roles.isdisjoint(SYSTEM_ROLES) else "system_changed"
+        )
+    elif earlier.tools_hash != request.tools_hash:
+        kind = "tools_changed"
+    else:  # thinking, effort or another setting of the template
+        return {"cache_miss_reason": {"type": "unavailable"}}
+
+    n_lost = min(earlier.n_prompt_tokens, request.n_prompt_tokens)
+    n_lost -= common_prefix_length(earlier.tokens, request.tokens)
+    reason = {"type": kind, "cache_missed_input_tokens": max(0, n_lost)}
+    return {"cache_miss_reason": reason}
+
+
 def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason | None:
     """Where the messages first differ; None if the earlier request has them all."""
     if earlier.context_key != request.context_key:
-        return MissReason("other tools, or other settings of the chat template")
+        if earlier.tools_hash != request.tools_hash:
+            return MissReason("other tools")
+        return MissReason("other settings of the chat template")
 
     index = message_diff(earlier.digests, request.digests)
     if index == len(request.messages):
@@ -21790,6 +21849,8 @@ class PreparedRequest(NamedTuple):
             answered_at=time.monotonic(),
             n_reply_tokens=len(reply_ids),
             sent_hashes=_hash_messages(self.request.messages),
+            tools_hash=hash(marshal.dumps(self.plan.tools, 2)),
+            message_id=message_id(self.request.request_id),
         )
 
     def in_client_terms(self, reason: MissReason | None) -> MissReason | None:
@@ -22344,14 +22405,19 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
     return False
 
 
-def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
+def _make_formatter(state: ServerState, prepared: PreparedRequest) -> ResponseFormatter:
     """The formatter of the API that was called."""
     request = prepared.request
     model_id = prepared.model.model_id
     if request.kind == "messages":
         # why(L-52): on resume Claude Code drops the thinking of a model that it did not
         # ask for.
-        return AnthropicFormatter(request.request_id, request.model or model_id)
+        name = request.model or model_id
+        diagnostics = None
+        if request.previous_message_id:
+            earlier = state.stores.session_index.find(request.previous_message_id)
+            diagnostics = diagnose_miss(earlier, prepared.as_sent())
+        return AnthropicFormatter(request.request_id, name, diagnostics=diagnostics)
     return OpenAIFormatter(
         kind=request.kind,
         request_id=request.request_id,
@@ -22430,7 +22496,7 @@ class ReplyGeneration:
         self._request = self._prepared.request
         try:
             self._decoder = ReplyDecoder(self._prepared)
-            self._formatter = _make_formatter(self._prepared)
+            self._formatter = _make_formatter(state, self._prepared)
         except BaseException:
             self._handle.stop_reason = "cancelled"  # nobody will close it
             raise

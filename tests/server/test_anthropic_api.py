@@ -710,6 +710,46 @@ def test_both_apis_say_the_same_and_share_one_cache(served, sdk):
     chat.close()
 
 
+def test_a_reply_tells_what_changed_since_the_request_of_an_earlier_one(served, sdk):
+    """As Anthropic's SDK reads it; the tokens are those of the prompt that differ."""
+    first = [user(text("What is in the readme?"))]
+
+    def told(messages, previous, *, stream, **fields):
+        fields["diagnostics"] = {"previous_message_id": previous}
+        message = ask(sdk, messages, stream=stream, **fields)
+        told = message.diagnostics
+        return message, told and told.cache_miss_reason
+
+    other_tools = [{**OFFERED[0], "name": "look"}]
+    for stream in (False, True):
+        message, reason = told(first, None, stream=stream)
+        assert reason is None, "there is no earlier one"
+        later = [*first, *react(message, 0)]
+
+        previous = message.id
+        for fields, kind in (
+            ({"system": f"{SYSTEM} Be brief."}, "system_changed"),
+            ({"tools": other_tools}, "tools_changed"),
+        ):
+            message, reason = told(first, previous, stream=stream, **fields)
+            assert reason.type == kind
+            assert 0 < reason.cache_missed_input_tokens < total(message.usage)
+            served.forget()
+            previous = told(first, None, stream=stream)[0].id
+
+        _, reason = told(later, previous, stream=stream)
+        assert reason is None, "messages were only appended"
+
+        message, _ = told(first, None, stream=stream)
+        edited = [user(text("What is in the licence?")), *later[1:]]
+        _, reason = told(edited, message.id, stream=stream)
+        assert reason.type == "messages_changed"
+        assert 0 < reason.cache_missed_input_tokens < 20
+
+        _, reason = told(first, "msg_of_nobody", stream=stream)
+        assert reason.type == "previous_message_not_found"
+
+
 def test_stripped_thinking_is_found_by_its_signature(served, sdk):
     """The reply is changed beyond recognition, but its signature came back."""
     messages = [user(text("What is in the readme?"))]

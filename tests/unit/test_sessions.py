@@ -13,6 +13,7 @@ from start_llm import (
     SessionContext,
     SessionIndex,
     count_reread_tokens,
+    diagnose_miss,
     explain_miss,
     find_nearest,
     message_diff,
@@ -253,7 +254,7 @@ def sent(*roles: str, tokens: np.ndarray, n_reply_tokens: int = 0) -> SentReques
     for index, role in enumerate(roles):
         message = {"role": role, "content": f"{role} {index}"}
         digest = f"{role} {index}".encode()
-        messages.append(CanonicalMessage(role, message, message, digest))
+        messages.append(CanonicalMessage(role, message, str(message), digest))
     return SentRequest(
         "s", tokens, tuple(messages), b"head", n_reply_tokens=n_reply_tokens
     )
@@ -291,6 +292,26 @@ def test_a_reply_is_blamed_only_for_its_own_tokens() -> None:
     ):
         request = sent(*roles, tokens=rendered(n_same))
         assert words in why(request, cached_tokens=n_same, matched_tokens=n_same)
+
+
+def test_what_changed_since_an_earlier_request_has_anthropics_words() -> None:
+    """No tokens are told where a setting of the template changed, or nothing is known."""
+    same = sent("system", "user", "assistant", "user", tokens=rendered(2_000))
+    edited = sent("system", "assistant", tokens=rendered(1_500))
+    for earlier, request, kind, n_tokens in (
+        (EARLIER, sent("user", tokens=rendered(10)), "system_changed", 1_990),
+        (EARLIER, edited, "messages_changed", 500),
+        (EARLIER, same._replace(context_key=b"", tools_hash=1), "tools_changed", 0),
+        (EARLIER, same._replace(context_key=b""), "unavailable", None),
+        (None, same, "previous_message_not_found", None),
+    ):
+        told = diagnose_miss(earlier, request)
+        expected: dict[str, object] = {"type": kind}
+        if n_tokens is not None:
+            expected["cache_missed_input_tokens"] = n_tokens
+        assert told == {"cache_miss_reason": expected}
+    assert diagnose_miss(EARLIER, same) is None
+    assert diagnose_miss(EARLIER, sent("system", tokens=rendered(9))) is None
 
 
 def test_of_two_causes_both_are_given() -> None:
