@@ -17563,8 +17563,10 @@ class Scheduler:
         can_pad = has_attention_alone and self.loaded.vision is None
         if not can_pad or not running.can_read_with_others:
             return []
+        max_tokens = self.reader.max_slice_tokens(running, seconds=max_seconds)
         if self.batches and self.reader.measured_speed is None:
-            return []  # nobody knows for how long they would pause
+            # Nobody knows for how long they would pause: as for one short prompt.
+            max_tokens = min(max_tokens, SHORT_TOKENS)
         others = [
             other
             for other in self.prefilling
@@ -17573,7 +17575,7 @@ class Scheduler:
         companions = choose_companions(
             running,
             others,
-            max_tokens=self.reader.max_slice_tokens(running, seconds=max_seconds),
+            max_tokens=max_tokens,
             max_padding=self.config.batch_padding_max,
             # Who is read alone has a batch of its own, whose first step is a call.
             free_padding=self.policy.step_seconds * running.prefill_speed,

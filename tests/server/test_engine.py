@@ -530,6 +530,30 @@ def test_prompts_of_unlike_lengths_are_read_apart_and_decode_together(bench):
     assert max(calls) == (5, 1)
 
 
+def test_short_prompts_beside_a_reply_are_read_in_one_call_before_any_slice(bench):
+    """How fast slices are read is not known then (L-220)."""
+    b = bench("qwen3")
+    is_decoding, everyone = threading.Event(), threading.Event()
+    calls = []
+
+    def hold_the_reply(fed):
+        calls.append((len(fed), max(len(row.tokens) for row in fed)))
+        if len(calls) == 3:
+            is_decoding.set()
+            everyone.wait(MAX_WAIT_SECONDS)
+
+    b.model.before_call = hold_the_reply
+    first, *others = prompts_of(40, 41, 44, 47)
+    tickets = [b.submit(first, n=20)]
+    assert is_decoding.wait(MAX_WAIT_SECONDS)
+    tickets += [b.submit(prompt) for prompt in others]
+    everyone.set()
+
+    for ticket in tickets:
+        assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
+    assert (3, 46) in calls
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
 def test_a_model_with_state_reads_each_prompt_alone(bench, kind):
     b = bench(kind)
