@@ -27,6 +27,9 @@ exact_library = load_exact_blas()  # before anything imports MLX
 # Tests and what they start would find each other's KV; those of the disk choose a folder.
 os.environ.setdefault("CACHE_DISK", "off")
 
+# Under nohup it is ignored, also by what is started; tests send it to that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # Examples are not timed: hypothesis would fail one that the machine was too busy for. They
 # are the same in each run, so that a commit does not fail by chance; new ones are looked for
 # with `pytest -m hypothesis --hypothesis-profile explore`.
