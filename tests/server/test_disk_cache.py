@@ -130,6 +130,22 @@ def test_loaded_entry_is_branched_edited_and_extended_like_others(
     assert cached["edited"] == (800 if kind == "qwen3" else 600)
 
 
+def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(
+    restart, tmp_path
+):
+    rng = np.random.default_rng(34)
+    path = tiny_model("qwen3_5", tmp_path)
+    prompt = words(rng, 900)
+    restart(path).ask(prompt, n=1, boundaries=[600, 898])
+    bench = restart(path)
+
+    edited = prompt[:800] + words(rng, 200)
+    cached, error, _ = difference(bench, edited, n=8)
+
+    assert cached == 600
+    assert error <= TOLERANCE.get("qwen3_5", 0.0)
+
+
 def test_two_branches_share_their_prefix_on_the_disk(restart, tmp_path):
     rng = np.random.default_rng(7)
     path = tiny_model("qwen3", tmp_path)
@@ -517,6 +533,25 @@ def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
     restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=n_bytes * 5 // 4)
 
     assert len(files_in(tmp_path / "kv")) == 3
+
+
+def test_what_continues_another_one_is_deleted_for_room_before_it(restart, tmp_path):
+    rng = np.random.default_rng(33)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 700)
+    for _ in range(2):
+        ids, _, _ = bench.ask(prompt, n=1)
+        save(bench)
+        prompt = prompt + ids + words(rng, 300)
+    assert len(segments(bench)) == 2
+
+    def make_room(disk):
+        disk.files.max_bytes = disk.files.nbytes - 1
+        disk.files.collect()
+
+    on_model_thread(bench, make_room)
+
+    assert segments(bench) == [(0, 701)]
 
 
 def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
