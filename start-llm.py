@@ -4658,6 +4658,7 @@ WITH RECURSIVE kept (id, parent) AS (
 )
 DELETE FROM records WHERE id NOT IN (SELECT id FROM kept)
 """
+DATABASE_SUFFIXES: Final = ("", "-wal", "-shm")  # of its file, and those beside it
 _RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
 _MAX_WAITING_CHANGES: Final = 10_000  # of the file, until it is begun anew
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -4886,7 +4887,7 @@ def _delete_database(path: Path) -> None:
     Also if its folder is gone: it may come back, with the disk that it is on.
     """
     path.parent.stat()
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in DATABASE_SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
@@ -9812,9 +9813,7 @@ class CacheEntry:
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
-    saved_end: int | None = (
-        None  # how far files have it; None: not looked up (DiskTier)
-    )
+    saved_end: int | None = None  # how far files have it (DiskTier); None: look it up
     last_used: float = 0.0  # seconds, by the cache's clock
     n_uses: int = 0
     entry_id: int = 0  # shown to people
@@ -10717,7 +10716,8 @@ class PrefixCache:
 #     reading    when a request starts and the disk has more of its prompt than memory,
 #                the rest is loaded into an entry that the request then continues
 #
-# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE
+# Uses     CONFIG, LOGGING, API TYPES, SAVED RECORDS, TOKEN HASHES, UPSTREAM, KV STATE,
+#          PREFIX CACHE
 # Thread   model, mlx; write_segment: a thread of its own
 
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
@@ -11151,7 +11151,9 @@ class DiskCache:
 
         SAVED RECORDS has its file in the same space: half of it at most counts.
         """
-        records_bytes = _count_files(self.folder, "records*")
+        records_bytes = _file_bytes(
+            self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
+        )
         max_bytes = self.max_bytes - min(records_bytes, self.max_bytes // 2)
         while self.nbytes > max_bytes:
             parents = {segment.parent for segment in self._segments.values()}
@@ -11524,15 +11526,15 @@ def _find_disk_limit(config: Config, root: Path) -> int:
     """
     if config.cache_disk_max_bytes:
         return config.cache_disk_max_bytes
-    free_bytes = shutil.disk_usage(root).free + _count_files(root)
+    free_bytes = shutil.disk_usage(root).free + _file_bytes(root.rglob("*"))
     return min(_DEFAULT_DISK_BYTES, free_bytes // _DISK_PART)
 
 
-def _count_files(folder: Path, pattern: str = "*") -> int:
-    """Bytes of all files of a pattern in a folder, and in its folders."""
+def _file_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of all files among these paths."""
     n_bytes = 0
-    for path in folder.rglob(pattern):
-        with suppress(OSError):  # the server of another model has deleted it
+    for path in paths:
+        with suppress(OSError):  # another thread or server has deleted it
             status = path.lstat()
             if stat.S_ISREG(status.st_mode):
                 n_bytes += status.st_size
@@ -11557,10 +11559,10 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     for other in _find_folders(folder.parent):
         if other == folder:
             continue
-        other_bytes = _count_files(other)
+        other_bytes = _file_bytes(other.rglob("*"))
         if n_bytes + other_bytes > max_bytes:
             _delete_model_folder(other)
-            other_bytes = _count_files(other)
+            other_bytes = _file_bytes(other.rglob("*"))
         n_bytes += other_bytes
     return n_bytes
 
