@@ -18685,7 +18685,9 @@ class SchemaPart(NamedTuple):
                 return schema
             schema = self.root
             for step in path.removeprefix("#").split("/")[1:]:
-                schema = _member_of(schema, step)
+                # "#/properties/a~1b%20c" is "a/b c" of the properties
+                key = unquote(step).replace("~1", "/").replace("~0", "~")
+                schema = _member_of(schema, key)
         return None
 
     @property
@@ -18765,28 +18767,36 @@ def value_as_json(text: str, types: set[str]) -> str:
 
     A value of another type than the schema's is passed on: the client knows better how
     to say what is wrong. What is neither JSON nor Python is a string.
+    Raises RepeatedKey if it is no string.
     """
     can_be_string = not types or "string" in types
     parsers = [load_value] if can_be_string else [load_value, _load_escaped]
+    errors: list[type[Exception]] = [ValueError, TypeError, RecursionError]
+    if "string" in types and not types & {"array", "object"}:
+        errors.append(RepeatedKey)
     for parse in parsers:
-        with suppress(ValueError, TypeError, RecursionError):
+        with suppress(*errors):
             value = parse(text.strip())
             if can_be_string or not isinstance(value, str):
                 return to_json(text if _is_string(value, types) else value)
     return to_json(text)
 
 
+class RepeatedKey(Exception):
+    """An object has a key twice. Of two values JSON would keep one (L-133)."""
+
+
 def load_value(text: str) -> object:
     """A value in JSON; or a list, a dict or a word in Python.
 
-    Raises ValueError, RecursionError.
+    Raises ValueError, RecursionError, RepeatedKey.
     """
     with suppress(ValueError):
-        return json.loads(text, strict=False)
+        return _load_json(text)
     if not _PYTHON_VALUE.match(text):
         raise ValueError(text)
     try:
-        return ast.literal_eval(text.strip())
+        return python_literal(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(text) from error
 
@@ -18794,7 +18804,31 @@ def load_value(text: str) -> object:
 def _load_escaped(text: str) -> object:
     """JSON in a string in JSON, also without its quotes: [{\\"a\\": 1}]."""
     quoted_text = text if text.startswith('"') else f'"{text}"'
-    return json.loads(json.loads(quoted_text, strict=False), strict=False)
+    return _load_json(_load_json(quoted_text))
+
+
+def _load_json(text: Any) -> Any:
+    def make_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(members)
+        if len(value) < len(members):
+            raise RepeatedKey(text)
+        return value
+
+    return json.loads(text, strict=False, object_pairs_hook=make_object)
+
+
+def python_literal(node: ast.expr) -> Any:
+    """The value of a literal, as of ast.literal_eval().
+
+    Raises ValueError, TypeError, and RepeatedKey: {1: "a", "1": "b"} has one in JSON.
+    """
+    value = ast.literal_eval(node)
+    for part in ast.walk(node):
+        if isinstance(part, ast.Dict):
+            keys = [json.dumps({ast.literal_eval(key): 0}) for key in part.keys if key]
+            if len(set(keys)) < len(keys):
+                raise RepeatedKey(keys)
+    return value
 
 
 def _is_string(value: object, types: set[str]) -> bool:
@@ -19893,13 +19927,17 @@ class TaggedValue:
                 self._unread.text = rest + self._unread.text
                 continue
             self.is_closed = True
-            value = "".join(self._parts)
-            is_broken = ending["broken"] is not None
-            self.is_broken = is_broken or self._is_unreadable(value, closing)
-            if not self.is_broken:
-                end = '"' if self._is_string else value_as_json(value, self._types)
-                json_text += end
+            json_text += self._close(closing, is_broken=ending["broken"] is not None)
         return json_text
+
+    def _close(self, closing: str, *, is_broken: bool) -> str:
+        """The end of it as JSON text; "", and it is broken, if it cannot be read."""
+        value = "".join(self._parts)
+        with suppress(RepeatedKey):
+            if not (is_broken or self._is_unreadable(value, closing)):
+                return '"' if self._is_string else value_as_json(value, self._types)
+        self.is_broken = True
+        return ""
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
@@ -20092,7 +20130,7 @@ def _python_value(node: ast.expr, source: str) -> Any:
             if not _PYTHON_STRING.fullmatch(text.lstrip("rRuU")):
                 raise ValueError(source)
     with suppress(ValueError):
-        return ast.literal_eval(_JsonWords().visit(node))
+        return python_literal(_JsonWords().visit(node))
     if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
         raise ValueError(source)
     return ast.get_source_segment(source, node)
@@ -21428,7 +21466,10 @@ class _TaggedForm:
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
-        if value_as_json(text, types) != to_json(value):  # "5", if 7 may be there, too
+        json_text = None
+        with suppress(RepeatedKey):
+            json_text = value_as_json(text, types)
+        if json_text != to_json(value):  # "5", if 7 may be there, too
             raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
 

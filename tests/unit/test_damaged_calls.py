@@ -479,6 +479,19 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("hermes", HERMES + '{"items": [{"a": 1, "a": 2}]}}\n</tool_call>'),
         ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n<parameter=path>\ny\n</parameter>\n"
          + QWEN_END),
+        ("qwen", QWEN + '<parameter=items>\n[{"a": 1, "a": 2}]\n</parameter>\n' + QWEN_END),
+        ("qwen", QWEN + "<parameter=items>\n[{'a': 1, 'a': 2}]\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=items>\n[{1: 1, '1': 2}]\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + '<parameter=items>\n[{\\"a\\": 1, \\"a\\": 2}]\n</parameter>\n'
+         + QWEN_END),
+        ("glm", GLM + '<arg_key>other</arg_key><arg_value>{"a": 1, "a": 2}</arg_value>'
+         "</tool_call>"),
+        ("hermes", '<tool_call>\n{"arguments": {"n": 1, "n": 2}, "name": "read"}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": "{\\"n\\": 1, \\"n\\": 2}", "name": "read"}'
+         "\n</tool_call>"),
+        ("hermes", "<tool_call>\n{'arguments': {'n': 1, 'n': 2}, 'name': 'read'}\n</tool_call>"),
+        ("gemma", '<|tool_call>call:read{items:<|"|>[{"a": 1, "a": 2}]<|"|>}<tool_call|>'),
+        ("lfm2", "<|tool_call_start|>[read(items=[{'a': 1, 'a': 2}])]<|tool_call_end|>"),
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
@@ -539,6 +552,11 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("minicpm", '<function name="read"><param name="path">x</param></param></function>',
          {"path": "x"}),
         ("hermes", HERMES + '{"path": "x",, "n": 5}}\n</tool_call>', {"path": "x", "n": 5}),
+        # A key twice in a text that is no object.
+        ("qwen", QWEN + '<parameter=path>\n{"a": 1, "a": 2}\n</parameter>\n' + QWEN_END,
+         {"path": '{"a": 1, "a": 2}'}),
+        ("gemma", '<|tool_call>call:read{path:{"a":1,"a":2}}<tool_call|>',
+         {"path": '{"a":1,"a":2}'}),
         # Python's quotes.
         ("hermes", HERMES + "{'path': 'a\\n\"b\"', 'text': \"it's\", 'n': 5}}\n</tool_call>",
          {"path": 'a\n"b"', "text": "it's", "n": 5}),

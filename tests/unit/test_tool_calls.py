@@ -782,6 +782,23 @@ def test_a_schema_may_refer_to_a_branch_of_a_union() -> None:
     assert calls_of(reply) == [("f", {"b": "5"})]
 
 
+@pytest.mark.parametrize("step", ["a~1b", "a~0c", "a%20d", "a%25e", "a~01f"])
+def test_a_step_of_a_reference_may_be_escaped(step: str) -> None:
+    key = {
+        "a~1b": "a/b",
+        "a~0c": "a~c",
+        "a%20d": "a d",
+        "a%25e": "a%e",
+        "a~01f": "a~1f",
+    }
+    schema = {
+        "$defs": {key[step]: {"type": "string"}},
+        "properties": {"k": {"$ref": f"#/$defs/{step}"}},
+    }
+    reply = read(write_qwen("f", {"k": "5"}), tools=[tool("f", schema)])
+    assert calls_of(reply) == [("f", {"k": "5"})]
+
+
 def test_a_schema_may_refer_to_one_definition_twice() -> None:
     text = {"$ref": "#/$defs/text"}
     k = {"anyOf": [text, {"type": "integer"}], "allOf": [text]}
