@@ -811,6 +811,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # for one request; 0: no limit
+    loop_guard_tokens: _Count = 2048  # a reply that repeats itself for so many ends
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0: no limit
     kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends
@@ -22430,24 +22431,49 @@ def _find_folder(agent_texts: Iterable[str]) -> str:
     return ""
 
 
-# -- a request that runs ---------------------------------------------------------------
+# -- a reply that repeats itself -------------------------------------------------------
 
-MAX_PERIOD: Final = 96  # tokens that are looked for as repeated
-MIN_REPEATS: Final = 4
-MIN_REPEATED_TOKENS: Final = 64  # of all repeats together
+MIN_REPEATS: Final = 10  # of one passage, in a row
+DEMO_MIN_REPEATS: Final = 4  # the demo model is too small to find the end by itself
+DEMO_LOOP_TOKENS: Final = 64
+LOOP_CHECK_TOKENS: Final = 64  # between two looks
+MAX_LOOP_TOKENS: Final = 32_768  # of the end of a reply that are looked at
 
 
-def is_repeating(token_ids: Sequence[int]) -> bool:
-    """Whether a reply ends with the same tokens, again and again.
+def find_loop(token_ids: Sequence[int], *, min_tokens: int, min_repeats: int) -> int:
+    """The length of the passage that a reply ends with again and again; 0: none.
 
-    The demo model is stopped there: it is too small to find the end by itself.
+    The passage is there `min_repeats` times at least, in `min_tokens` or more.
+
+        ids             7 8 9 1 2 3 1 2 3 1 2 3 1 2 3
+        the last 12     1 2 3 1 2 3 1 2 3 1 2 3        4 times a passage of 3
+        their border    1 2 3 1 2 3 1 2 3              begins and ends them; 12 - 9 = 3
+
+    Every 64 tokens the last 512 are looked at, every 128 the last 1,024, and so on: a
+    loop is found before it is a quarter longer, and a token costs the same in a reply
+    of any length.
     """
-    for period in range(1, MAX_PERIOD + 1):
-        n_tokens = max(MIN_REPEATED_TOKENS, MIN_REPEATS * period)
-        tail = token_ids[-n_tokens:]
-        if len(tail) == n_tokens and tail[period:] == tail[:-period]:
-            return True
-    return False
+    n = len(token_ids)
+    if n == 0 or n % LOOP_CHECK_TOKENS:
+        return 0
+    power_of_two = n & -n  # the largest that divides n
+    ids = token_ids[-min(8 * power_of_two, MAX_LOOP_TOKENS) :][::-1]
+    borders = [0]  # of the last one, the last two ... tokens (Knuth, Morris and Pratt)
+    border = 0
+    for n_last in range(2, len(ids) + 1):
+        token_id = ids[n_last - 1]
+        while border and ids[border] != token_id:
+            border = borders[border - 1]
+        if ids[border] == token_id:
+            border += 1
+        borders.append(border)
+        n_passage = n_last - border
+        if n_last >= min_tokens and n_last >= min_repeats * n_passage:
+            return n_passage
+    return 0
+
+
+# -- a request that runs ---------------------------------------------------------------
 
 
 def _make_formatter(state: ServerState, prepared: PreparedRequest) -> ResponseFormatter:
@@ -22678,9 +22704,29 @@ class ReplyGeneration:
         deltas = self._decoder.feed(event.token_id)
         if self._decoder.end != "open":
             self._handle.stop_reason = "stop"
-        elif self._prepared.model.is_demo and is_repeating(self._decoder.token_ids):
+        elif self._ends_in_loop():
             self._handle.stop_reason = "repeated"
         return deltas
+
+    def _ends_in_loop(self) -> bool:
+        """Whether the reply repeats itself, and so ends here."""
+        min_tokens = self._state.config.loop_guard_tokens
+        min_repeats = MIN_REPEATS
+        if self._prepared.model.is_demo:
+            min_tokens, min_repeats = DEMO_LOOP_TOKENS, DEMO_MIN_REPEATS
+        if not min_tokens:
+            return False
+        n_passage = find_loop(
+            self._decoder.token_ids, min_tokens=min_tokens, min_repeats=min_repeats
+        )
+        if n_passage:
+            logger.warning(
+                "id=%s: the reply repeats a passage of %d tokens again and again: it"
+                " ends there, as cut (LOOP_GUARD_TOKENS=0 lets it go on)",
+                self._prepared.engine_request.request_id,
+                n_passage,
+            )
+        return n_passage > 0
 
     # -- what the response says of the reply -------------------------------------------
 
