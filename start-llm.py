@@ -18572,7 +18572,7 @@ class UnreadText:
         Until it has, what may be its beginning stays: of `a.md</para` only `a.md` is
         taken. In a complete text the pattern must match at the \\0.
         """
-        match = self._find_first(pattern)
+        match = find_first(pattern, self.text, is_complete=self.is_complete)
         text = self.text[: match.start()]
         if match.partial:
             self.text = self.text[match.start() :]
@@ -18580,26 +18580,26 @@ class UnreadText:
         self.text = self.text[match.end() :]
         return text, match
 
-    def _find_first(self, pattern: Any) -> Any:
-        """The first match, also one that is partial.
 
-        search() prefers a whole match to a partial one that begins before it. So each
-        place before its match is tried at which a tag may begin. A partial match goes
-        to the end of the text, so it begins at most _LONGEST_MATCH letters before that.
-        """
-        if self.is_complete:
-            return pattern.search(self.text)
-        match = pattern.search(self.text, partial=True)
-        first_start = max(0, len(self.text) - _LONGEST_MATCH)
-        for start in _TAG_START.finditer(self.text, first_start, match.start()):
-            earlier = pattern.match(self.text, start.start(), partial=True)
-            if earlier is not None:
-                return earlier
+def find_first(pattern: Any, text: str, *, is_complete: bool = False) -> Any:
+    """The first match in a text; if more of it may come, also one that is partial.
+
+    search() prefers a whole match to a partial one that begins before it. Then what is
+    found would depend on the chunks. A partial match goes to the end of the text, so it
+    begins at most _LONGEST_MATCH letters before that.
+    """
+    match = pattern.search(text, partial=not is_complete)
+    if match is None or match.partial or is_complete:
         return match
+    first_start = max(0, len(text) - _LONGEST_MATCH)
+    for start in range(first_start, match.start()):
+        earlier = pattern.match(text, start, partial=True)
+        if earlier is not None:
+            return earlier
+    return match
 
 
 TAG_LENGTH: Final = 250  # letters of a tag, at most
-_TAG_START: Final = re.compile(r"[\s<\]\"'`]")
 _LONGEST_MATCH: Final = 3000  # letters of a tag, with the tags and blanks around it
 
 
@@ -18679,17 +18679,28 @@ class SchemaPart(NamedTuple):
     @property
     def resolved(self) -> object:
         """What it refers to, or else itself; None if it refers to nothing."""
-        schema = self.schema
+        part = self
         for _ in range(_MAX_REFERENCES):
-            path = _member_of(schema, "$ref")
-            if not isinstance(path, str):
-                return schema
-            schema = self.root
-            for step in path.removeprefix("#").split("/")[1:]:
-                # "#/properties/a~1b%20c" is "a/b c" of the properties
-                key = unquote(step).replace("~1", "/").replace("~0", "~")
-                schema = _member_of(schema, key)
+            if part.reference is None:
+                return part.schema
+            part = part.referred
         return None
+
+    @property
+    def reference(self) -> str | None:
+        """What it refers to: "#/$defs/name"."""
+        path = _member_of(self.schema, "$ref")
+        return path if isinstance(path, str) else None
+
+    @property
+    def referred(self) -> SchemaPart:
+        """The part that it refers to; its schema is None if nothing is there."""
+        schema: object = self.root
+        for step in (self.reference or "").removeprefix("#").split("/")[1:]:
+            # "#/properties/a~1b%20c" is "a/b c" of the properties
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
+            schema = _member_of(schema, key)
+        return self._replace(schema=schema)
 
     @property
     def keys(self) -> list[str]:
@@ -18719,6 +18730,11 @@ def _member_of(schema: object, step: str) -> object:
     return schema.get(step) if isinstance(schema, dict) else None
 
 
+def json_type(value: object) -> str:
+    """The type of a value in JSON."""
+    return _JSON_TYPES.get(type(value), "string")
+
+
 def _own_types(schema: Schema) -> set[str]:
     """Those that it names, of the values that it lists; all if it does neither.
 
@@ -18732,7 +18748,7 @@ def _own_types(schema: Schema) -> set[str]:
     values = as_list(schema.get("enum", []))
     if "const" in schema:
         values = [schema["const"]]
-    value_types = {_JSON_TYPES[type(value)] for value in values}
+    value_types = {json_type(value) for value in values}
     if value_types:
         types = types & (value_types | {"null"}) or types or value_types
     return types or set(_ALL_TYPES)
@@ -18837,7 +18853,7 @@ def _is_string(value: object, types: set[str]) -> bool:
 
     "5" is one where the schema wants a string, and None where it wants one or a number.
     """
-    value_type = _JSON_TYPES.get(type(value), "string")
+    value_type = json_type(value)
     return value_type == "string" or ("string" in types and value_type not in types)
 
 
@@ -18876,9 +18892,8 @@ def escape_json(text: str) -> str:
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
 # and its tag to CALL_START; an end tag after JSON also to _END_TAG, _LEFT_OPEN and
-# _CALL_END of CALL ARGUMENTS; a tag that begins with another letter than < [ or a quote
-# to _TAG_START of CALL TEXT. To add a foreign format, add one to
-# FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
+# _CALL_END of CALL ARGUMENTS. To add a foreign format, add one to FOREIGN_FORMATS, or
+# nothing if mlx-lm's parser reads it.
 #
 # Uses     CALL TEXT
 # Thread   any; pure
@@ -18944,9 +18959,10 @@ class ForeignFormat(NamedTuple):
     is_json: bool = False  # a list of calls, and no end tag
     is_python: bool = False  # a list of calls
     # mlx-lm's parser reads all others, and overlooks what is damaged. So there must be
-    # no more of these tags than it has found.
+    # no more of these tags than it has found, and none of its tags in what it has.
     call_tag: str = NO_PATTERN
     argument_tag: str = NO_PATTERN
+    any_tag: str = NO_PATTERN
 
 
 HERMES_START: Final = "<tool_call>"  # JSON follows, or another syntax
@@ -19130,15 +19146,21 @@ FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     MISTRAL_START: ForeignFormat(untagged_call=_MISTRAL_UNTAGGED_CALL, is_json=True),
     # LongCat    <longcat_tool_call>read\n<longcat_arg_key>path</longcat_arg_key>...
     "<longcat_tool_call>": ForeignFormat(
-        opening="{name}\n", argument_tag="<longcat_arg_key>"
+        opening="{name}\n",
+        argument_tag="<longcat_arg_key>",
+        any_tag=r"</?longcat_\w+>",
     ),
     # Muse Spark    <atem:function_calls><atem:invoke name="read"><atem:parameter ...
     "<atem:function_calls>": ForeignFormat(
-        call_tag=r"<atem:invoke\b", argument_tag=r"<atem:parameter\b"
+        call_tag=r"<atem:invoke\b",
+        argument_tag=r"<atem:parameter\b",
+        any_tag=r"</?atem:\w+",
     ),
     # Kimi K3    <|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument ...
     "<|open|>tools<|sep|>": ForeignFormat(
-        call_tag=r"<\|open\|>call\b", argument_tag=r"<\|open\|>argument\b"
+        call_tag=r"<\|open\|>call\b",
+        argument_tag=r"<\|open\|>argument\b",
+        any_tag=r"<\|(?:open|close|sep)\|>",
     ),
 }
 
@@ -20079,8 +20101,7 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
 
     An argument without a name is an error: nobody knows which one it is.
     """
-    # A line break inside quotes is none in Python.
-    text = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text.strip())
+    text = _PYTHON_STRING.sub(_without_line_breaks, text.strip())
     source = text if text.startswith("[") else f"[{text}]"
     try:
         body = ast.parse(source, mode="eval").body
@@ -20105,8 +20126,30 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
 
 
 _PYTHON_STRING: Final = re.compile(
-    r'''(?s:"""(?:.)*?"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')''',
+    r'''(?xs:
+        (?P<raw> \b [rR] )?
+        (?: (?P<marks> """ | \'\'\' ) (?P<text> .*? ) (?P=marks)
+          | " (?: [^"\\] | \\. )* "
+          | ' (?: [^'\\] | \\. )* ' )
+    )''',
 )
+
+
+def _without_line_breaks(string: re.Match[str]) -> str:
+    """A string in Python, with \\n and \\r for line breaks, which may not stand in it.
+
+    One after a backslash is no escape: both are part of the text.
+    """
+    if string["raw"]:
+        text = string["text"]
+        return repr(string[0][2:-1] if text is None else text)
+
+    def escape(match: re.Match[str]) -> str:
+        return repr(match[0])[1:-1] if match[0][-1] in "\r\n" else match[0]
+
+    return re.sub(r"(?s)\\?[\r\n]|\\.", escape, string[0])
+
+
 _JSON_WORDS: Final = {"true": True, "false": False, "null": None}
 
 
@@ -20166,6 +20209,7 @@ class _MarkedCalls:
             keys.update(SchemaPart.of_tool(parameters).keys)
         names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
         self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
+        self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
         """All calls. Raises ValueError if some text belongs to none."""
@@ -20283,9 +20327,12 @@ class _MarkedCalls:
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
         # <|"|>a.md"    a quote in the place of the second mark, or part of the text
-        is_half_quoted = (has_mark or match[2] is not None) and text.count('"') == 1
+        lacks_mark = has_mark or match[2] is not None
+        is_half_quoted = lacks_mark and text.count('"') == 1
+        # <|"|>a.md,n;:5    what else was damaged there may be a key
+        has_damaged_key = lacks_mark and self._damaged_key.search(text) is not None
         has_tag = regex.search(rf"{mark}|{_TAG_LIKE}", text) is not None
-        if has_tag or is_half_quoted or self._has_key(text):
+        if has_tag or is_half_quoted or has_damaged_key or self._has_key(text):
             raise ValueError(text)
         return value_as_json(text if has_mark else gap + text, types)
 
@@ -20327,8 +20374,18 @@ _CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
 _WHOLE_JSON_END: Final = compile_pattern(
     r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
 )
-# An argument after the end of a call whose strings have marks: the tag came too early.
-_LATE_MARK: Final = compile_pattern(r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))")
+
+
+@lru_cache
+def _late_argument(foreign: ForeignFormat) -> Any:
+    """An argument after the end of a call: that tag came too early."""
+    if foreign.string_mark:
+        return compile_pattern(
+            rf"\s*(?:[,}}\]]|[^<]{{0,99}}+{regex.escape(foreign.string_mark)})"
+        )
+    if foreign.argument_tag != NO_PATTERN:
+        return compile_pattern(rf"[^<]{{0,99}}+{foreign.argument_tag}")
+    return None
 
 
 LOST_MEMBER: Final = compile_pattern(rf"""(?x:
@@ -20455,8 +20512,9 @@ class CallBody:
         else:
             if self._unread.text.startswith(self._format.end, end):
                 n_read = end + len(self._format.end)
-            if self._quote and not self._is_last:
-                late = _LATE_MARK.match(self._unread.text, n_read, partial=True)
+            late_argument = _late_argument(self._format.foreign)
+            if late_argument is not None and not self._is_last:
+                late = late_argument.match(self._unread.text, n_read, partial=True)
         if late is not None and late.partial and not is_complete:
             return None
         self.is_damaged = late is not None and not late.partial
@@ -20503,13 +20561,18 @@ def read_whole_calls(
             return _parse_python_calls(body)
         parsed = as_list(tool_format.parse(body, list(tools)))
         calls = [_parse_json_call(call) for call in parsed]
-        n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
-        n_call_tags = len(regex.findall(tool_format.foreign.call_tag, body))
-        n_argument_tags = len(regex.findall(tool_format.foreign.argument_tag, body))
-        has_all = len(calls) >= n_call_tags and n_arguments >= n_argument_tags
-        return calls if has_all else []
+        return calls if _has_all(calls, tool_format.foreign, body) else []
     except Exception:  # noqa: BLE001 - they raise what they like on bad text
         return []
+
+
+def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
+    """Whether mlx-lm's parser has read all tags of a body."""
+    n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
+    n_call_tags = len(regex.findall(foreign.call_tag, body))
+    n_argument_tags = len(regex.findall(foreign.argument_tag, body))
+    has_tag = any(regex.search(foreign.any_tag, call.arguments) for call in calls)
+    return len(calls) >= n_call_tags and n_arguments >= n_argument_tags and not has_tag
 
 
 # region REPLY READER ==========================================================
@@ -21161,7 +21224,7 @@ class ReplyReader:
         self._held = ""
         while True:
             pattern = self._patterns[is_literal, self._is_call_fenced]
-            match = pattern.search(text, partial=True)
+            match = find_first(pattern, text)
             if match is None:  # nothing is looked for: no tags
                 self._emit_text(text)
                 return None
@@ -21283,6 +21346,9 @@ class ReplyReader:
 # arguments always fit. JSON is the grammar compiler's work. Between tags the arguments
 # come in the order of the schema, and only those that it names.
 #
+# What is no string is JSON there, too, so the compiler does its schema. Texts are parted
+# by what they may be: a constant, one of two types, a text of some length.
+#
 # Some schemas cannot be written between tags. Then the form has a `fault`: a forced
 # call has any arguments, and a request with a strict tool is refused. Of foreign
 # formats and of MiniCPM's syntax no more than the opening of a call is known.
@@ -21296,8 +21362,15 @@ _UNTAGGED_KEYWORDS: Final = (
     *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 )
+# Keywords that say nothing of a value.
+_ANNOTATIONS: Final = {
+    *("title", "description", "default", "examples", "$comment", "deprecated"),
+    *("readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"),
+}
+# Keywords of a text that cannot be enforced between tags.
+_TEXT_KEYWORDS: Final = ("pattern", "not", "if")
 _CONTAINERS: Final = {"array", "object"}
-_MAX_DEPTH: Final = 20  # of unions in unions
+_MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
 _MAX_CHOICES: Final = 1_000  # ways to write one value
 
 
@@ -21402,63 +21475,93 @@ class _TaggedForm:
     def _argument_choices(self, key: str, schema: object) -> list[CallParts]:
         if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
             raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
-        choices = self._value_choices(schema)
+        types = SchemaPart(schema, self._parameters).types
+        choices = self._value_choices(schema, types)
         if not choices:
             raise _NoForm(f"{key!r:.60} has no values")
-        if SchemaPart(schema, self._parameters).types & _CONTAINERS:
+        if types & _CONTAINERS:
             choices = [_without_container(choice) for choice in choices]
         return choices
 
-    def _value_choices(self, schema: object, depth: int = 0) -> list[CallParts]:
-        """The ways to write a value, each with the tag that ends it."""
-        schema = SchemaPart(schema, self._parameters).resolved
-        if schema is True or schema == {}:
-            return [self._text({})]
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-            raise _NoForm("a schema of a property cannot be read")
+    def _value_choices(
+        self, schema: object, types: set[str], depth: int = 0
+    ) -> list[CallParts]:
+        """The ways to write a value, each with the tag that ends it.
+
+        `types`: of the argument, by which a value is read.
+        """
+        own_types = SchemaPart(schema, self._parameters).types
+        if own_types and "string" not in own_types:
+            json_schema = _with_definitions(SchemaPart(schema, self._parameters))
+            value = JsonValue(json_schema, self._is_lenient)
+            return [(value, self._value_end)]
+
+        plain = self._plain_schema(schema, depth)
         for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                return self._branch_choices(keyword, schema[keyword], depth)
-        return self._plain_choices(schema, depth)
+            if keyword in plain:
+                branches = plain.pop(keyword)
+                return self._branch_choices(keyword, branches, plain, types, depth)
+        name = plain.get("type")
+        if isinstance(name, list) and not plain.keys() & {"const", "enum"}:
+            del plain["type"]
+            branches = [{"type": item} for item in name]
+            return self._branch_choices("type", branches, plain, types, depth)
+        return self._plain_choices(plain, own_types, types)
+
+    def _plain_choices(
+        self, plain: Schema, own_types: set[str], types: set[str]
+    ) -> list[CallParts]:
+        """The ways to write a constant, or a text."""
+        if "const" in plain:
+            return [self._constant(plain["const"], types)]
+        if isinstance(plain.get("enum"), list):
+            values = plain["enum"]
+            if own_types:
+                values = [value for value in values if json_type(value) in own_types]
+            return [self._constant(value, types) for value in values]
+        if plain.get("type") == "string" or not plain:
+            return [self._text(plain)]
+        raise _NoForm("a property has no type")
 
     def _branch_choices(
-        self, keyword: str, branches: object, depth: int
+        self,
+        keyword: str,
+        branches: object,
+        beside: Schema,
+        types: set[str],
+        depth: int,
     ) -> list[CallParts]:
+        """The ways to write what fits one of the branches, and what is beside them."""
         if not isinstance(branches, list):
             raise _NoForm(f"{keyword!r} is no list")
         choices: list[CallParts] = []
         for branch in branches:
-            choices += self._value_choices(branch, depth + 1)
+            schema = {"allOf": [branch, beside]} if beside else branch
+            choices += self._value_choices(schema, types, depth + 1)
             if len(choices) > _MAX_CHOICES:  # unions of unions double at each level
                 raise _NoForm(f"{keyword!r} has too many parts")
         return choices
 
-    def _plain_choices(self, schema: Schema, depth: int) -> list[CallParts]:
-        types = SchemaPart(schema, self._parameters).types
-        if "const" in schema:
-            return [self._constant(schema["const"], types)]
-        if isinstance(schema.get("enum"), list):
-            return [self._constant(value, types) for value in schema["enum"]]
-
-        match schema.get("type"):
-            case list() as names:
-                branches = [{**schema, "type": name} for name in names]
-                return self._branch_choices("type", branches, depth)
-            case "string":
-                return [self._text(schema)]
-            case str():
-                definitions = {
-                    name: self._parameters[name]
-                    for name in ("$defs", "definitions")
-                    if name in self._parameters
-                }
-                value = JsonValue({**definitions, **schema}, self._is_lenient)
-                return [(value, self._value_end)]
-        raise _NoForm("a property has no type")
+    def _plain_schema(self, schema: object, depth: int) -> dict[str, Any]:
+        """All that a schema says, without $ref and allOf. Raises _NoForm."""
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            raise _NoForm("a schema of a property cannot be read")
+        plain = dict(schema)
+        parts = as_list(plain.pop("allOf", []))
+        if plain.pop("$ref", None) is not None:
+            parts.append(SchemaPart(schema, self._parameters).referred.schema)
+        for part in parts:
+            for keyword, value in self._plain_schema(part, depth + 1).items():
+                if plain.setdefault(keyword, value) != value and not self._is_lenient:
+                    raise _NoForm(f"{keyword!r} comes twice for one value")
+        return {key: plain[key] for key in plain if key not in _ANNOTATIONS}
 
     def _text(self, schema: Schema) -> CallParts:
-        if "pattern" in schema and not self._is_lenient:
-            raise _NoForm("'pattern' cannot be enforced for these arguments")
+        for keyword in _TEXT_KEYWORDS:
+            if keyword in schema and not self._is_lenient:
+                raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
         shortest, longest = schema.get("minLength"), schema.get("maxLength")
         if not isinstance(shortest, int | None) or not isinstance(longest, int | None):
             raise _NoForm("a length of a text is no integer")
@@ -21473,6 +21576,41 @@ class _TaggedForm:
         if json_text != to_json(value):  # "5", if 7 may be there, too
             raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
+
+
+def _with_definitions(part: SchemaPart) -> dict[str, Any]:
+    """A schema of its own, with all that it refers to. Raises _NoForm.
+
+    {"$ref": "#/properties/path"} of the tool becomes {"$ref": "#/$defs/d0"}.
+    """
+    definitions: dict[str, Any] = {}
+    names: dict[str, str] = {}  # of the definitions, by reference
+    copied: dict[str, Any] = _copy_schema(part, names)
+    while new_references := list(names)[len(definitions) :]:
+        for reference in new_references:
+            target = part._replace(schema={"$ref": reference}).referred
+            if target.schema is None:
+                raise _NoForm(f"{reference!r:.60} refers to nothing")
+            definitions[names[reference]] = _copy_schema(target, names)
+    return {**copied, "$defs": definitions} if definitions else copied
+
+
+def _copy_schema(part: SchemaPart, names: dict[str, str]) -> Any:
+    """A copy in which references have names; new ones are added."""
+    if isinstance(part.schema, list):
+        return [_copy_schema(part._replace(schema=s), names) for s in part.schema]
+    if not isinstance(part.schema, dict):
+        return part.schema
+    copied = {}
+    for key, item in part.schema.items():
+        is_value = key in ("enum", "const")
+        copied[key] = (
+            item if is_value else _copy_schema(part._replace(schema=item), names)
+        )
+    if part.reference is not None:
+        name = names.setdefault(part.reference, f"d{len(names)}")
+        copied["$ref"] = f"#/$defs/{name}"
+    return copied
 
 
 def _without_container(choice: CallParts) -> CallParts:

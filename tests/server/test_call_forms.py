@@ -53,6 +53,18 @@ PROPERTIES: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3},
     {"anyOf": [{"type": "string", "maxLength": 6}, {"type": "array", "maxItems": 0}]},
     {"$ref": "#/$defs/side"},
+    {"$ref": "#/$defs/text", "maxLength": 3},
+    {"allOf": [{"$ref": "#/$defs/text"}, {"maxLength": 3}]},
+    {"enum": ["in", "out", 3, None], "anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "array"], "anyOf": [{"maxLength": 4, "maxItems": 0}]},
+    {"enum": [3, 5, 7], "oneOf": [{"minimum": 4}, {"maximum": 2}]},
+    {"type": "array", "items": {"$ref": "#/$defs/a~1b%25"}, "maxItems": 2},
+    {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/tree/properties/a"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
     {
         "type": "object",
         "properties": {"a": {"$ref": "#/$defs/side"}},
@@ -75,7 +87,14 @@ def tool_of(rng: random.Random, name: str) -> dict[str, Any]:
     required = [key for key in properties if rng.random() < 0.6]
     parameters = {
         "type": "object",
-        "$defs": {"side": {"enum": ["up", "5"]}},
+        "$defs": {
+            "side": {"enum": ["up", "5"]},
+            "text": {"type": "string", "minLength": 2, "description": "a text"},
+            "a/b%": {"const": 5},
+            "tree": {
+                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/a~1b%25"}]}},
+            },
+        },
         "properties": properties,
         "required": required,
         "additionalProperties": False,
@@ -184,6 +203,54 @@ def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(
     (form,) = s.call_forms(SYNTAXES[syntax], tools, strict_tools={})
 
     assert form.fault and not form.parts
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [TEXT, {"type": "null"}], "pattern": "^a$"},
+        {"allOf": [TEXT, {"pattern": "^a$"}]},
+        {"anyOf": [{"type": "string", "maxLength": 3}], "maxLength": 2},
+        {"$ref": "#/$defs/text", "pattern": "^a$"},
+        {"type": "string", "not": {"const": "a"}},
+        {"anyOf": [{"const": "5"}, {"type": "integer", "maximum": 3}]},
+    ],
+)
+def test_no_keyword_is_passed_over_if_the_tool_is_strict(schema):
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "$defs": {"text": {"type": "string"}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (strict,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+
+    assert strict.fault and not strict.parts
+
+
+def test_a_reference_in_an_array_may_lead_to_any_place_of_the_schema(dense):
+    parameters = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 1, "maximum": 4},
+            "list": {
+                "type": "array",
+                "items": {"$ref": "#/properties/a"},
+                "minItems": 2,
+                "maxItems": 2,
+            },
+        },
+        "required": ["list"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+    text = walk(dense, compile_forms(dense, forms), random.Random(1))
+
+    ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
+    jsonschema.validate(arguments, parameters)
 
 
 def test_a_pattern_between_tags_is_passed_over_unless_the_tool_is_strict():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import start_llm
+from mlx_lm.tool_parsers import longcat
 from start_llm import (
     ReplyReader,
     Tags,
@@ -222,6 +223,20 @@ FORMATS = {
         r"\bKEY=",
         r"<\|tool_call\w*\|>|\b(?:KEYS)=",
         quote='"',
+    ),
+    "longcat": Format(
+        ToolCallFormat(
+            "<longcat_tool_call>", "</longcat_tool_call>", "foreign",
+            parse=longcat.parse_tool_call,
+        ),
+        tagged(
+            ["<longcat_tool_call>", "read", "\n"],
+            ["<longcat_arg_key>", "KEY", "</longcat_arg_key>", "\n",
+             "<longcat_arg_value>", "VALUE", "</longcat_arg_value>", "\n"],
+            ["</longcat_tool_call>"],
+        ),
+        r"<longcat_arg_key>KEY</longcat_arg_key>",
+        r"</?longcat_\w+>",
     ),
 }  # fmt: skip
 ALL_KEYS = "|".join(TYPES)
@@ -492,6 +507,9 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("hermes", "<tool_call>\n{'arguments': {'n': 1, 'n': 2}, 'name': 'read'}\n</tool_call>"),
         ("gemma", '<|tool_call>call:read{items:<|"|>[{"a": 1, "a": 2}]<|"|>}<tool_call|>'),
         ("lfm2", "<|tool_call_start|>[read(items=[{'a': 1, 'a': 2}])]<|tool_call_end|>"),
+        # Of two marks one is missing, and of a key some of its own.
+        ("gemma", '<|tool_call>call:read{path:<|"|>x,n;:3141,text:<|"|>y<|"|>}<tool_call|>'),
+        ("gemma", '<|tool_call>call:read{path:<|"|>x<|"|>,n:,3141text:y<|"|>}<tool_call|>'),
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
@@ -846,6 +864,13 @@ def test_an_end_that_is_spelled_in_other_tokens_loses_nothing(rest: str) -> None
 
     assert finished_calls(whole) == [{"path": "a.md"}]
     assert finished_calls(followed) == []
+
+
+def test_a_tag_that_begins_first_counts_also_if_one_in_it_is_whole_before() -> None:
+    text = "<|channel|><|constrain|>commentary to=functions.read <|constrain|>json<|message|>{"
+    whole = read(FORMATS["harmony"], [text])
+    for place in range(len(text)):
+        assert read(FORMATS["harmony"], [text[:place], text[place:]]) == whole
 
 
 def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
