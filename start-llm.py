@@ -6207,8 +6207,6 @@ def _printed_texts(message: Message) -> Iterator[tuple[str, str]]:
 
 # -- 2 prompts -------------------------------------------------------------------------
 
-_NOTE_END: Final = re.compile("</system-reminder>")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
@@ -6526,15 +6524,15 @@ class ChatTemplate:
             return PromptPositions()
         until_user = messages[: roles.index("user") + 1]
         head_end = self._find_head_end(text, until_user, request)
-        text_end = len(text)
-        user_starts = list(islice(self.traits.user_start.finditer(text), 2))
-        if user_starts and head_end <= user_starts[0].end():
-            head_end = user_starts[0].start()  # nothing stands before the words
-        if len(user_starts) > 1:
-            text_end = user_starts[1].start()
+        user_start = self.traits.user_start.search(text)
+        if user_start and head_end <= user_start.end():
+            head_end = user_start.start()  # nothing stands before the words
 
-        notes = islice(_NOTE_END.finditer(text, head_end, text_end), self.MAX_NOTE_ENDS)
-        ends = [head_end, *(note.end() for note in notes)]
+        # The first ones after it are that message's; more may follow in tool results.
+        n_notes = until_user[-1]["content"].count("</system-reminder>")
+        n_notes = min(n_notes, self.MAX_NOTE_ENDS)
+        notes = islice(re.finditer("</system-reminder>", text[head_end:]), n_notes)
+        ends = [head_end, *(head_end + note.end() for note in notes)]
         return PromptPositions(
             head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
         )

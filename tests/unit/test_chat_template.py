@@ -458,6 +458,19 @@ def test_places_of_a_prompt(model: str) -> None:
     assert set(later_starts) >= {n for n in message_starts if n > last_user_start}
 
 
+def test_only_reminders_of_the_first_question_end_a_head(model: str) -> None:
+    """Claude Code puts one below each file that it reads (L-51): no two sessions share it."""
+    template = template_of(model)
+    note = "<system-reminder>\nBe brief.\n</system-reminder>"
+    question = [said("system", "rules"), said("user", f"{note}\n\nhello")]
+    answer = [said("assistant", "ok"), said("user", f"more\n\n{note}")]
+    step = [said("assistant", "", tool_calls=[call({"q": "a"})]), said("tool", note)]
+    step[1]["tool_call_id"] = step[0]["tool_calls"][0]["id"]
+    for later in ([], answer, step):
+        positions = template.render_prompt(chat([*question, *later])).positions
+        assert len(positions.head_ends) == 2
+
+
 def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
     template = template_of(model)
     messages = conversation(in_more_words)[:2]
