@@ -806,7 +806,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: groups are rotated first
     speculation: _AutoOrOff = "auto"  # several tokens a step, where that pays
-    draft_model: str = ""  # a small model that drafts, too, named likewise
+    draft_model: str = ""  # a head or a small model that drafts, named likewise
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -9083,7 +9083,91 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     return mask | is_pair[:, None]
 
 
-# -- 5 CUDA ----------------------------------------------------------------------------
+# -- 5 heads ---------------------------------------------------------------------------
+#
+# The makers of some models train a head that guesses what comes after the next token
+# (MTP). mlx-vlm has classes for them. A head reads pairs: a token, and the model's state
+# after the token before it, past the final norm. Of each pair it makes a state in which
+# the model's own output layer sees the token that follows.
+#
+#     state after    a   b   c
+#     token          b   c   y
+#     state made     .   .   s1    s1 -> g1, the guess of what follows y
+#                                  (g1, s1) -> s2 -> g2, and so on
+
+# By the model_type of a head, those of the models that it may belong to.
+HEAD_TARGETS: Final[Mapping[str, frozenset[str]]] = {
+    "qwen3_5_mtp": frozenset(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+    )
+}
+
+
+class StateTap(Module):  # type: ignore[misc]
+    """In the place of a model's final norm: keeps what that makes, in one call."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+        self._is_open = False  # mlx takes what begins with _ for no weights
+        self._states: mx.array | None = None
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """What the norm makes."""
+        states: mx.array = self.norm(hidden)
+        if self._is_open:
+            self._states = states
+        return states
+
+    def watch(self, call: Callable[[], mx.array]) -> tuple[mx.array, mx.array]:
+        """What a call of the model returns, and the states of its tokens."""
+        self._is_open = True
+        try:
+            logits = call()
+            states = self._states
+        finally:
+            self._is_open = False
+            self._states = None
+        assert states is not None, "the model did not run its final norm"
+        return logits, states
+
+
+# Pinned by test_draft_head.py
+class MtpHead:
+    """A head of mlx-vlm, and the tap that it needs in the model that it belongs to."""
+
+    def __init__(self, path: Path, model: Any) -> None:
+        """Put the tap into `model`, which is one of mlx-lm or mlx-vlm."""
+        from mlx_vlm.speculative import drafters
+
+        self.model: Any = drafters.load_drafter(str(path))[0]
+        self.model.bind(model)
+        layers = getattr(model, "language_model", model).model
+        self.tap = StateTap(layers.norm)
+        layers.norm = self.tap
+
+    def make_cache(self) -> LayerCaches:
+        """Empty caches of its layers; all can be cut."""
+        layer_caches: LayerCaches = self.model.make_cache()
+        return layer_caches
+
+    def read(
+        self, tokens: mx.array, states: mx.array, layer_caches: LayerCaches
+    ) -> mx.array:
+        """States `(1, n, size)` of pairs: tokens `(1, n)`, and as many states."""
+        embeddings = self.model._input_embed(tokens)
+        start = layer_caches[0].offset
+        positions = start + mx.arange(tokens.shape[1])[None]
+        made: mx.array
+        made = self.model._forward_hidden(embeddings, states, layer_caches, positions)
+        return made
+
+    def guess(self, state: mx.array) -> mx.array:
+        """The most probable token `(1, 1)` of a state `(1, 1, size)`."""
+        return mx.argmax(self.model._lm_head_fn(state), axis=-1)
+
+
+# -- 6 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -13328,6 +13412,14 @@ class LoadedDraftModel(NamedTuple):
     vocab_size: int  # both models know the ids below this
 
 
+class LoadedDraftHead(NamedTuple):
+    """The head of DRAFT_MODEL, which belongs to the model that it drafts for."""
+
+    head: MtpHead
+    path: Path
+    nbytes: int  # of the weights, as loaded
+
+
 class DefaultSampling(NamedTuple):
     """How tokens are chosen where a request does not say."""
 
@@ -13366,7 +13458,7 @@ class LoadedModel:
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
     device: str  # that computes, as in "Apple M2 (gpu)"
     sampling: Mapping[bool, DefaultSampling]  # with thinking, and without
-    draft_model: LoadedDraftModel | None = None
+    draft_model: LoadedDraftModel | LoadedDraftHead | None = None
     lockstep: Lockstep = ALONE  # with the other ranks, if each has a part of the model
 
     def complete_sampling(self, request: ChatRequest) -> SamplingParams:
@@ -13600,7 +13692,9 @@ def load_model(
     # Before the model is loaded, which may take minutes: the name may be wrong.
     draft_path = _resolve("DRAFT_MODEL", name, config)
     loaded = _load_kind(path, config)
-    return replace(loaded, draft_model=_load_draft_model(draft_path, loaded, config))
+    is_head = _read_config_file(draft_path).get("model_type") in HEAD_TARGETS
+    load_drafting = _load_draft_head if is_head else _load_draft_model
+    return replace(loaded, draft_model=load_drafting(draft_path, loaded, config))
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
@@ -13800,6 +13894,48 @@ def _has_null_code(path: Path) -> bool:
     facts = json.loads(file.read_bytes()) if file.is_file() else {}
     code = (facts.get("auto_map") or {}).get("AutoTokenizer", True)
     return not any(code) if isinstance(code, list) else not code
+
+
+def _read_config_file(path: Path) -> JsonObject:
+    """The config.json of a model; {} if it has none that can be read."""
+    with suppress(Exception):
+        return {**json.loads((path / "config.json").read_bytes())}
+    return {}
+
+
+def _load_draft_head(
+    path: Path, loaded: LoadedModel, config: Config
+) -> LoadedDraftHead:
+    """The head of DRAFT_MODEL, which must belong to the model. Raises ModelError."""
+    setting = f"DRAFT_MODEL={config.draft_model}"
+    head_config = _read_config_file(path)
+    head_facts = head_config.get("text_config") or {}
+    model_config = _read_config_file(loaded.path)
+    facts = {**model_config, **(model_config.get("text_config") or {})}
+
+    targets = HEAD_TARGETS[head_config["model_type"]]
+    if facts.get("model_type") not in targets:
+        raise ModelError(
+            f"{setting} is a head for models of the types {', '.join(sorted(targets))};"
+            f" {loaded.model_id} is of type {facts.get('model_type')}"
+        )
+    for name in ("hidden_size", "vocab_size"):
+        if head_facts.get(name) != facts.get(name):
+            raise ModelError(
+                f"{setting} is the head of another model: its {name} is"
+                f" {head_facts.get(name)}, that of {loaded.model_id} {facts.get(name)}"
+            )
+
+    whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
+    try:
+        head = MtpHead(path, whole)
+    except Exception as error:  # mlx and transformers raise what they like
+        logger.debug("loading %s", path, exc_info=True)
+        reason = f"{setting} cannot be loaded by mlx-vlm: {error!r}"[:500]
+        raise ModelError(reason) from None
+    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
+        widen_weights(head.model, max_bytes=memory_limit(config) // 8)
+    return LoadedDraftHead(head, path, nbytes=_count_bytes(head.model))
 
 
 def _load_draft_model(
@@ -14118,6 +14254,7 @@ def memory_limit(config: Config) -> int:
 _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
+MAX_STATES: Final = 64  # that a TokenGenerator keeps, for a head
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
 
 # log-probabilities `(1, vocab)` -> token `(1,)`
@@ -14424,29 +14561,35 @@ class TokenGenerator:
     all that was fed, and `y a b` is fed again with the next step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the rows are, and who else has a say
         self,
         model: ModelCall,
         tokens: mx.array,
         layer_caches: LayerCaches,
         choices: Sequence[TokenChoice],
+        *,
         agree: Callable[[mx.array], mx.array] | None = None,
+        tap: StateTap | None = None,
     ) -> None:
         """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
 
         `layer_caches`: of more than one row in upstream's batch form. `agree`: what
-        makes the tokens of another rank of those sampled here.
+        makes the tokens of another rank of those sampled here. `tap`: of the model,
+        where a head is to guess from its states.
         """
         self._model = model
         self._choices = list(choices)
         self._agree = agree
+        self._tap = tap
+        # Of a single row, `(1, n, size)` each, the newest last: of the tokens fed last.
+        self.states: list[mx.array] = []
         self.layer_caches = layer_caches
         self.pending_ids: list[int] = []  # of a single row: to be fed again
         self._launch(tokens)
 
     def _launch(self, tokens: mx.array) -> None:
         """Feed tokens `(rows, n)`, and begin to compute those that come next."""
-        logits = self._model(tokens, cache=self.layer_caches)[:, -1]
+        logits = self._call(tokens, slice(-1, None))[:, -1]
         next_tokens, logprobs = choose_tokens(self._choices, tokens[:, -1], logits)
         if self._agree is not None:
             next_tokens = self._agree(next_tokens)
@@ -14454,7 +14597,29 @@ class TokenGenerator:
         self._next_logprobs = list(logprobs)
         # With the buffers: each is made of the one before.
         buffers = [choice.context.state for choice in self._choices]
-        mx.async_eval(self._next_tokens, self._next_logprobs, buffers)  # type: ignore[no-untyped-call]
+        mx.async_eval(  # type: ignore[no-untyped-call]
+            self._next_tokens, self._next_logprobs, buffers, self.states[-1:]
+        )
+
+    def _call(self, tokens: mx.array, new_places: slice) -> mx.array:
+        """Logits `(rows, n, vocab)` of tokens, which are fed.
+
+        `new_places`: where tokens are whose states are not known yet.
+        """
+        if self._tap is None or tokens.shape[0] > 1:
+            return self._model(tokens, cache=self.layer_caches)
+        logits, states = self._tap.watch(
+            lambda: self._model(tokens, cache=self.layer_caches)
+        )
+        self._keep_states(states[:, new_places])
+        return logits
+
+    def _keep_states(self, states: mx.array) -> None:
+        """Add states `(1, n, size)`, and drop the oldest that nobody will read."""
+        self.states.append(states)
+        n_states = sum(kept.shape[1] for kept in self.states)
+        while n_states - self.states[0].shape[1] >= MAX_STATES:
+            n_states -= self.states.pop(0).shape[1]
 
     def settle(self) -> None:
         """Feed now what is to be fed again: before caches are read, or rows change."""
@@ -14497,10 +14662,13 @@ class TokenGenerator:
         pending_ids = self.pending_ids
         self.pending_ids = []
         tokens = mx.array([pending_ids + fed_ids], self._next_tokens.dtype)
-        logits = self._model(tokens, cache=self.layer_caches)[0, len(pending_ids) :]
+        new_places = slice(len(pending_ids), None)
+        logits = self._call(tokens, new_places)[0, new_places]
         sampled = self._sample_along(fed_ids, logits)
 
         n_fed_right = len(sampled)
+        if self.states:
+            self.states[-1] = self.states[-1][:, :n_fed_right]
         n_to_trim = len(fed_ids) - n_fed_right
         if n_to_trim and to_put_back:
             n_to_trim = tokens.size  # as far as what is put back
@@ -14545,6 +14713,7 @@ class TokenGenerator:
         for layer, newcomer_layer in layers:
             layer.extend(newcomer_layer)
         self._choices += newcomers._choices
+        self.states = []  # of several rows none are kept
         tokens = [self._next_tokens, newcomers._next_tokens]
         self._next_tokens = mx.concatenate(tokens)
         self._next_logprobs += newcomers._next_logprobs
@@ -15222,7 +15391,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 
 # region DRAFTS ================================================================
 # Several tokens a step: where a reply repeats what stands in its conversation already,
-# or a smaller model (DRAFT_MODEL) can tell what follows.
+# or a smaller model or the model's own head (DRAFT_MODEL) can tell what follows.
 #
 #     history  ... def read(path): return open(path).read() ... def read(path):
 #              [ six tokens ] [ what followed ]             [ the same six ] y ...
@@ -15237,11 +15406,15 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
 #
-# CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
-# there is one, for all requests. It reads the conversation that it was asked about
-# last. A draft need not be accepted, so of a long conversation it reads the tail only:
-# its KV has a bound. A third kind, a head that guesses from hidden states (MTP), would be
-# a Drafter, too, and get those of what was accepted from TokenGenerator's calls.
+# CopyDrafter copies, and is asked first. Where it has nothing, the one that DRAFT_MODEL
+# names is asked, of which there is one, for all requests:
+#
+#     DraftModel   a smaller model. It reads the conversation that it was asked about
+#                  last. A draft need not be accepted, so of a long conversation it
+#                  reads the tail only: its KV has a bound.
+#     DraftHead    a head of the model (MTP: UPSTREAM, "heads"). It guesses from the
+#                  model's own states, which TokenGenerator keeps for it. Its KV is that
+#                  of a reply, not of the prompt (L-230).
 #
 # Dropped: an expected speed by the share of tokens that were accepted, three lengths,
 # and pauses. On real edits (draft_edits.py) the account alone is as good or better.
@@ -15262,9 +15435,10 @@ _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversati
 # tokens takes a call of it.
 _COPY_LENGTHS: Final = (15, 31)
 _MODEL_LENGTHS: Final = (4, 7)
+_HEAD_LENGTHS: Final = (1, 3)
 
-# A reply's account of plain steps: what it begins with, what is spent, what it earns. A
-# model first has to read the conversation.
+# An account of plain steps: what it begins with, what is spent, what it earns. A model
+# first has to read the conversation. A reply has one; all replies share that of a head.
 _FIRST_BALANCE: Final = 8.0
 _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
@@ -15276,6 +15450,10 @@ _STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have be
 _MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
 _MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
 _FEW_TOKENS: Final = 16  # that it reads and drafts after, in the same step
+
+# DraftHead.
+_MAX_HEAD_TOKENS: Final = 4096  # of a reply that it has KV of; then it begins anew
+_MAX_PENDING_TOKENS: Final = 8  # to be fed again, with which it may draft
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
@@ -15333,16 +15511,23 @@ class DraftBudget:
     `balance` counts that in plain steps; there is no draft while it is below 0:
 
         a plain step                 + 0.01
+        one that feeds tokens again  + 1 - what it cost
         a step with a draft          + tokens - what it cost
         time without a draft of it   - what it cost
     """
 
     def __init__(
-        self, costs: DraftCosts, *, lengths: tuple[int, int], balance: float
+        self,
+        costs: DraftCosts,
+        *,
+        lengths: tuple[int, int],
+        balance: float,
+        max_balance: float = math.inf,
     ) -> None:
         """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = balance
+        self._max_balance = max_balance
         self._lengths = lengths
         self._length = lengths[0]  # of the next draft
 
@@ -15363,9 +15548,14 @@ class DraftBudget:
         """
         if self.costs.measure(self._length + 1, seconds):
             self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
+            self.balance = min(self.balance, self._max_balance)
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
+
+    def learn_again(self, seconds: float) -> None:
+        """A step without a draft took so long: it fed again what a draft had fed."""
+        self.balance += 1 - self.costs.in_plain_steps(seconds)
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
@@ -15377,6 +15567,8 @@ class DraftBudget:
 
 class Drafter:
     """Drafts for one request, as long as they pay."""
+
+    max_pending_tokens: int = sys.maxsize  # to be fed again: with more, none is asked
 
     def __init__(
         self,
@@ -15508,8 +15700,68 @@ class CopyDrafter(Drafter):
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
 
-class ModelDrafter(Drafter):
+class GuessDrafter(Drafter):
+    """Drafts of what DRAFT_MODEL names, for one request: the base of two kinds."""
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        guesser: DraftModel | DraftHead,
+        *,
+        budget: DraftBudget,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> None:
+        super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
+        self._guesser = guesser
+        self._drafting_seconds = 0.0  # that the last draft took
+
+    def can_guess(self) -> bool:
+        """Whether it could guess what follows the history and y, whatever y is."""
+        raise NotImplementedError
+
+    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
+        """What follows a past, the last token of which is y; [] if it has no draft."""
+        raise NotImplementedError
+
+    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
+        """The most probable tokens, once it has read what it needs."""
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if n_draft <= 0 or self._guesser.has_failed or not self.can_guess():
+            return []
+
+        y = wait_for_y()
+        if y in self._end_ids:
+            return []
+        past = np.append(self._history, np.int32(y))
+        began = time.monotonic()
+        guessed = self.guess(past, n_draft)
+        self._drafting_seconds = time.monotonic() - began
+        draft = self._before_end(guessed)
+        if not draft:
+            self.budget.charge(self._drafting_seconds)
+            self._count_gain(n_tokens=0, seconds=self._drafting_seconds)
+        return draft
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """Count it among all drafts, and among those of DRAFT_MODEL."""
+        self._metrics.bump("draft_model_tokens", n_draft)
+        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
+        seconds += self._drafting_seconds
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        self._count_gain(n_tokens=1 + n_accepted, seconds=seconds)
+
+    def _count_gain(self, *, n_tokens: int, seconds: float) -> None:
+        """Count what a plain step a token would have cost, and what was spent."""
+        gain = self._guesser.gain
+        gain["tokens"] += n_tokens
+        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+
+
+class ModelDrafter(GuessDrafter):
     """Drafts of the DraftModel for one request."""
+
+    max_pending_tokens = 0  # they are fed first: it would add to them at each step
 
     def __init__(
         self,
@@ -15523,56 +15775,149 @@ class ModelDrafter(Drafter):
         budget = DraftBudget(
             draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
         )
-        super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
+        super().__init__(
+            prompt, draft_model, budget=budget, end_ids=end_ids, metrics=metrics
+        )
         self._draft_model = draft_model
         self._tenant = tenant
-        self._drafting_seconds = 0.0  # that the last draft took
         self._has_drafted = False
 
-    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
-        """The model's most probable tokens, once it has read the conversation."""
-        n_draft = min(self.budget.choose_length(), max_tokens)
-        if n_draft <= 0 or self._draft_model.has_failed:
-            return []
-        if not self._draft_model.can_read(self._history):
-            return []
+    def can_guess(self) -> bool:
+        """Whether the model knows the tokens."""
+        return self._draft_model.can_read(self._history)
 
-        y = wait_for_y()
-        if y in self._end_ids:
-            return []
-        past = np.append(self._history, np.int32(y))
-        began = time.monotonic()
-        proposed = self._draft_model.propose(past, n_draft, tenant=self._tenant)
-        self._drafting_seconds = time.monotonic() - began
-        draft = self._before_end(proposed)
-        if not draft:
-            self.budget.charge(self._drafting_seconds)
-            self._count_gain(n_tokens=0, seconds=self._drafting_seconds)
-        return draft
+    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
+        """The model's most probable tokens; [] while it reads the conversation."""
+        return self._draft_model.propose(past, n_tokens, tenant=self._tenant)
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """Count it among all drafts, and among those of the model."""
+        """Begin to count against the reply: it has been read."""
         if not self._has_drafted:  # what reading has left is not for wrong drafts
             self._has_drafted = True
             self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
-        self._metrics.bump("draft_model_tokens", n_draft)
-        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
-        seconds += self._drafting_seconds
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-        self._count_gain(n_tokens=1 + n_accepted, seconds=seconds)
 
-    def _count_gain(self, *, n_tokens: int, seconds: float) -> None:
-        """Count what a plain step a token would have cost, and what was spent."""
-        gain = self._draft_model.gain
-        gain["tokens"] += n_tokens
-        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+
+class HeadDrafter(GuessDrafter):
+    """Drafts of the DraftHead for one request, whose reply it follows.
+
+        reply            r0   r1   r2   y
+        states after          r0   r1   r2      kept by the TokenGenerator
+        pairs read           (r1) (r2) (y)      of each token and the state before it
+
+    What the head has read of its own guesses is cut off at once: if they were right,
+    they are read again, with the model's states.
+    """
+
+    max_pending_tokens = _MAX_PENDING_TOKENS
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        draft_head: DraftHead,
+        *,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> None:
+        super().__init__(
+            prompt,
+            draft_head,
+            budget=draft_head.budget,
+            end_ids=end_ids,
+            metrics=metrics,
+        )
+        self._draft_head = draft_head
+        self._layer_caches: LayerCaches = []
+        self._n_read = 0  # tokens of prompt and reply up to the last pair read
+        self.states: Sequence[mx.array] = ()  # of the model, after the last tokens fed
+
+    def can_guess(self) -> bool:
+        """Whether the state is known that y was sampled from."""
+        return bool(self.states)
+
+    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
+        """The head's most probable tokens."""
+        try:
+            return self._read_and_guess(past, n_tokens)
+        except Exception:
+            logger.exception("the draft head has failed, and is not asked any more")
+            self._draft_head.has_failed = True
+            self._layer_caches = []
+            return []
+
+    def _read_and_guess(self, past: TokenIds, n_tokens: int) -> list[int]:
+        head = self._draft_head.head
+        states = mx.concatenate([*self.states], axis=1)
+        n_unread = len(past) - self._n_read
+        if n_unread > states.shape[1] or self._n_read_tokens() > _MAX_HEAD_TOKENS:
+            self._layer_caches = head.make_cache()
+            n_unread = states.shape[1]
+
+        token_ids = mx.array(past[-n_unread:])[None]
+        state = head.read(token_ids, states[:, -n_unread:], self._layer_caches)
+        guesses = [head.guess(state[:, -1:])]
+        while len(guesses) < n_tokens:
+            state = head.read(guesses[-1], state[:, -1:], self._layer_caches)
+            guesses.append(head.guess(state))
+        guessed_row: Any = mx.concatenate(guesses, axis=1)[0]
+        guessed_ids: list[int] = guessed_row.tolist()
+
+        for layer in self._layer_caches:
+            layer.trim(n_tokens - 1)
+        self._n_read = len(past)
+        return guessed_ids
+
+    def _n_read_tokens(self) -> int:
+        """Tokens that its KV has."""
+        return self._layer_caches[0].offset if self._layer_caches else 0
 
 
 class DraftGain(TypedDict):
-    """Whether the DraftModel pays: it does if `tokens` exceed `plain_steps`."""
+    """Whether DRAFT_MODEL pays: it does if `tokens` exceed `plain_steps`."""
 
     tokens: int  # of replies, from steps with a draft of it; each has a plain step else
     plain_steps: float  # that take as long as these steps, with reading and drafting
+
+
+class DraftHead:
+    """A head of the model, with one budget for all requests.
+
+    A reply of a few hundred tokens would else spend a budget of its own on finding out
+    that the head does not pay.
+    """
+
+    def __init__(self, loaded: LoadedDraftHead) -> None:
+        self.head = loaded.head
+        self.has_failed = False  # then it is not asked any more
+        self.costs = DraftCosts()
+        self.budget = DraftBudget(
+            self.costs,
+            lengths=_HEAD_LENGTHS,
+            balance=_FIRST_BALANCE,
+            max_balance=_FIRST_BALANCE,
+        )
+        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
+        self.nbytes = loaded.nbytes + _MAX_HEAD_TOKENS * _measure_head(self.head)
+        logger.info(
+            "drafts: %s, a head, with KV of %d tokens: %s",
+            loaded.path,
+            _MAX_HEAD_TOKENS,
+            in_bytes(self.nbytes),
+        )
+
+    def forget(self) -> None:
+        """Nothing: what it has read is kept by the request that it reads for."""
+
+    def make_drafter(
+        self,
+        prompt: TokenIds,
+        *,
+        tenant: str,  # noqa: ARG002 - nothing of another request is kept
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> Drafter:
+        """What drafts for one request."""
+        return HeadDrafter(prompt, self, end_ids=end_ids, metrics=metrics)
 
 
 class DraftModel:
@@ -15602,6 +15947,19 @@ class DraftModel:
             loaded.path,
             _MAX_TAIL_TOKENS,
             in_bytes(self.nbytes),
+        )
+
+    def make_drafter(
+        self,
+        prompt: TokenIds,
+        *,
+        tenant: str,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> Drafter:
+        """What drafts for one request."""
+        return ModelDrafter(
+            prompt, self, tenant=tenant, end_ids=end_ids, metrics=metrics
         )
 
     def forget(self) -> None:
@@ -15670,6 +16028,19 @@ class DraftModel:
         """Read tokens `(1, n)`; the most probable one after them, `(1, 1)`."""
         logits = self._loaded.model(tokens, cache=self._layer_caches)
         return mx.argmax(logits[:, -1:, : self._loaded.vocab_size], axis=-1)
+
+
+def _measure_head(head: MtpHead) -> int:
+    """Bytes of its KV of a token. Runs the head, on one."""
+    size = head.tap.norm.weight.size
+    dtype = head.tap.norm.weight.dtype
+    layer_caches = head.make_cache()
+    mx.eval(head.read(mx.array([[0]]), mx.zeros((1, 1, size), dtype), layer_caches))
+    return sum(
+        array[:, :, :1].nbytes
+        for layer in layer_caches
+        for array in (layer.keys, layer.values)
+    )
 
 
 def _tail_start(n_past: int) -> int:
@@ -16415,6 +16786,13 @@ def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
     return values[0], tuple(zip(top_ids, values[1:], strict=True))
 
 
+def _find_tap(loaded: LoadedModel) -> StateTap | None:
+    """Where the states of the model can be read, if a head wants them."""
+    if isinstance(loaded.draft_model, LoadedDraftHead):
+        return loaded.draft_model.head.tap
+    return None
+
+
 def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> ModelCall:
     """The model as a function of text tokens `(rows, n)` and of these requests' KV.
 
@@ -16497,6 +16875,9 @@ class DecodeBatch:
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
         self._launched_at = -math.inf
+        # Whose draft was wrong, so that what is being computed feeds tokens again.
+        self._wrong_drafter: Drafter | None = None
+        self._last_drafter: Drafter | None = None
 
         model = _model_call(loaded, self.requests)
         if joint_caches is None:
@@ -16510,6 +16891,7 @@ class DecodeBatch:
             joint_caches or requests[0].layer_caches,
             [_token_choice(running.request) for running in requests],
             agree=lockstep.agree if lockstep.n_ranks > 1 else None,
+            tap=_find_tap(loaded),
         )
         for running in requests:
             running.num_computed_tokens = running.n_prompt
@@ -16587,10 +16969,11 @@ class DecodeBatch:
         # y counts, and one more is sampled in a step of its own.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in running.drafters:
-            # What is fed again is fed first: a model would add to it at each step.
-            if self._generator.pending_ids and isinstance(drafter, ModelDrafter):
+            if len(self._generator.pending_ids) > drafter.max_pending_tokens:
                 continue
             drafter.follow(running.output_ids, n_fed)
+            if isinstance(drafter, HeadDrafter):
+                drafter.states = self._generator.states
             draft = drafter.draft(n_left, self._wait_for_y)
             if draft:
                 return drafter, draft
@@ -16610,11 +16993,14 @@ class DecodeBatch:
         ended = time.monotonic()
         # Else the device was done before, or had something else to do.
         has_waited = ended - began > began - self._launched_at
-        if len(rows) == 1 and has_waited and not has_pending:
-            for drafter in self.requests[0].drafters:
-                drafter.budget.learn_plain(ended - began)
-        # What is pending was launched before y: the next wait is for both.
-        self._launched_at = -math.inf if has_pending else ended
+        if len(rows) == 1 and has_waited:
+            if self._wrong_drafter is not None:
+                self._wrong_drafter.budget.learn_again(ended - began)
+            else:
+                for drafter in self.requests[0].drafters:
+                    drafter.budget.learn_plain(ended - began)
+        self._wrong_drafter = self._last_drafter if has_pending else None
+        self._launched_at = ended
         return rows
 
     def _step_with(self, drafter: Drafter, draft: list[int]) -> list[SampledToken]:
@@ -16626,6 +17012,8 @@ class DecodeBatch:
         (running,) = self.requests
         running.handle.saved_steps += n_accepted
         drafter.learn(n_draft=len(draft), n_accepted=n_accepted, seconds=seconds)
+        self._last_drafter = drafter
+        self._wrong_drafter = None
         self._launched_at = -math.inf
         return tokens
 
@@ -17123,13 +17511,17 @@ class Scheduler:
         self._can_draft = config.speculation == "auto" and can_draft(
             make_prompt_cache(loaded.model)
         )
-        self.draft_model: DraftModel | None = None
+        self.draft_model: DraftModel | DraftHead | None = None
         if loaded.draft_model is not None:
             if not self._can_draft:
                 raise ModelError(
                     "DRAFT_MODEL: the model has layers that no draft suits"
                 )
-            self.draft_model = DraftModel(loaded.draft_model)
+            self.draft_model = (
+                DraftHead(loaded.draft_model)
+                if isinstance(loaded.draft_model, LoadedDraftHead)
+                else DraftModel(loaded.draft_model)
+            )
         draft_bytes = self.draft_model.nbytes if self.draft_model else 0
         shares = divide_memory(
             memory_limit(config),
@@ -17465,14 +17857,10 @@ class Scheduler:
             )
         ]
         if self.draft_model is not None:
-            model_drafter = ModelDrafter(
-                prompt,
-                self.draft_model,
-                tenant=owner.tenant,
-                end_ids=end_ids,
-                metrics=metrics,
+            guess_drafter = self.draft_model.make_drafter(
+                prompt, tenant=owner.tenant, end_ids=end_ids, metrics=metrics
             )
-            drafters.append(model_drafter)
+            drafters.append(guess_drafter)
         return drafters
 
     def find_reusable(self, key: TokenKey) -> PrefixMatch:

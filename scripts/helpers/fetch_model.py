@@ -41,6 +41,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 WORKING_BYTES: Final = (
     2 * 2**30
 )  # beside the weights: activations, KV of an agent's first steps
+HEAD_TYPES: Final = ("qwen3_5_mtp",)  # HEAD_TARGETS of start-llm.py
 # What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
 snapshot = partial(
     huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS
@@ -141,7 +142,7 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
             config_file = huggingface_hub.hf_hub_download(
                 repo, "config.json", token=token
             )
-            check_architecture(Path(config_file))
+            check_architecture(Path(config_file), setting=setting)
             files = snapshot(repo, token=token, dry_run=True)
             check_room(repo, files, memory_bytes=memory_bytes, setting=setting)
             return complete(Path(snapshot(repo, token=token)))
@@ -187,13 +188,15 @@ def name_advice(name: str, setting: str) -> str:
     return f"{advice} Here it is {setting}=OWNER/NAME: {page} lists such models."
 
 
-def check_architecture(config_file: Path) -> None:
+def check_architecture(config_file: Path, *, setting: str = "MODEL_PATH") -> None:
     """Raise FetchError unless mlx-lm, mlx-vlm or the model's own file can build what this names."""
     with in_a_sentence(f"{config_file} cannot be read"):
         facts = {**json.loads(config_file.read_bytes())}
     if isinstance(facts.get("vision_config"), dict) and is_known_to_mlx_vlm(facts):
         return
     if facts.get("model_file"):
+        return
+    if setting == "DRAFT_MODEL" and facts.get("model_type") in HEAD_TYPES:
         return
 
     kind = facts.get("model_type")

@@ -1,6 +1,7 @@
 """An engine on a tiny model, without HTTP: jobs in, events out, a cold run as the oracle."""
 
 import functools
+import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ class Loaded:
     nbytes: int = 1 << 20
     revision: str = "0" * 16
     device: str = "test"
-    draft_model: s.LoadedDraftModel | None = None
+    draft_model: s.LoadedDraftModel | s.LoadedDraftHead | None = None
     vocab_size: int = VOCAB
     lockstep: s.Lockstep = s.ALONE
     # What an idle engine tells it.
@@ -112,6 +113,11 @@ class Bench:
         self.model = Recorder(model)
         if self.draft_folder is None:
             return Loaded(self.model)
+        draft_config = json.loads((self.draft_folder / "config.json").read_text())
+        if draft_config["model_type"] in s.HEAD_TARGETS:
+            self.head = s.MtpHead(self.draft_folder, model)
+            loaded_head = s.LoadedDraftHead(self.head, self.draft_folder, 1 << 20)
+            return Loaded(self.model, draft_model=loaded_head)
         draft_model, _ = load(str(self.draft_folder))
         self.draft_model = s.LoadedDraftModel(
             draft_model,

@@ -357,6 +357,15 @@ def test_a_text_type_that_only_mlx_vlm_knows_is_taken(tmp_path: Path) -> None:
     fetch_model.check_architecture(config)
 
 
+def test_a_head_is_taken_as_a_draft_model_and_not_as_a_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for head_type in start_llm.HEAD_TARGETS:
+        config.write_text(json.dumps({"model_type": head_type}))
+        fetch_model.check_architecture(config, setting="DRAFT_MODEL")
+        with pytest.raises(fetch_model.FetchError, match=head_type):
+            fetch_model.check_architecture(config)
+
+
 def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
     for name in list(hub.files):
         if name.endswith(".safetensors"):

@@ -1,0 +1,411 @@
+"""DRAFT_MODEL as a head (MTP): the same replies and the same KV as without, in fewer steps."""
+
+import itertools
+import json
+import shutil
+import time
+from contextlib import closing
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import Bench, words
+from mlx_lm import load
+from numpy.testing import assert_allclose
+from server_fixture import SYSTEM, Served, user, wait_until
+from test_draft_model import counters, follow, gain_of
+from test_drafts import DIFFERS, PENALTY, SEEDED, forced, state_not_put_back
+from tiny_heads import tiny_head, tiny_pair
+from tiny_models import DENSE, HYBRID
+from tiny_vision import EXPERTS_VISION, HYBRID_VISION, tiny_vision_model
+from vision_fixture import Seeing, picture, picture_message
+
+MOE = "qwen3_5_moe"
+NEXT = "qwen3_next"
+KINDS = [HYBRID, MOE, NEXT]
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """The head is always asked, for drafts of unlike lengths, and nothing is copied."""
+    lengths = itertools.cycle([3, 1, 2])
+    monkeypatch.setattr(s.DraftBudget, "choose_length", lambda _: next(lengths))
+    monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
+    monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda *_: [])
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Folders of models and of their heads, by kind."""
+    return lambda kind: tiny_pair(kind, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def engines(pairs, monkeypatch):
+    """Makes two: one without drafts, and one with a head."""
+    benches = []
+
+    def make(kind, **settings):
+        folder, head_folder = pairs(kind)
+        plain = Bench(folder, monkeypatch, speculation="off")
+        b = Bench(folder, monkeypatch, draft_folder=head_folder, **settings)
+        benches.extend([plain, b])
+        return plain, b
+
+    yield make
+
+    for new_bench in benches:
+        new_bench.engine.stop()
+
+
+# -- in the engine -------------------------------------------------------------------------
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sampling": SEEDED}, {"sampling": PENALTY}, {"top_logprobs": 3}],
+    ids=["greedy", "seeded", "penalty", "logprobs"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reply_is_the_same_with_a_head_and_without(engines, kind, fields):
+    plain, b = engines(kind)
+    rng = np.random.default_rng(4)
+    for _ in range(2):
+        prompt = words(rng, 60)
+        expected, _, plain_ticket = plain.ask(prompt, n=80, **fields)
+        ids, _, ticket = b.ask(prompt, n=80, **fields)
+        assert ids == expected
+        assert_allclose(b.seen[ticket], plain.seen[plain_ticket], atol=0.0)
+
+        follow_up = prompt + ids + words(rng, 9)
+        ids, end, ticket = b.ask(follow_up, n=5)
+        assert end.cached_tokens >= len(follow_up) - 11
+        assert b.largest_difference(ticket, ids) == 0.0
+
+    assert counters(b)[0] > 0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("n_others", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forced_reply_is_the_same_in_fewer_steps(engines, pairs, kind, n_others):
+    """What the model says, with another token now and then."""
+    plain, b = engines(kind)
+    rng = np.random.default_rng(3)
+    prompt = words(rng, 50)
+    reply = follow(pairs(kind)[0], prompt, rng, n=100, every=10)
+    constraints = (forced(reply, n_others=n_others),)
+    expected, _, _ = plain.ask(prompt, n=100, constraints=constraints)
+    ids, end, ticket = b.ask(prompt, n=100, constraints=constraints)
+
+    assert ids == expected
+    assert end.saved_steps > 30
+    ids, end, ticket = b.ask(prompt + ids + words(rng, 9), n=5)
+    assert end.cached_tokens >= 140
+    assert b.largest_difference(ticket, ids) == 0.0
+
+
+@pytest.mark.parametrize("kind", [HYBRID, NEXT])
+def test_requests_that_join_and_leave_change_nothing(engines, pairs, kind):
+    _, b = engines(kind)
+    rng = np.random.default_rng(6)
+    past = words(rng, 60)
+    reply = follow(pairs(kind)[0], past, rng, n=150, every=15)
+    one = b.submit(past, n=150, constraints=(forced(reply),))
+    others = []
+    for number in range(4):
+        time.sleep(0.02)
+        others.append(b.submit(words(rng, 150 + number), n=10))
+    ids, _ = b.finish(one)
+    assert ids == reply
+    for ticket in others:
+        other_ids, _ = b.finish(ticket)
+        assert b.largest_difference(ticket, other_ids) == 0.0
+
+    ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert counters(b)[1] > 0
+
+
+def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(engines, pairs):
+    _, b = engines(HYBRID)
+    rng = np.random.default_rng(7)
+    past = words(rng, 60)
+    reply = follow(pairs(HYBRID)[0], past, rng, n=100, every=15)
+    for n_read in (1, 9, 30):
+        ticket = b.submit(past, n=100, constraints=(forced(reply),))
+        ids = []
+        while len(ids) < n_read:
+            event = ticket.next_event(60)
+            if isinstance(event, s.TokenEvent):
+                ids.append(event.token_id)
+        ticket.stop_reason = "cancelled"
+        rest, _ = b.finish(ticket)
+        ids += rest
+        assert ids == reply[: len(ids)]
+
+        prompt = past + ids + words(rng, 12)
+        ids, end, ticket = b.ask(prompt, n=4)
+        assert end.cached_tokens >= len(prompt) - 12 - 2
+        assert b.largest_difference(ticket, ids) == 0.0
+
+
+class Pairs:
+    """What the head is given as true, and what a plain model says of the same tokens."""
+
+    def __init__(self, folder, monkeypatch):
+        model, _ = load(str(folder))
+        self.layers = getattr(model, "language_model", model).model
+        self.largest_difference = 0.0
+        self.n_pairs = 0
+        self.n_colds = 0
+        self.read_now = []
+        guess = s.HeadDrafter._read_and_guess
+        read = s.MtpHead.read
+
+        def read_noted(head, tokens, states, layer_caches):
+            offset = layer_caches[0].offset
+            self.read_now.append((tokens.tolist()[0], states, offset))
+            return read(head, tokens, states, layer_caches)
+
+        def guess_checked(drafter, past, n_tokens):
+            old_caches, n_read = drafter._layer_caches, drafter._n_read
+            guessed = guess(drafter, past, n_tokens)
+            (token_ids, states, offset), *of_guesses = self.read_now
+            self.read_now = []
+            n = len(token_ids)
+            is_cold = drafter._layer_caches is not old_caches
+            self.n_colds += is_cold
+            self.n_pairs += n
+            assert [ids for ids, _, _ in of_guesses] == [[i] for i in guessed[:-1]]
+            assert len(guessed) == n_tokens
+            assert token_ids == past[-n:].tolist()
+            if is_cold:
+                assert offset == 0
+                self.n_before = 0
+            else:
+                assert n_read == len(past) - n
+                assert offset == self.n_before
+            self.n_before += n
+            cold = self.layers(mx.array(past)[None])[:, -n - 1 : -1]
+            difference = mx.abs(cold - states).max().item()
+            self.largest_difference = max(self.largest_difference, difference)
+            return guessed
+
+        monkeypatch.setattr(s.HeadDrafter, "_read_and_guess", guess_checked)
+        monkeypatch.setattr(s.MtpHead, "read", read_noted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_reads_each_token_and_the_state_before_it_once(
+    engines, pairs, kind, monkeypatch
+):
+    _, b = engines(kind)
+    rng = np.random.default_rng(8)
+    prompt = words(rng, 40)
+    reply = follow(pairs(kind)[0], prompt, rng, n=90, every=6)
+    seen = Pairs(pairs(kind)[0], monkeypatch)
+    ids, end, _ = b.ask(prompt, n=90, constraints=(forced(reply),))
+
+    assert ids == reply
+    assert not b.engine.call(lambda scheduler: scheduler.draft_model.has_failed)
+    assert seen.largest_difference < 1e-4
+    assert seen.n_colds == 1  # at the first token of the reply
+    assert 80 < seen.n_pairs <= 90
+    assert end.saved_steps > 25
+
+
+def test_a_head_begins_anew_where_it_knows_no_states(engines, pairs, monkeypatch):
+    """After a time in a batch, or too long without a draft."""
+    monkeypatch.setattr(s, "MAX_STATES", 4)
+    _, b = engines(HYBRID)
+    rng = np.random.default_rng(9)
+    prompt = words(rng, 40)
+    seen = Pairs(pairs(HYBRID)[0], monkeypatch)
+    n_asked = itertools.count()
+    lengths = [1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3, 0, 0, 2]
+    monkeypatch.setattr(
+        s.DraftBudget, "choose_length", lambda _: lengths[next(n_asked) // 2 % 15]
+    )
+    reply = follow(pairs(HYBRID)[0], prompt, rng, n=60, every=6)
+    ids, _, _ = b.ask(prompt, n=60, constraints=(forced(reply),))
+
+    assert ids == reply
+    assert seen.largest_difference < 1e-4
+    assert 2 <= seen.n_colds <= 8
+
+
+def test_a_head_that_fails_costs_nobody_anything(engines, monkeypatch, caplog):
+    plain, b = engines(HYBRID)
+    prompt = words(np.random.default_rng(9), 50)
+    read = s.MtpHead.read
+    n_read = itertools.count(1)
+
+    def failing(*args):
+        if next(n_read) == 12:
+            raise RuntimeError("out of memory")
+        return read(*args)
+
+    monkeypatch.setattr(s.MtpHead, "read", failing)
+    expected, _, _ = plain.ask(prompt, n=60)
+    ids, _, ticket = b.ask(prompt, n=60)
+
+    assert ids == expected
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert "the draft head has failed" in caplog.text
+    assert next(n_read) == 13
+
+
+def test_the_memory_of_a_head_is_taken_from_the_limit(engines):
+    plain, b = engines(HYBRID)
+    n_bytes = b.engine.memory["draft_model"]
+
+    assert "draft_model" not in plain.engine.memory
+    lost_bytes = [bench.engine.report["cache_max_bytes"] for bench in (plain, b)]
+    assert lost_bytes[0] - lost_bytes[1] == pytest.approx(n_bytes * s.KV_SHARE, abs=2)
+    # Keys and values of two heads of 16 floats.
+    assert n_bytes == (1 << 20) + 4096 * 2 * 2 * 16 * 4
+
+
+# -- loading -------------------------------------------------------------------------------
+
+
+def load_with(folder, head_folder, **settings):
+    config = s.Config(model_path=str(folder), draft_model=str(head_folder), **settings)
+    return s.load_model(folder, config)
+
+
+def refusal(*folders):
+    with pytest.raises(s.ModelError) as caught:
+        load_with(*folders)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_is_loaded_beside_the_model(pairs, kind):
+    loaded = load_with(*pairs(kind))
+
+    assert isinstance(loaded.draft_model, s.LoadedDraftHead)
+    assert loaded.draft_model.path == pairs(kind)[1]
+    assert loaded.draft_model.nbytes > 100_000
+    assert load_with(*pairs(kind), speculation="off").draft_model is None
+
+
+def test_a_head_of_another_model_stops_the_start(pairs, models, tmp_path):
+    folder, head_folder = pairs(HYBRID)
+    setting = f"DRAFT_MODEL={tmp_path / 'head'}"
+    types = "qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next"
+
+    other = shutil.copytree(head_folder, tmp_path / "head")
+    assert refusal(models(DENSE), other) == (
+        f"{setting} is a head for models of the types {types};"
+        f" {models(DENSE).name} is of type qwen3"
+    )
+    config = json.loads((other / "config.json").read_text())
+    for name in ("hidden_size", "vocab_size"):
+        facts = config["text_config"]
+        (other / "config.json").write_text(
+            json.dumps({**config, "text_config": {**facts, name: facts[name] + 64}})
+        )
+        assert refusal(folder, other) == (
+            f"{setting} is the head of another model: its {name} is"
+            f" {facts[name] + 64}, that of {folder.name} {facts[name]}"
+        )
+    facts = {**config["text_config"], "intermediate_size": 32}
+    (other / "config.json").write_text(json.dumps({**config, "text_config": facts}))
+    assert f"{setting} cannot be loaded by mlx-vlm: " in refusal(folder, other)
+
+
+def test_a_server_with_a_head_answers_as_without_and_counts_it(pairs):
+    folder, head_folder = pairs(HYBRID)
+    replies = []
+    for settings in ({}, {"draft_model": str(head_folder)}):
+        with closing(Served(folder, **settings)) as served:
+            exchange = served.ask([SYSTEM, user("Go on.")], max_tokens=60, tools=[])
+            replies.append(exchange.answer)
+            counted = served.state.metrics.snapshot()
+            banner = s._write_banner(served.state)
+            if settings:
+                n_accepted = counted["draft_model_tokens_accepted"]
+                assert n_accepted > 0
+                wait_until(lambda: gain_of(served)["tokens"] > n_accepted)  # noqa: B023
+
+    assert replies[0] == replies[1]
+    assert str(head_folder) in banner.split("\n  drafts ")[1]
+
+
+@pytest.mark.parametrize("kind", [HYBRID_VISION, EXPERTS_VISION])
+def test_after_an_image_a_reply_is_the_same_with_a_head_and_without(
+    kind, monkeypatch, tmp_path
+):
+    folder = tiny_vision_model(kind, tmp_path)
+    logs = str(tmp_path / "logs")
+    plain = Seeing(folder, monkeypatch, speculation="off", log_root=logs)
+    head_folder = str(tiny_head(folder))
+    drafting = Seeing(folder, monkeypatch, draft_model=head_folder, log_root=logs)
+    history = [picture_message("main.py " * 9, picture(1), "say it again: main.py")]
+    fields = {"temperature": 0, "max_tokens": 50, "tool_choice": "none"}
+    try:
+        for _ in range(2):
+            expected = plain.ask(history, **fields)
+            reply = drafting.ask(history, **fields)
+            assert reply.answer == expected.answer
+            history += [expected.answer, user("and now?")]
+        assert reply.cached > 0
+        assert drafting.state.metrics.snapshot()["draft_model_tokens"] > 0
+    finally:
+        plain.close()
+        drafting.close()
+
+
+# -- planted faults ----------------------------------------------------------------------
+
+
+def state_before_the_norm(monkeypatch):
+    def call(tap, hidden):
+        if tap._is_open:
+            tap._states = hidden
+        return tap.norm(hidden)
+
+    monkeypatch.setattr(s.StateTap, "__call__", call)
+
+
+def state_of_the_token_before(monkeypatch):
+    keep = s.TokenGenerator._keep_states
+
+    def keep_late(generator, states):
+        last = generator.states[-1][:, -1:] if generator.states else states[:, :1]
+        keep(generator, mx.concatenate([last, states], axis=1)[:, :-1])
+
+    monkeypatch.setattr(s.TokenGenerator, "_keep_states", keep_late)
+
+
+def guesses_stay_in_its_kv(monkeypatch):
+    from mlx_vlm.models.cache import KVCache
+
+    monkeypatch.setattr(KVCache, "trim", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "fault", [state_before_the_norm, state_of_the_token_before, guesses_stay_in_its_kv]
+)
+def test_a_fault_of_the_head_is_noticed_and_changes_no_reply(
+    engines, pairs, monkeypatch, fault
+):
+    plain, b = engines(HYBRID)
+    fault(monkeypatch)
+    prompt = words(np.random.default_rng(4), 60)
+    assert b.ask(prompt, n=50)[0] == plain.ask(prompt, n=50)[0]
+    assert counters(b)[0] > 0
+    with pytest.raises(AssertionError, match=r"largest_difference|assert not|offset"):
+        test_the_head_reads_each_token_and_the_state_before_it_once(
+            engines, pairs, HYBRID, monkeypatch
+        )
+
+
+def test_state_that_is_not_put_back_is_noticed(engines, pairs, monkeypatch):
+    state_not_put_back(monkeypatch)
+    with pytest.raises(AssertionError, match=DIFFERS):
+        test_a_forced_reply_is_the_same_in_fewer_steps(engines, pairs, HYBRID, 0)
