@@ -45,6 +45,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
     DRAFTS            several tokens a step, where a reply repeats its conversation
+    EXACT CHECKS      now and then a warm reply is computed again without the cache
     SCHEDULER         which requests run: admit, prefill, decode, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
@@ -831,6 +832,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cache_use_block_index: bool = True  # compare hashes of blocks, not each token
     cache_canonicalize_tool_context: bool = True  # false: no ledger, render as sent
     cache_vlm_image_identity: bool = True  # false: no reuse from the first image on
+    exact_checks: _Count = 0  # every Nth warm reply is computed again; 0: none
     cache_norm_safety_check: bool = False  # warn if a rule masks over a tenth of a text
     normalize_write_tool_content_for_prompt: bool = False  # shorten written contents
     ledger_max_bytes: _Count = 268_435_456  # 256 MiB; at most 1/16 of all memory
@@ -1302,6 +1304,7 @@ _COUNTERS: Final = {  # of what should be rare, or is worth watching
     "exact_key_rejected_by_model_lcp": "Transcripts that were tried and refused",
     "ledger_seam_fallback": "Prompts for which one transcript or more was refused",
     "telemetry_dropped": "Telemetry fields that were left out of prompts",
+    "exact_checks": "Warm replies that were computed again without the cache",
     "second_tries": "Requests that failed before their first token and were read again",
     "evicted_for_room": "Cache entries evicted or shortened to make room",
     "evicted_idle": "Cache entries evicted after PROMPT_CACHE_TTL_SECONDS",
@@ -1320,6 +1323,7 @@ _GAUGES: Final = {
     "prefilling": "Requests whose prompt is being read",
     "decoding": "Requests whose reply is being generated",
     "lines": "Cache entries",
+    "exact_worst": "Largest difference of a log-probability in these checks",
     "memory_limit_bytes": "Bytes that the server may take in all",
     "memory_model_bytes": "Bytes of the weights",
     "memory_draft_model_bytes": "Bytes of DRAFT_MODEL and of its KV",
@@ -16074,6 +16078,196 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
     return starts
 
 
+# region EXACT CHECKS ==========================================================
+# With EXACT_CHECKS=N, every Nth warm reply is computed again without the cache, while
+# nothing else is to do.
+#
+#     it is generated    its log-probabilities are noted at the last position of the
+#                        prompt, and after 1, 2, 4 ... 128 tokens of the reply
+#     it rests           prompt and reply wait here, as long as the cache has their KV
+#     nobody waits       they are read from the first token on, slice by slice; then the
+#                        reply, token by token, as it was generated
+#
+# The largest difference so far is `worst`. A request that comes is served first: what
+# was read so far is dropped, and is read from its beginning later.
+#
+# Not checked are images, and replies whose probabilities something has changed: a
+# penalty, a bias or a constraint.
+#
+# Uses     CONFIG, LOGGING, API TYPES, KV STATE, PREFIX CACHE, MODEL LOADING
+# Thread   model, mlx
+
+CHECKED_POSITIONS: Final = (
+    0,
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+)  # tokens of the reply before
+CHECKED_TOKENS: Final = 20  # of a position, the most probable ones
+CHECK_AFTER_SECONDS: Final = 5.0  # without requests
+CHECK_SLICE_SECONDS: Final = 0.1  # for which a request that comes then may wait
+MAX_UNCHECKED: Final = 8  # replies that wait; then the oldest is dropped
+
+
+class NotedLogprobs(NamedTuple):
+    """Log-probabilities of the most probable tokens in one place."""
+
+    ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+    def difference(self, logprobs: mx.array) -> float:
+        """The largest difference to other ones, `(vocab,)`."""
+        others = np.array(logprobs.astype(mx.float32))[self.ids]
+        return float(np.abs(others - self.values).max())
+
+
+@dataclass(eq=False, slots=True)
+class WarmReply:
+    """What is compared of a reply whose prompt was partly cached."""
+
+    prompt_ids: TokenIds
+    entry: CacheEntry  # has its KV
+    owner: RequestOwner
+    reply_ids: list[int] = field(default_factory=list)  # up to the last that is noted
+    noted: dict[int, NotedLogprobs] = field(default_factory=dict)  # by position
+
+    def note(self, token_id: int, logprobs: mx.array) -> None:
+        """Note from what a token was sampled, `(vocab,)`, if its place is compared."""
+        position = len(self.reply_ids)
+        if position > CHECKED_POSITIONS[-1]:
+            return
+        if position in CHECKED_POSITIONS:
+            values = np.array(logprobs.astype(mx.float32))
+            ids = np.argsort(values)[-CHECKED_TOKENS:]
+            self.noted[position] = NotedLogprobs(ids, values[ids])
+        self.reply_ids.append(token_id)
+
+
+class ExactChecks:
+    """Compares warm replies with what the model computes without the cache."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics
+    ) -> None:
+        self.every = config.exact_checks
+        if self.every and loaded.lockstep.n_ranks > 1:
+            logger.warning("EXACT_CHECKS does nothing where machines share a model")
+            self.every = 0
+        self.n_checked = 0
+        self.worst = 0.0  # difference of a log-probability, of all that were checked
+        self.unchecked: list[WarmReply] = []  # the oldest first
+        self._metrics = metrics
+        self._n_warm = 0
+        self._reading: Generator[None] | None = None  # the oldest one
+        self._layers = loaded.model
+        self._model = loaded.model
+        if loaded.vision is not None:  # of texts alone, whose positions are not moved
+            self._model = partial(loaded.vision, shifts=[0])
+
+    def choose(
+        self, match: PrefixMatch, entry: CacheEntry, key: TokenKey
+    ) -> WarmReply | None:
+        """What is to be noted of a reply; None: it is not the Nth warm one."""
+        if not self.every or not match.cached_tokens:
+            return None
+        self._n_warm += 1
+        if self._n_warm % self.every:
+            return None
+        return WarmReply(key.tokens, entry, entry.owner)
+
+    def add(self, reply: WarmReply) -> None:
+        """Have a reply checked that has ended well."""
+        self.unchecked = [*self.unchecked, reply][-MAX_UNCHECKED:]
+
+    def pause(self) -> None:
+        """Drop what was read of the reply that is being checked."""
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+    def forget(self, tenant: str, session: str | None) -> None:
+        """Forget the replies of a session, or of a tenant (None)."""
+        self.unchecked = [
+            reply
+            for reply in self.unchecked
+            if not is_seen_by(tenant, reply.owner.tenant)
+            or session not in (None, reply.owner.session)
+        ]
+        self.pause()
+
+    def keep(self, entries: Sequence[CacheEntry]) -> None:
+        """Forget the replies whose KV the cache does not have any more."""
+        kept = [reply for reply in self.unchecked if reply.entry in entries]
+        if len(kept) < len(self.unchecked):
+            self.unchecked = kept
+            self.pause()
+
+    def check_some(self, *, slice_tokens: int, fits: Callable[[int], bool]) -> bool:
+        """Read a slice of the oldest reply; returns False if there is nothing to do.
+
+        `fits`: whether KV of so many tokens has room beside what is cached. Raises what
+        the model raises; the reply is forgotten then.
+        """
+        if not self.unchecked:
+            return False
+        if self._reading is None:
+            reply = self.unchecked[0]
+            if not fits(len(reply.prompt_ids) + len(reply.reply_ids)):
+                self.unchecked.pop(0)
+                return True
+            self._reading = self._check(reply, slice_tokens)
+        try:
+            next(self._reading)
+        except BaseException as end:
+            self.unchecked.pop(0)
+            self._reading = None
+            mx.clear_cache()
+            if not isinstance(end, StopIteration):
+                raise
+        return True
+
+    def _check(self, reply: WarmReply, slice_tokens: int) -> Generator[None]:
+        """Compute a reply again, and note how much it differs."""
+        layer_caches = make_prompt_cache(self._layers)
+        *slices, last = _slices(reply.prompt_ids, slice_tokens)
+        for tokens in slices:
+            self._model(mx.array(tokens)[None], cache=layer_caches)
+            evaluate_caches(layer_caches)
+            yield
+
+        worst = 0.0
+        fed = last
+        for position, token_id in enumerate(reply.reply_ids):
+            logits = self._model(mx.array(fed)[None], cache=layer_caches)[0, -1]
+            if position in reply.noted:
+                logprobs = logits - mx.logsumexp(logits)
+                worst = max(worst, reply.noted[position].difference(logprobs))
+            evaluate_caches(layer_caches)
+            yield
+            fed = np.array([token_id], np.int32)
+        self.n_checked += 1
+        self.worst = max(self.worst, worst)
+        self._metrics.of_tenant(reply.owner.tenant).bump("exact_checks")
+        logger.info(
+            "a reply after %d tokens was computed again without the cache: the largest"
+            " difference of a log-probability is %.2g",
+            len(reply.prompt_ids),
+            worst,
+        )
+
+
+def _slices(ids: TokenIds, n_tokens: int) -> list[TokenIds]:
+    """A prompt in slices; the last token is one by itself (L-11)."""
+    starts = range(0, len(ids) - 1, n_tokens)
+    slices = [ids[start : min(start + n_tokens, len(ids) - 1)] for start in starts]
+    return [*slices, ids[-1:]]
+
+
 # region SCHEDULER =============================================================
 # What the model does next, and for whom.
 #
@@ -16110,7 +16304,8 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # tokens needs its KV twice).
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS,
+#          EXACT CHECKS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -16624,6 +16819,7 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
+        self.warm_reply: WarmReply | None = None  # what of its reply will be checked
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.cache = cache
@@ -16755,6 +16951,8 @@ class RunningRequest:
             self.output_ids.append(NO_TOKEN)
             return
         self.output_ids.append(token_id)
+        if self.warm_reply is not None:
+            self.warm_reply.note(token_id, logprobs)
         n_top = self.request.top_logprobs
         logprob = read_logprobs(logprobs, token_id, n_top) if n_top >= 0 else None
         self.handle.put(TokenEvent(token_id, logprob))
@@ -17545,6 +17743,7 @@ class Scheduler:
         )
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
+        self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
         self.disk: DiskTier | None = None  # ENGINE opens it
         self.disk_fault = ""  # why a folder that cannot be used forgets nothing
         self.waiting: list[RequestHandle] = []  # in the order they came
@@ -17591,6 +17790,7 @@ class Scheduler:
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
+        self.exact_checks.pause()  # whoever is here is served first
         now = self._now()
         # why(L-207): one message to other ranks, however many requests there are.
         handles = [*self.waiting, *(running.handle for running in self.running)]
@@ -17692,6 +17892,8 @@ class Scheduler:
                 key = running.computed_key(self.config.prompt_cache_block_size)
                 span = take_span(running.layer_caches, n_tokens)
                 self.cache.put_back(entry, key, span)
+                if running.warm_reply is not None:
+                    self.exact_checks.add(running.warm_reply)
         except Exception as error:
             self._lockstep.end_ranks_on(error)
             logger.exception("the KV of a request is lost")
@@ -17812,6 +18014,7 @@ class Scheduler:
             )
             # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
+            running.warm_reply = self._choose_for_check(running, match)
             offset = self.reader.prepare(running)
         except Exception as error:
             if running is not None:  # why(L-34): others would wait for its entry
@@ -17830,6 +18033,17 @@ class Scheduler:
             metrics.bump("disk_tokens", handle.disk_tokens)
         self.running.append(running)
         handle.put(offset)
+
+    def _choose_for_check(
+        self, running: RunningRequest, match: PrefixMatch
+    ) -> WarmReply | None:
+        """What is to be noted of its reply; None: it will not be checked."""
+        request = running.request
+        if not self.exact_checks.every or request.images:
+            return None
+        if make_processors(request.sampling, request.constraints):
+            return None  # they change what the model computes
+        return self.exact_checks.choose(match, running.entry, request.key)
 
     def _make_drafters(self, handle: RequestHandle) -> list[Drafter]:
         """What drafts for a request; [] for a second try, and where nothing may."""
@@ -18134,6 +18348,19 @@ class Scheduler:
             files.note_failure(error)
             return False
 
+    def check_some(self, idle_seconds: float) -> bool:
+        """Compute some of a warm reply again; whether there is more to do."""
+        if idle_seconds < CHECK_AFTER_SECONDS:
+            return False
+        free_bytes = self.cache.max_bytes - self.cache.nbytes
+        speed = self.reader.measured_speed or FIRST_SPEED
+        with self.guard():
+            return self.exact_checks.check_some(
+                slice_tokens=max(MIN_SLICE_TOKENS, int(speed * CHECK_SLICE_SECONDS)),
+                fits=lambda n: self.budget.prompt_bytes(n) <= free_bytes,
+            )
+        return False
+
     def describe_cache(
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
@@ -18148,6 +18375,7 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        self.exact_checks.keep(self.cache.entries)
         ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.loaded.vision is not None and ttl_seconds:
             self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
@@ -18158,6 +18386,7 @@ class Scheduler:
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
+        self.exact_checks.forget(tenant, session)
         n_entries = self.cache.evict_session(tenant, session)
         if self.loaded.vision is not None:  # nobody knows whose images they are of
             self.loaded.vision.forget_features()
@@ -18362,6 +18591,7 @@ class EngineReport(TypedDict, total=False):
     capacity_tokens: int  # the longest prompt whose KV fits
     kv_bytes_per_token: int
     prefill_tokens_per_second: float  # of the last slice; absent until there was one
+    exact_worst: float  # only with EXACT_CHECKS, once a reply was checked
     draft_model: DraftGain  # only with DRAFT_MODEL
 
 
@@ -18719,14 +18949,15 @@ class Engine:
             wait_seconds = IDLE_SECONDS if can_rest else 0.0
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._n_waiting = len(scheduler.waiting)
+            idle_seconds = 0.0
             if scheduler.is_busy:
                 scheduler.step()
                 worked_at = lockstep.now()
             else:
                 idle_seconds = lockstep.now() - worked_at
                 self._faults.guard(partial(self._rest, scheduler, idle_seconds))
-            has_more_to_save = scheduler.save_some()
-            can_rest = not (has_more_to_save or scheduler.is_busy)
+            has_more_to_do = scheduler.save_some() or scheduler.check_some(idle_seconds)
+            can_rest = not (has_more_to_do or scheduler.is_busy)
 
             since_report = lockstep.now() - reported_at
             if can_rest or since_report > REPORT_SECONDS:
@@ -18792,6 +19023,8 @@ class Engine:
         speed = scheduler.reader.measured_speed
         if speed is not None:
             report["prefill_tokens_per_second"] = round(speed, 1)
+        if scheduler.exact_checks.n_checked:
+            report["exact_worst"] = scheduler.exact_checks.worst
         if scheduler.draft_model is not None:
             gain = scheduler.draft_model.gain
             plain_steps = round(gain["plain_steps"], 1)
@@ -23772,6 +24005,8 @@ def metrics_text(state: ServerState) -> bytes:
     gauges["prefilling"] = phases["prefill"]
     gauges["decoding"] = phases["decode"]
     gauges["lines"] = len(status["cache"])
+    if "exact_worst" in status["engine"]:
+        gauges["exact_worst"] = status["engine"]["exact_worst"]
     if "disk" in status:
         gauges["disk_bytes"] = status["disk"]["bytes"]
         gauges["disk_written_today_bytes"] = status["disk"]["written_today_bytes"]

@@ -105,6 +105,7 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "ledger_seam_fallback": 0,
         "exact_key_rejected_by_model_lcp": 0,
         "telemetry_dropped": 0,
+        "exact_checks": 0,
         "second_tries": 0,
         "evicted_for_room": 0,
         "evicted_idle": 24000,

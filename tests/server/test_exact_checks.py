@@ -1,0 +1,162 @@
+"""EXACT_CHECKS: warm replies are computed again without the cache, while nobody waits."""
+
+from contextlib import closing
+
+import pytest
+import start_llm as s
+from nights import at_night
+from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
+from status_client import ask, forget, status, words
+from tiny_models import DENSE, HYBRID, tiny_model
+
+HEADERS = {"x-session-id": "checked"}
+
+
+@pytest.fixture(scope="module", params=[DENSE, at_night(HYBRID)])
+def served(request, tmp_path_factory):
+    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
+    with closing(Served(folder, exact_checks=1)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def start(served, monkeypatch):
+    """Nothing is cached or waits to be checked; checks begin when a test lets them."""
+    monkeypatch.setattr(s, "CHECK_AFTER_SECONDS", 1e9)
+    forget(served)
+    checks = checks_of(served)
+    checks.n_checked = checks.worst = 0
+
+
+def checks_of(served):
+    return served.state.engine.call(lambda scheduler: scheduler.exact_checks)
+
+
+def say(served, n_words=200, *, seed=0, **fields):
+    """A conversation's two requests, of which the second one is warm."""
+    messages = [SYSTEM, user(words(n_words, seed))]
+    fields = {"max_tokens": 40, "extra_headers": HEADERS, **fields}
+    first = served.ask(messages, **fields)
+    messages = [*messages, first.answer, user("Go on")]
+    second = served.ask(messages, **fields)
+    assert second.n_cached > 0
+    wait_until_idle(served.state.engine)
+    return second
+
+
+def check_all(served, monkeypatch):
+    monkeypatch.setattr(s, "CHECK_AFTER_SECONDS", 0.0)
+    checks = checks_of(served)
+    wait_until(lambda: not checks.unchecked)
+    return checks
+
+
+def test_a_warm_reply_is_what_the_model_computes_without_the_cache(served, monkeypatch):
+    say(served)
+    n_before = status(served)["counters"]["exact_checks"]
+    checks = check_all(served, monkeypatch)
+
+    assert checks.n_checked == 1
+    assert checks.worst < 1e-3
+    wait_until(lambda: "exact_worst" in status(served)["engine"])
+    assert status(served)["engine"]["exact_worst"] == checks.worst
+    assert status(served)["counters"]["exact_checks"] == n_before + 1
+    metrics = ask(served, "GET", "/metrics")[1]
+    assert f"start_llm_exact_checks_total {n_before + 1}.0" in metrics
+    assert "start_llm_exact_worst " in metrics
+
+
+def test_wrong_kv_is_seen(served, monkeypatch):
+    """Planted: a cached key differs by a tenth."""
+    load_span = s.load_span
+
+    def load_other_kv(layer_caches, span):
+        arrays = [1.1 * array for array in span.arrays]
+        load_span(layer_caches, span._replace(arrays=arrays))
+
+    monkeypatch.setattr(s, "load_span", load_other_kv)
+    say(served)
+    monkeypatch.setattr(s, "load_span", load_span)
+
+    assert check_all(served, monkeypatch).worst > 0.01
+
+
+def test_a_request_that_comes_is_served_before_the_next_slice(served, monkeypatch):
+    say(served, 600)
+    checks = checks_of(served)
+    monkeypatch.setattr(s, "CHECK_SLICE_SECONDS", 0.0)  # slices of MIN_SLICE_TOKENS
+    calls = []  # of the model: where each begins, and whether a check holds KV
+    replies = []
+
+    def come(fed):
+        calls.append((fed[0].at, checks._reading is not None))
+        if len(calls) == 3:
+            replies.append(submit(served))
+
+    with served.holding(come):
+        monkeypatch.setattr(s, "CHECK_AFTER_SECONDS", 0.0)
+        wait_until(lambda: replies and replies[0].times.activity == "ended")
+
+    n_slice = s.MIN_SLICE_TOKENS
+    assert calls[:3] == [(0, True), (n_slice, True), (2 * n_slice, True)]
+    assert not calls[3][1]
+    wait_until(lambda: not checks.unchecked)
+    assert checks.n_checked >= 1  # from its beginning
+
+
+def submit(served):
+    body = {"messages": [SYSTEM, user("Now")], "max_tokens": 2, "temperature": 0}
+    config = served.state.config
+    request = s.parse_chat_request(body, config, request_id="a", headers={})
+    prepared = s.prepare_request(served.state.for_tenant(""), request)
+    return served.state.engine.submit(prepared.engine_request)
+
+
+def test_what_is_forgotten_is_not_checked(served, monkeypatch):
+    say(served)
+    assert checks_of(served).unchecked
+    other = {"x-session-id": "other"}
+    say(served, seed=5, extra_headers=other)
+    ask(served, "DELETE", "/v1/cache?session=checked")
+
+    sessions = [reply.owner.session for reply in checks_of(served).unchecked]
+    assert sessions
+    assert "checked" not in " ".join(sessions)
+    ask(served, "DELETE", "/v1/cache")
+    assert not checks_of(served).unchecked
+
+
+def test_what_is_evicted_is_not_checked(served):
+    say(served)
+    assert checks_of(served).unchecked
+    engine = served.state.engine
+    engine.call(lambda scheduler: scheduler.cache.evict_to_fit(1 << 60))
+    engine.call(lambda scheduler: scheduler.evict_idle())
+    assert not checks_of(served).unchecked
+
+
+def test_replies_whose_probabilities_were_changed_are_not_checked(served):
+    say(served, logit_bias={"5": 1})
+    assert not checks_of(served).unchecked
+
+
+def test_every_nth_is_checked_and_none_by_default(served, monkeypatch):
+    checks = checks_of(served)
+    monkeypatch.setattr(checks, "every", 3)
+    monkeypatch.setattr(checks, "_n_warm", 0)
+    n_before = len(served.exchanges)
+    for seed in range(1, 5):
+        say(served, seed=seed)
+    n_warm = sum(exchange.n_cached > 0 for exchange in served.exchanges[n_before:])
+    assert len(checks.unchecked) == n_warm // 3 > 0
+
+    monkeypatch.setattr(checks, "every", s.Config().exact_checks)
+    for seed in range(5, 8):
+        say(served, seed=seed)
+    assert len(checks.unchecked) == n_warm // 3
+
+
+def test_no_more_wait_than_a_few(served):
+    for seed in range(s.MAX_UNCHECKED + 2):
+        say(served, 30, seed=seed, max_tokens=3)
+    assert len(checks_of(served).unchecked) == s.MAX_UNCHECKED
