@@ -50,19 +50,25 @@ def load_start_llm() -> ModuleType:
     return module
 
 
-load_start_llm()  # from here on, tests write `import start_llm`
-
 # As main() does: a test that serves needs more files than the 256 of macOS.
 with contextlib.suppress(ValueError):
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard_limit))
 
-from engine_fixture import Bench  # noqa: E402
-from tiny_models import tiny_model  # noqa: E402
-
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what only runs at night")
+
+
+def pytest_configure(config):
+    """From here on, tests write `import start_llm`; a process that only hands them out does not."""
+    if not config.getoption("numprocesses", None):
+        load_start_llm()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """By day, real clients (tests/clients) are not even imported: that takes seconds."""
+    return (collection_path.name == "clients" and not config.getoption("--all")) or None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -153,12 +159,16 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders of tiny models, by kind."""
+    from tiny_models import tiny_model
+
     return lambda kind, **size: tiny_model(kind, tmp_path_factory.getbasetemp(), **size)
 
 
 @pytest.fixture
 def bench(models, monkeypatch):
     """Makes engines, which are stopped at the end of the test."""
+    from engine_fixture import Bench
+
     benches = []
 
     def make(kind, size=MappingProxyType({}), **settings):

@@ -25,6 +25,7 @@ import start_llm as s
 from cold_reference import Oracle
 from engine_fixture import GREEDY, Loaded
 from exact_blas import preloading
+from forked_process import ForkedProcess, run_program
 from mlx_lm import load
 from nights import at_night
 from program import CHAT, Program
@@ -64,12 +65,14 @@ def play(folder, model, seed, **settings):
     processes = []
     for report, variables in zip(reports, rank_environment(folder), strict=True):
         report.unlink(missing_ok=True)
-        command = [sys.executable, str(SCENARIO), str(model), str(seed), str(report)]
-        paths = {"PYTHONPATH": f"{TESTS}:{TESTS / 'support'}"}
-        environment = {**os.environ, **preloading(), **variables, **settings, **paths}
-        processes.append(subprocess.Popen(command, env=environment))
-    for process in processes:
-        assert process.wait(timeout=MAX_WAIT_SECONDS) == 0
+        environment = {**os.environ, **preloading(), **variables, **settings}
+        arguments = (str(model), str(seed), str(report))
+        console = report.with_suffix(".txt")
+        process = ForkedProcess(run_program, SCENARIO, console, environment, *arguments)
+        processes.append(process)
+    for process, report in zip(processes, reports, strict=True):
+        status = process.wait(MAX_WAIT_SECONDS)
+        assert status == 0, report.with_suffix(".txt").read_text()
     return [json.loads(report.read_text()) for report in reports]
 
 
@@ -450,6 +453,7 @@ def test_one_command_starts_and_ends_all_ranks(command):
     assert command.wait_for_end() == 0
 
 
+@pytest.mark.slow  # by day: test_a_rank_that_ends_ends_the_command
 def test_the_command_says_why_it_ends_when_a_rank_is_killed(command):
     """Though it stops rank 0 then."""
     command.rank(1).kill()

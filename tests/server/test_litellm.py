@@ -30,7 +30,9 @@ import pytest
 import start_llm as s
 from anthropic_client import SYSTEM, as_chat, ask, react, text, total
 from anthropic_client import user as blocks
+from forked_process import CONTEXT, ForkedProcess, run_proxy_alone
 from litellm_beside import Keeper, Order, is_open, settings_for
+from litellm_stand_in import LISTENS, write_litellm_that_listens
 from replica_choice import STATE_WORDS
 from server_fixture import (
     MAX_WAIT_SECONDS,
@@ -53,13 +55,6 @@ KEY = "hidden words 1"
 PAGE = "https://chat.example"
 LITELLM = Path(sys.executable).with_name("litellm")
 
-# What stands in for LiteLLM. Its last argument is the port. It starts a child of its own.
-LISTENS = """
-import http.server, os, subprocess, sys
-print("environment", sorted(os.environ), "CORS", os.environ.get("LITELLM_CORS_ORIGINS"), flush=True)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), None).serve_forever()
-"""
 DIES = "import time; time.sleep(0.1); raise SystemExit(3)"
 
 
@@ -358,56 +353,22 @@ def test_a_long_log_is_copied_once_and_begun_anew(pump, monkeypatch):
 
 # -- beside a server -------------------------------------------------------------------------------
 
-# What stands in for a server: the real file, with a LiteLLM of the test's.
-SERVER = """
-import json, sys, time
-from pathlib import Path
-import conftest, start_llm as s
-sys.executable, fields = sys.argv[1], json.loads(sys.argv[2])
-config = s.Config(**fields)
-s.start_logging(config)
-proxy = s.Proxy(config)
-with s.run_proxy(config, {"id": "m", "context_length": 1}, proxy):
-    for _ in sys.stdin:
-        proxy.was_reported.wait()
-        print(json.dumps(proxy.body()), flush=True)
-"""
-
 
 class Beside:
     """A process that runs proxy_beside(), and what it leaves."""
 
     def __init__(self, folder: Path, *, port: int | None = None, **fields: Any) -> None:
-        # Beside this Python there is a LiteLLM which only listens.
-        python = folder / "python"
-        programs = {
-            python: f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
-            folder / "litellm": LISTENS,
-        }
-        for program, code in programs.items():
-            program.write_text(code)
-            program.chmod(0o755)
-
+        python = write_litellm_that_listens(folder)
         self.port = port or free_port()
         self._console = folder / "console.txt"
         self.logs = folder / "logs"
         fields["proxy_port"] = self.port
         fields["log_root"] = str(self.logs)
-        command = [sys.executable, "-c", SERVER, str(python), json.dumps(fields)]
-        environment = {
-            **os.environ,
-            "OPENAI_API_KEY": "users-own",
-            "DATABASE_URL": "users-own",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-        }
-        with self._console.open("ab") as console:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=console,
-                env=environment,
-            )
+        self._line, told = CONTEXT.Pipe()
+        self.process = ForkedProcess(
+            run_proxy_alone, python, fields, self._console, told
+        )
+        told.close()
 
     @property
     def output(self) -> str:
@@ -416,10 +377,8 @@ class Beside:
     @property
     def proxy(self) -> dict[str, Any]:
         """As /v1/status would show it."""
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        self._line.send(True)
+        return self._line.recv()
 
     @property
     def says_it_is_up(self) -> bool:
@@ -443,8 +402,8 @@ class Beside:
 
     def end(self) -> int:
         """As a server that was told to: its exit status."""
-        self.process.communicate(timeout=MAX_WAIT_SECONDS)
-        return self.process.returncode
+        self._line.send(False)
+        return self.process.wait(MAX_WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -459,7 +418,7 @@ def server(tmp_path) -> Iterator[Any]:
     yield start
     for program in started:
         program.process.kill()
-        program.process.communicate()
+        program.process.wait(MAX_WAIT_SECONDS)
     wait_until(lambda: not any(is_open(program.port) for program in started))
 
 

@@ -415,15 +415,6 @@ def test_while_it_stops_nobody_new_is_served(stop):
     assert stop["late_status"] == 503
 
 
-def test_a_second_server_on_one_port_says_so_in_one_sentence(shared, folder, tmp_path):
-    program = shared.running()
-    second = Program(tmp_path / "second", folder, port=program.port)
-    assert second.process.wait(timeout=MAX_WAIT_SECONDS) == 2
-    (line,) = second.said.strip().splitlines()
-    assert str(program.port) in line
-    assert "taken" in line
-
-
 def test_a_killed_server_leaves_its_port_free_at_once(shared, folder):
     program = shared.running()
     with streaming(program.port, 100_000, served_end(folder)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import start_llm as s
-from program import Program
+from program import FreshProgram
 from server_fixture import MAX_WAIT_SECONDS, free_port
 from tiny_models import DENSE, tiny_model
 
@@ -180,7 +180,9 @@ def start(tmp_path, model):
     programs = []
 
     def start(**how):
-        programs.append(Program(tmp_path / f"program{len(programs)}", model, **how))
+        programs.append(
+            FreshProgram(tmp_path / f"program{len(programs)}", model, **how)
+        )
         programs[-1].wait_until_ready()
         return programs[-1]
 

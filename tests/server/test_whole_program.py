@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import start_llm
+from litellm_stand_in import write_litellm_that_listens
 from nights import at_night
-from program import BODY_LIMIT, CHAT, Program
+from program import BODY_LIMIT, CHAT, FreshProgram, Program
 from server_fixture import (
     MAX_WAIT_SECONDS,
     SYSTEM,
@@ -43,9 +43,11 @@ def start(tmp_path) -> Iterator[Any]:
     """Start programs; those still running at the end are killed."""
     programs: list[Program] = []
 
-    def start(model: str | Path, **settings: Any) -> Program:
+    def start(
+        model: str | Path, program: type[Program] = FreshProgram, **how: Any
+    ) -> Program:
         folder = tmp_path / f"program{len(programs)}"
-        programs.append(Program(folder, model, **settings))
+        programs.append(program(folder, model, **how))
         return programs[-1]
 
     yield start
@@ -91,19 +93,23 @@ def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
 
 
 def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
+    """Beside one that can: copied alone, so without a proxy, and with few open files."""
     unknown = tmp_path / "unknown"
     shutil.copytree(model, unknown)
     config = json.loads((unknown / "config.json").read_text("utf-8"))
     config["model_type"] = "nope7"
     (unknown / "config.json").write_text(json.dumps(config), "utf-8")
 
-    first = start(model)
+    first = start(model, open_files=1024, ENABLE_PROXY="true")
     first.wait_until_ready()
+    wait_until(lambda: first.said.count("no proxy") == 1)
     refused = {
         "missing": start(tmp_path / "missing"),
-        "nope7": start(unknown),
-        str(first.port): start(model, port=first.port),
-        "API_KEY": start(model, MLX_HOST="0.0.0.0"),
+        "nope7": start(unknown, Program),
+        f"port {first.port} on 127.0.0.1 is taken": start(
+            model, Program, port=first.port
+        ),
+        "API_KEY": start(model, Program, MLX_HOST="0.0.0.0"),
     }
     for reason, program in refused.items():
         assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 2
@@ -114,14 +120,8 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         assert "Traceback" not in program.said
 
     assert first.get("/health")[0] == 200
-
-
-def test_a_low_limit_of_open_files_is_enough(start, model):
-    enough = start(model, open_files=1024)
-
-    enough.wait_until_ready()
-    assert enough.end(signal.SIGTERM) == 0
-    assert "Traceback" not in enough.said
+    assert first.end(signal.SIGTERM) == 0
+    assert "Traceback" not in first.said
 
 
 # -- LiteLLM beside it -----------------------------------------------------------------------------
@@ -136,17 +136,8 @@ def is_up(port: int) -> bool:
     return False
 
 
-def test_copied_alone_it_says_that_there_is_no_proxy_and_serves(start, model):
-    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(free_port()))
-    program.wait_until_ready()
-    wait_until(lambda: program.said.count("no proxy") == 1)
-    assert program.end(signal.SIGTERM) == 0
-
-
 @pytest.mark.parametrize("ending", [at_night("killed"), "told twice"])
 def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ending):
-    if not Path(sys.executable).with_name("litellm").exists():
-        pytest.skip("LiteLLM is not installed")
     helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
     copies = tmp_path / "program0" / "scripts" / "helpers"
     copies.mkdir(parents=True)
@@ -158,7 +149,9 @@ def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, en
     ):
         shutil.copy(helpers / name, copies / name)
     port = free_port()
-    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))
+    python = write_litellm_that_listens(tmp_path)
+    settings = {"ENABLE_PROXY": "true", "PROXY_PORT": str(port), "BESIDE": str(python)}
+    program = start(model, Program, **settings)
     program.wait_until_ready()
     wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said)
     family = psutil.Process(program.process.pid).children(recursive=True)
@@ -416,7 +409,7 @@ def test_it_stands_clients_that_leave_and_requests_that_are_wrong(
 ):
     n_disconnects = N_DISCONNECTS if pytestconfig.getoption("--all") else 130
     end = Scribe(model).end
-    program = start(model)
+    program = start(model, Program)
     program.wait_until_ready()
     replies = converse(program.port, seed=2)
     # what is kept for good, buffers and memories of fixed size, fills up

@@ -12,6 +12,7 @@ from typing import Any
 
 import start_llm
 from exact_blas import preloading
+from forked_process import ForkedProcess, run_program
 from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 
 BODY_LIMIT = 1 << 20
@@ -22,7 +23,12 @@ CHAT = "/v1/chat/completions"
 
 
 class Program:
-    """start-llm.py, copied to a folder of its own, running there in a process."""
+    """start-llm.py, copied to a folder of its own, running there in a process.
+
+    It is forked from one that has the libraries loaded; a FreshProgram is not.
+    """
+
+    is_forked = True
 
     def __init__(
         self,
@@ -50,6 +56,14 @@ class Program:
             **more,
         }
 
+        self.process: subprocess.Popen | ForkedProcess
+        environment = {**os.environ, **preloading(), **settings}
+        if self.is_forked:
+            self._stderr.touch()
+            script = folder / "start-llm.py"
+            self.process = ForkedProcess(run_program, script, self._stderr, environment)
+            return
+
         command = [sys.executable, "start-llm.py"]
         if open_files is not None:
             limit = f'ulimit -n {open_files}; exec "$@"'
@@ -59,7 +73,7 @@ class Program:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, **preloading(), **settings},
+                env=environment,
                 stderr=file if stderr is None else stderr,
             )
 
@@ -100,3 +114,9 @@ class Program:
         """Send a signal; the exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout=MAX_WAIT_SECONDS)
+
+
+class FreshProgram(Program):
+    """One that starts as its user starts it, with imports."""
+
+    is_forked = False

@@ -1,4 +1,4 @@
-"""One rank of a scenario, for test_cluster.py: python rank_scenario.py FOLDER SEED REPORT.
+"""One rank of a scenario, for test_cluster.py: rank_scenario.py FOLDER SEED REPORT.
 
 Rank 0 submits requests at random moments: they share prefixes, go on from each other, batch,
 are cancelled and evicted. Then it asks for each finished reply once more, without a cache. Both
@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import conftest  # noqa: F401 - loads start_llm
+import forked_libraries  # noqa: F401 - loads start_llm
 import numpy as np
 import start_llm as s
 from engine_fixture import GREEDY, words

@@ -148,6 +148,7 @@ def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
             assert set(function["arguments"]) == set(PARAMETERS[function["name"]])
 
 
+@one_kind_each
 def test_text_and_calls_are_both_common(loaded, replies):
     with_call = sum("<tool_call>" in loaded.text(reply) for _, reply in replies)
     assert 4 <= with_call <= 16
@@ -165,11 +166,13 @@ def test_sampled_replies_parse_too(loaded):
     assert len({tuple(reply) for reply in sampled}) > 3
 
 
+@one_kind_each
 def test_reply_retokenises_to_itself(loaded, replies):
     for _, reply in replies:
         assert loaded.encode(loaded.text(reply)) == reply
 
 
+@one_kind_each
 def test_parsed_reply_renders_to_the_generated_tokens(loaded, replies):
     for prompt, reply in replies:
         if reply[-1] not in loaded.tokenizer.eos_token_ids:
@@ -226,6 +229,7 @@ def test_warm_logits_equal_cold_logits(loaded):
         assert mx.abs(mx.concatenate(pieces) - cold).max().item() <= allowed
 
 
+@one_kind_each
 def test_a_skipped_token_changes_the_logits(loaded):
     prompt = loaded.prompt(4, n_words=150)
     shorter = prompt[:100] + prompt[101:]
@@ -235,6 +239,7 @@ def test_a_skipped_token_changes_the_logits(loaded):
     assert mx.abs(cold - wrong).max().item() > 1e-3
 
 
+@one_kind_each
 @pytest.mark.parametrize("name", ["read", "list_files"])
 @pytest.mark.parametrize("line_end", ["", "\n"])
 def test_a_forced_opening_becomes_a_whole_call(loaded, name, line_end):
