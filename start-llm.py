@@ -7237,10 +7237,17 @@ type _SavedIds = Annotated[
 class LedgerRecord:
     """What the ledger has under a key. Its lock guards these fields, which change.
 
-    A record may continue another one, or stand for it: its parent. It is held by its
-    key, and by each record that is held and has it for a parent. With its last holder it
-    goes, from the count of bytes and from the file. So a parent may stay when it is
-    found no more.
+    Its parent is the record that it continues, or stands for:
+
+        found under                         record          its parent
+        "hi" "Hello!"                       transcript 1
+        "hi" "Hello!" "and?" "Nothing."     transcript 2    transcript 1
+        the system prompt                   head
+        the system prompt, in session s     alias           head
+
+    It is held by its key, and by each record that is held and has it for a parent. With
+    its last holder it goes, from the count of bytes and from the file: transcript 1 may
+    be found no more, and stays as long as transcript 2.
     """
 
     parent: LedgerRecord | None = None
@@ -7453,25 +7460,24 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 #
 # "The last call" is the last one that was generated in the transcript. Its id is random
 # and not part of the key, so a client that sends it was given it in this conversation,
-# and may have changed what comes before it (L-103). If the client does not send it, it
-# may change nothing: "the last call" is then message 0. But whoever clones a chat has
-# the ids of its calls, too (L-106): they count less in a request with "another head",
-# a system prompt with a private value that the transcript has never stated.
+# and may have changed what comes before it (L-103). But whoever clones a chat has the
+# ids of its calls, too (L-106): they count less in a request with "another head", a
+# system prompt with a private value that the transcript has never stated.
 #
-# What is checked, by the session of the request:
+# Of any session thinking, and the "cd" before a command, may be dropped by the client,
+# but not be changed. Nothing else is checked where the transcript is of the session of
+# the request. Elsewhere:
 #
-#                                  request -> transcript:   transcript -> request:
-#                                  every note must have     every private value must
-#                                  been stated, from        be sent, from
-#     the transcript's session     not checked              not checked
-#     another one that has a name  the last call            message 0
-#     anonymous                    the last call            the last call
-#     anonymous, another head      the last call            message 0
+#                                        has to be   in messages
+#     a note that the request has        stated      from the last call on
+#     a note that was stated             sent        all, if there is no last call and
+#                                                    one of both sessions has a name
+#     a private value that was stated    sent        from the last call on; all, if the
+#                                                    request has a session, or another
+#                                                    head
 #
-# For all four: thinking, and the "cd" before a command, may be dropped by the client,
-# but not be changed. And if one of both sessions has a name, the request must have all
-# notes that were stated, unless it has the last call: they are for somebody else
-# (L-216). Of two anonymous ones nobody knows: a client drops notes as they grow old.
+# Without a last call, all are from it on. A note that is not sent may be for somebody
+# else (L-216); but of two anonymous ones, a client drops notes as they grow old.
 #
 # Of other records the key says for whom they are:
 #
@@ -7596,10 +7602,10 @@ class Ledger:
     For any thread, in memory. It records and finds; what a prompt becomes is decided by
     PromptPlanner. A model of its own needs a ledger of its own: no key names the model.
 
-    why(L-135): a record is counted while it is found, or another one that is continues
-    it. why(L-128): all of it is counted in bytes, and of a request that is refused nothing
-    is remembered. Until a request is accepted, only its plan holds what it begins with.
-    The ledger finds it there, so that requests planned at the same time begin alike.
+    why(L-128): all of it is counted in bytes, each record as long as it is held (L-135).
+    Of a request that is refused nothing is remembered. Until a request is accepted, only
+    its plan holds what it begins with. The ledger finds it there (`_planned`), so that
+    requests planned at the same time begin alike.
     """
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
@@ -7653,19 +7659,18 @@ class Ledger:
         head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
         key = _digest(head_key, tuple(head.stated.pinned))
+        # For all sessions: one with other private values or notes is another head.
+        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
         # why(L-106): a session has its own head again, whatever values it sends now.
         session_key = b""
         if conversation.session:
             session_key = _digest(key, conversation.session)
-        # For all others, one with other private values or notes is another head.
-        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
 
         with self._ledger_lock:
-            start = self._find_start(session_key, RenderedHead)
-            if start is not None:
-                start_key = start.key
-            else:
-                start = self._find_start(start_key, RenderedHead)
+            own_start = self._find_start(session_key, RenderedHead)
+            if own_start is not None:
+                start_key = own_start.key
+            start = own_start or self._find_start(start_key, RenderedHead)
             if start is None:
                 start = RenderedHead(restated=head)
                 self._planned[start_key] = start
@@ -7736,7 +7741,7 @@ class Ledger:
         signature = thinking_signature(text)
         with self._ledger_lock:
             for key in _thinking_keys(reply, context, signature=signature):
-                self._place(key, thought, session_id=session_id, now=now)
+                self._add_key(key, thought, session_id=session_id, now=now)
             self._expire(now)
 
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
@@ -7749,7 +7754,7 @@ class Ledger:
         transcript = plan.transcript
         with self._ledger_lock:
             for key, start in plan.starts.items():
-                self._place(key, start, session_id=session_id, now=now)
+                self._add_key(key, start, session_id=session_id, now=now)
             if transcript is not None:
                 self._mark_used(transcript.part_of or transcript, now)
             self._mark_past_used(plan.conversation)
@@ -7920,10 +7925,10 @@ class Ledger:
                 found.append(part)
         return found
 
-    def _place(
+    def _add_key(
         self, key: bytes, target: LedgerRecord, *, session_id: str, now: float
     ) -> None:
-        """Let a record be found under a key, which may be one more; it is used now.
+        """Let a record be found under a key, by an alias if it has one; it is used now.
 
         An alias is of the session that has used it last.
         """
@@ -8028,18 +8033,15 @@ class Ledger:
     def _mark_past_used(self, conversation: Conversation) -> None:
         """Move the transcripts of a conversation to the end, the shortest last.
 
-        So a transcript expires after those that continue it, and hold it.
+        So a transcript goes after those that continue it, and hold it, though its own
+        `last_used` may be older.
         """
         for key in reversed(conversation.prefix_keys):
             if key in self._records:
                 self._records.move_to_end(key)
 
     def _expire(self, now: float) -> None:
-        """Drop the least recently used while they are too old, or all are too large.
-
-        The order is that of conversations, `last_used` that of single transcripts: an
-        older one may stand after a younger one that continues it, and goes with it.
-        """
+        """Drop the least recently used while they are too old, or all are too large."""
         max_idle_seconds = self._config.ledger_ttl_seconds or math.inf
         while self._records:
             key, oldest = next(iter(self._records.items()))
