@@ -37,6 +37,8 @@ hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeat")
 
+pytest.register_assert_rewrite("drafting")  # its assertions are those of tests
+
 SOURCE = Path(os.environ.get("START_LLM") or Path(__file__).parents[1] / "start-llm.py")
 
 

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import start_llm as s
-from engine_fixture import GREEDY, words
+from engine_fixture import words
+from nights import at_night
 from server_fixture import wait_until, wait_until_idle
 from test_engine_limits import Poisoned, is_exact
 
@@ -71,109 +72,6 @@ def forget(bench):
     bench.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
 
 
-SEEDED = GREEDY.model_copy(update={"temperature": 0.9, "top_k": 20, "seed": 4})
-PENALTY = GREEDY.model_copy(update={"repetition_penalty": 1.3})
-
-
-def end_thinking():
-    return s.limit_thinking(7, start=[], ends=[11])
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"sampling": SEEDED},
-        {"sampling": PENALTY},
-        {"constraints": (end_thinking,)},
-        {"constraints": (lambda: s.forbid_tokens(range(10, 200)),)},
-        {"top_logprobs": 3},
-    ],
-    ids=["greedy", "seeded", "penalty", "thinking", "forbidden", "logprobs"],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reply_is_the_same_and_has_all_its_tokens(bench, several, kind, fields):
-    b = bench(kind)
-    prompt = words(np.random.default_rng(1), 100)
-    expected_ids, expected_end, _ = b.ask(prompt, n=33, **fields)
-    forget(b)
-    several()
-
-    ids, end, ticket = b.ask(prompt, n=33, **fields)
-
-    assert ids == expected_ids
-    assert end.reason == expected_end.reason == "length"
-    if not fields:
-        assert is_exact(b, kind, ticket, ids)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_end_token_ends_a_reply_wherever_it_comes(bench, several, monkeypatch, kind):
-    b = bench(kind)
-    several()
-    rng = np.random.default_rng(2)
-    for _ in range(4):
-        prompt = words(rng, 60)
-        plain_ids, _, _ = b.ask(prompt, n=30)
-        end_ids = frozenset(plain_ids[12:13])
-
-        def set_ends(scheduler, end_ids=end_ids):
-            object.__setattr__(scheduler.loaded, "eos_ids", end_ids)
-
-        b.engine.call(set_ends)
-        monkeypatch.setattr(SeveralAtOnce, "end_ids", end_ids)
-        ids, end, ticket = b.ask(prompt, n=30)
-        assert end.reason == "stop"
-        assert ids == plain_ids[: plain_ids.index(plain_ids[12]) + 1]
-
-        b.engine.call(lambda scheduler: set_ends(scheduler, frozenset()))
-        monkeypatch.setattr(SeveralAtOnce, "end_ids", frozenset())
-        more_ids, end, ticket = b.ask(prompt + ids + words(rng, 10), n=3)
-        assert is_exact(b, kind, ticket, more_ids)
-        assert end.cached_tokens == len(prompt + ids)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_reply", range(20, 26))
-def test_what_goes_on_with_a_part_of_a_reply_is_exact(bench, several, kind, n_reply):
-    """The state that is kept from before the last step stands where that step began."""
-    b = bench(kind)
-    n_accepted = several()
-    rng = np.random.default_rng(n_reply)
-    prompt = words(rng, 90)
-    ids, _, _ = b.ask(prompt, n=n_reply)
-    n_last = n_accepted[-1]
-
-    for n_cut in sorted({n_last, 1, 2, 3}):
-        part = prompt + ids[: len(ids) - n_cut]
-        more_ids, end, ticket = b.ask(part + words(rng, 20), n=4)
-        assert is_exact(b, kind, ticket, more_ids)
-        if n_cut == n_last:
-            assert end.cached_tokens == len(part)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_come_and_go_in_batches_are_exact(bench, several, kind):
-    b = bench(kind)
-    several()
-    rng = np.random.default_rng(3)
-    prompts = [words(rng, n) for n in (50, 120, 70, 60)]
-    tickets = [
-        b.submit(prompt, n=n)
-        for prompt, n in zip(prompts, (40, 25, 33, 12), strict=True)
-    ]
-
-    for prompt, ticket in zip(prompts, tickets, strict=True):
-        ids, end = b.finish(ticket)
-        assert len(ids) == ticket.request.max_tokens
-        assert end.reason == "length"
-        assert is_exact(b, kind, ticket, ids)
-        more_ids, _, again = b.ask(prompt + ids + words(rng, 10), n=3)
-        assert is_exact(b, kind, again, more_ids)
-
-
 def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch):
     b = bench("qwen3_5")
     several()
@@ -204,7 +102,9 @@ def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch)
     assert is_exact(b, "qwen3_5", again, more_ids)
 
 
-@pytest.mark.parametrize("position", range(104, 112))
+@pytest.mark.parametrize(
+    "position", [104, 107, 108, *map(at_night, (105, 106, 109, 110, 111))]
+)
 def test_a_token_of_no_numbers_fails_a_reply_wherever_it_comes(
     bench, several, position
 ):

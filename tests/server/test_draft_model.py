@@ -11,10 +11,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
-from engine_fixture import VOCAB, words
-from mlx_lm import load
+from drafting import (
+    check_a_burst_may_be_cancelled,
+    check_others_may_join,
+    check_same_reply,
+    count_guesses,
+    follow,
+    forced,
+)
+from engine_fixture import words
 from mlx_lm.models.cache import make_prompt_cache
-from numpy.testing import assert_allclose
+from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until
 from test_drafts import (
     DIFFERS,
@@ -22,7 +29,6 @@ from test_drafts import (
     PENALTY,
     SEEDED,
     TOLERANCES,
-    forced,
     state_not_put_back,
 )
 from tiny_models import DENSE, HYBRID, SLIDING
@@ -53,26 +59,6 @@ def engines(bench, drafting):
     return lambda kind: (bench(kind, speculation="off"), drafting(kind))
 
 
-def counters(bench):
-    snapshot = bench.metrics.snapshot()
-    return snapshot["draft_model_tokens"], snapshot["draft_model_tokens_accepted"]
-
-
-def follow(folder, prompt, rng, n, every):
-    """What the model of a folder says, with a random token now and then."""
-    model, _ = load(str(folder))
-    caches = make_prompt_cache(model)
-    reply = []
-    logits = model(mx.array(prompt)[None], cache=caches)
-    for _ in range(n):
-        token_id = mx.argmax(logits[0, -1]).item()
-        if rng.random() < 1 / every:
-            token_id = int(rng.integers(10, VOCAB))
-        reply.append(token_id)
-        logits = model(mx.array([[token_id]]), cache=caches)
-    return reply
-
-
 # -- in the engine -------------------------------------------------------------------------
 
 
@@ -88,7 +74,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(drafting):
         b.ask(head + words(rng, 25 + 40 * n), n=30)  # another one, alike at first
         past = past + ids + words(rng, 5)
 
-    n_drafted, n_right = counters(b)
+    n_drafted, n_right = count_guesses(b)
     assert n_drafted == n_right > 200
 
 
@@ -114,18 +100,12 @@ def test_a_reply_is_the_same_with_a_draft_model_and_without(
         if n_others is not None:
             reply = follow(models(DENSE), prompt, rng, n=80, every=12)
             fields["constraints"] = (forced(reply, n_others=n_others),)
-        expected, _, plain_ticket = plain.ask(prompt, n=80, **fields)
-        ids, _, ticket = b.ask(prompt, n=80, **fields)
-        assert ids == expected
-        tolerance = {"atol": TOLERANCES[kind], "rtol": 0.0}
-        assert_allclose(b.seen[ticket], plain.seen[plain_ticket], **tolerance)
+        n_lost = check_same_reply(
+            plain, b, prompt, tolerance=TOLERANCES[kind], **fields
+        )
+        assert n_lost <= 2
 
-        follow_up = prompt + ids + words(rng, 9)
-        ids, end, ticket = b.ask(follow_up, n=5)
-        assert end.cached_tokens >= len(follow_up) - 11
-        assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
-
-    n_drafted, n_right = counters(b)
+    n_drafted, n_right = count_guesses(b)
     assert n_drafted > 0
     if not n_others:  # else the reply may have nothing of what the draft model says
         assert n_right > 0
@@ -152,33 +132,21 @@ def test_another_model_that_is_wrong_changes_nothing(bench, drafting):
 
     assert ids == expected
     assert b.largest_difference(ticket, ids) == 0.0
-    n_drafted, n_right = counters(b)
+    n_drafted, n_right = count_guesses(b)
     assert n_drafted > 5 * n_right
 
 
-@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+@pytest.mark.parametrize("kind", [at_night(DENSE), HYBRID])
 def test_requests_that_join_and_leave_change_nothing(drafting, models, kind):
     b = drafting(kind)
     rng = np.random.default_rng(6)
     past = words(rng, 60)
     reply = follow(models(DENSE), past, rng, n=150, every=15)
-    one = b.submit(past, n=150, constraints=(forced(reply),))
-    others = []
-    for number in range(4):
-        time.sleep(0.02)
-        others.append(b.submit(words(rng, 150 + number), n=10))
-    ids, _ = b.finish(one)
-    assert ids == reply
-    for ticket in others:
-        other_ids, _ = b.finish(ticket)
-        assert b.largest_difference(ticket, other_ids) == 0.0
-
-    ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
-    assert b.largest_difference(ticket, ids) == 0.0
-    assert counters(b)[1] > 0
+    check_others_may_join(b, past, reply, rng=rng)
+    assert count_guesses(b)[1] > 0
 
 
-@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+@pytest.mark.parametrize("kind", [at_night(DENSE), HYBRID])
 def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(
     drafting, models, kind
 ):
@@ -186,22 +154,7 @@ def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(
     rng = np.random.default_rng(7)
     past = words(rng, 60)
     reply = follow(models(DENSE), past, rng, n=100, every=15)
-    for n_read in (1, 9, 30):
-        ticket = b.submit(past, n=100, constraints=(forced(reply),))
-        ids = []
-        while len(ids) < n_read:
-            event = ticket.next_event(60)
-            if isinstance(event, s.TokenEvent):
-                ids.append(event.token_id)
-        ticket.stop_reason = "cancelled"
-        rest, _ = b.finish(ticket)
-        ids += rest
-        assert ids == reply[: len(ids)]
-
-        prompt = past + ids + words(rng, 12)
-        ids, end, ticket = b.ask(prompt, n=4)
-        assert end.cached_tokens >= len(prompt) - 12 - 2
-        assert b.largest_difference(ticket, ids) == 0.0
+    check_a_burst_may_be_cancelled(b, past, reply, rng=rng)
 
 
 def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch):
@@ -226,7 +179,7 @@ def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch
 
     assert ids == expected
     assert 32 < most <= 64 + 6
-    assert counters(b)[0] > 0
+    assert count_guesses(b)[0] > 0
 
 
 def test_a_draft_model_that_fails_costs_nobody_anything(drafting, monkeypatch, caplog):

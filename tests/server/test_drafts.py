@@ -8,9 +8,14 @@ import httpx
 import numpy as np
 import pytest
 import start_llm as s
+from drafting import (
+    check_a_burst_may_be_cancelled,
+    check_others_may_join,
+    check_same_reply,
+    forced,
+)
 from engine_fixture import GREEDY, words
 from nights import at_night
-from numpy.testing import assert_allclose
 from server_fixture import Served, user, wait_until, wait_until_idle
 from tiny_models import DENSE, HYBRID, MLA, SLIDING, TOOLS, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
@@ -324,18 +329,6 @@ def eager(monkeypatch):
     monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
 
 
-def forced(reply, *, n_others=0):
-    """A constraint that leaves one token at each place, or some, while it lasts."""
-
-    def begin():
-        for token_id in reply:
-            flags = s._flag_ids([*range(10, 10 + n_others), token_id])
-            yield s.AllowedTokens(flags, others=False)
-        yield s.AllowedTokens(n_steps=s._FOREVER)
-
-    return begin
-
-
 def copies_with_faults(rng, source, n, every):
     """A reply that copies parts of a text, with other tokens in between."""
     reply = []
@@ -405,15 +398,8 @@ def test_a_reply_is_the_same_with_drafts_and_without(
         prompt = words(rng, 60) * 3
         if n_others is not None:
             fields["constraints"] = (forced(prompt[:60] * 2, n_others=n_others),)
-        expected, _, plain_ticket = plain.ask(prompt, n=100, **fields)
-        ids, _, ticket = drafting.ask(prompt, n=100, **fields)
-        assert ids == expected
-        tolerance = {"atol": TOLERANCES[kind], "rtol": 0.0}
-        assert_allclose(drafting.seen[ticket], plain.seen[plain_ticket], **tolerance)
-
-        follow_up = prompt + ids + words(rng, 9)
-        ids, _, ticket = drafting.ask(follow_up, n=5)
-        assert drafting.largest_difference(ticket, ids) <= TOLERANCES[kind]
+        same = {"n": 100, "tolerance": TOLERANCES[kind], **fields}
+        check_same_reply(plain, drafting, prompt, **same)
 
     counted = counters(drafting)
     assert counted["draft_steps"] > 0
@@ -455,28 +441,17 @@ def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [HYBRID, SLIDING, *map(at_night, (DENSE, MLA))])
 def test_requests_that_join_and_leave_change_nothing(bench, kind):
     b = bench(kind, speculation="auto")
     rng = np.random.default_rng(5)
     past = words(rng, 300)
     reply = copies_with_faults(rng, past, 150, 12)
-    one = b.submit(past, n=150, constraints=(forced(reply),))
-    others = []
-    for number in range(4):
-        time.sleep(0.02)
-        others.append(b.submit(words(rng, 250 + number), n=10))
-    ids, _ = b.finish(one)
-    assert ids == reply
-    for ticket in others:
-        other_ids, _ = b.finish(ticket)
-        assert b.largest_difference(ticket, other_ids) <= TOLERANCES[kind]
-
-    ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
-    assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
+    check_others_may_join(b, past, reply, rng=rng, tolerance=TOLERANCES[kind])
     assert counters(b)["draft_steps"] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("first", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -504,27 +479,14 @@ def test_who_is_left_alone_is_sampled_its_own_way(bench, monkeypatch, kind, firs
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [HYBRID, SLIDING, *map(at_night, (DENSE, MLA))])
 def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
     b = bench(kind, speculation="auto")
     rng = np.random.default_rng(6)
     past = words(rng, 200)
-    for n_read in (1, 9, 30, 70):
-        reply = copies_with_faults(rng, past[:200], 150, 10)
-        ticket = b.submit(past, n=150, constraints=(forced(reply),))
-        ids = []
-        while len(ids) < n_read:
-            event = ticket.next_event(60)
-            if isinstance(event, s.TokenEvent):
-                ids.append(event.token_id)
-        ticket.stop_reason = "cancelled"
-        rest, _ = b.finish(ticket)
-        ids += rest
-        assert ids == reply[: len(ids)]
-
-        prompt = past + ids[:n_read] + words(rng, 12)
-        ids, _, ticket = b.ask(prompt, n=4)
-        assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
+    reply = copies_with_faults(rng, past, 150, 10)
+    tolerance = TOLERANCES[kind]
+    check_a_burst_may_be_cancelled(b, past, reply, rng=rng, tolerance=tolerance)
 
 
 @pytest.mark.usefixtures("eager")
@@ -586,7 +548,7 @@ def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(
     drafting = Served(folder)
     try:
         for name, fields in BODIES.items():
-            check_same_reply(plain, drafting, name, fields)
+            check_same_answer(plain, drafting, name, fields)
         counts = drafting.state.metrics.snapshot()
         assert counts["draft_tokens_accepted"] > 20
     finally:
@@ -595,7 +557,7 @@ def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+@pytest.mark.parametrize("kind", [at_night(DENSE_VISION), HYBRID_VISION])
 def test_after_an_image_a_reply_is_the_same_with_drafts_and_without(
     kind, monkeypatch, tmp_path
 ):
@@ -627,7 +589,7 @@ def without_ids(answer):
     return {**answer, "tool_calls": calls}
 
 
-def check_same_reply(plain, drafting, name, fields):
+def check_same_answer(plain, drafting, name, fields):
     """Without a stop string, and with one that is a part of the reply, inside a burst."""
     fields = {"max_tokens": 70, "temperature": 0, **fields}
     messages = [user(f"{name}: " + "read src/server/main.py and say it again. " * 4)]

@@ -668,8 +668,8 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
                 raise RuntimeError("planted")
 
         b.model.before_call = fail
-        with pytest.raises(AssertionError):
-            b.finish(b.submit(past, n=8))
+        _, end = b.outcome(b.submit(past, n=8))
+        assert isinstance(end, s.GenerationFailed)
         b.model.before_call = lambda _rows: None
         ids, _, ticket = b.ask(past)
         assert b.largest_difference(ticket, ids) == 0.0

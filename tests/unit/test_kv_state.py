@@ -138,7 +138,7 @@ def test_taking_and_lending_moves_the_buffers():
 
 
 def test_taking_a_span_notices_layers_at_different_depths():
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="disagree on depth"):
         s.take_span([kv_leaf(10), kv_leaf(9)], 10)
 
 
