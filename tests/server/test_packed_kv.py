@@ -478,7 +478,7 @@ def test_attention_of_packed_kv_refuses_what_it_would_read_wrongly(n_tokens, mas
     array = mx.quantize(mx.random.normal((1, 2, 9, 64)), group_size=64, bits=8)
     queries = mx.zeros((1, 2, n_tokens, 64))
 
-    with pytest.raises(AssertionError, match="to be hidden|to be added"):
+    with pytest.raises(AssertionError, match=r"to be hidden|to be added"):
         s._attend_packed(
             queries, array, array, scale=1.0, mask=mask, group_size=64, bits=packing
         )

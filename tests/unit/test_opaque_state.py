@@ -178,7 +178,7 @@ def test_arrays_are_found_wherever_they_are():
 def test_a_shallow_copy_would_be_noticed(monkeypatch):
     """The planted fault: what a call that replaces its arrays would allow."""
     monkeypatch.setattr(s, "deepcopy", lambda fields, _: copy.copy(fields))
-    with pytest.raises(AssertionError, match="assert .* == "):
+    with pytest.raises(AssertionError, match=r"assert .* == "):
         test_copies_are_whole_and_no_write_is_seen_in_another("QSAKVCache")
 
 
