@@ -812,7 +812,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # for one request; 0: no limit
-    loop_guard_tokens: _Count = 2048  # a reply that repeats itself for so many ends
+    loop_guard_tokens: _Count = (
+        0  # a reply that repeats itself for so many ends; 0: none
+    )
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0: no limit
     kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends

@@ -25,7 +25,7 @@ def encode():
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-GUARD = {"min_tokens": 2048, "min_repeats": s.MIN_REPEATS}  # as by default
+GUARD = {"min_tokens": 2048, "min_repeats": s.MIN_REPEATS}  # as is advised
 
 
 def find_end(ids, **rule):
