@@ -812,12 +812,11 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # for one request; 0: no limit
-    loop_guard_tokens: _Count = (
-        0  # a reply that repeats itself for so many ends; 0: none
-    )
+    loop_guard_tokens: _Count = 0  # a reply ends that repeats itself for so many
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0: no limit
     kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends
+    idle_unload_seconds: _Seconds = 0.0  # until weights are freed; 0: never
 
     # One model over several machines, which start_cluster.py starts
     cluster_port: _Port = 32300  # rank 0 listens there for the others
@@ -10575,6 +10574,12 @@ class PrefixCache:
                 self._tree.truncate(entry, 0)
                 self._metrics_of(entry.owner).bump("evicted_idle")
 
+    def evict_where(self, is_kept_elsewhere: Callable[[CacheEntry], bool]) -> None:
+        """Evict what has a copy, branches first; a branch without one keeps its path."""
+        while entries := list(filter(is_kept_elsewhere, self._tree.leaves())):
+            for entry in entries:
+                self._tree.truncate(entry, 0)
+
     def evict_session(self, tenant: str, session: str | None) -> int:
         """Evict what rests of a session, or of a tenant (None), and no branch needs.
 
@@ -11859,6 +11864,11 @@ class DiskTier:
             saved_end = self._find_saved(entry).depth
         min_new = MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
         return entry.end - saved_end >= min_new
+
+    def has_all(self, entry: CacheEntry) -> bool:
+        """Whether files have an entry, but for less than is worth one."""
+        n_saved = self._find_saved(entry).depth
+        return n_saved > 0 and entry.end - n_saved < MIN_SEGMENT_TOKENS
 
     def _find_saved(self, entry: CacheEntry) -> DiskMatch:
         """What files have of an entry."""
@@ -13703,6 +13713,35 @@ def load_model(
     is_head = _read_config_file(draft_path).get("model_type") in HEAD_TARGETS
     load_drafting = _load_draft_head if is_head else _load_draft_model
     return replace(loaded, draft_model=load_drafting(draft_path, loaded, config))
+
+
+def free_weights(loaded: LoadedModel) -> None:
+    """Give the memory of the weights back; only reload_weights() may follow.
+
+    Whoever refers to the model keeps it: its arrays are empty meanwhile.
+    """
+    for module in _modules_of(loaded):
+        module.update(tree_map(lambda _: mx.zeros((0,)), module.parameters()))
+
+
+def reload_weights(loaded: LoadedModel, config: Config) -> None:
+    """Read again what was freed. Raises ModelError."""
+    fresh = load_model(loaded.path, config)
+    if fresh.revision != loaded.revision:
+        raise ModelError(f"the weights in {loaded.path} are others than at the start")
+    for module, other in zip(_modules_of(loaded), _modules_of(fresh), strict=True):
+        module.update(other.parameters())
+
+
+def _modules_of(loaded: LoadedModel) -> list[Any]:
+    """The model, and what drafts for it."""
+    match loaded.draft_model:
+        case None:
+            return [loaded.model]
+        case LoadedDraftHead(head=head):
+            return [loaded.model, head.model]
+        case LoadedDraftModel(model=draft_model):
+            return [loaded.model, draft_model]
 
 
 def _load_kind(path: Path, config: Config) -> LoadedModel:
@@ -18336,15 +18375,20 @@ class Scheduler:
         handle.begin_again(self._now())
         self.waiting.insert(0, handle)
 
-    def save_some(self) -> bool:
-        """Bring some KV to the disk; whether there is more to do."""
+    def save_some(self, *, is_closing: bool = False) -> bool:
+        """Bring some KV to the disk; whether there is more to do.
+
+        `is_closing`: all that is worth a file, at once.
+        """
         if self.disk is None:
             return False
         files = self.disk.files
         try:
             running_bytes = self.budget.running_bytes(self.running)
             return self.disk.save_some(
-                is_busy=self.is_busy, running_bytes=running_bytes
+                is_busy=self.is_busy,
+                running_bytes=running_bytes,
+                is_closing=is_closing,
             )
         except Exception as error:
             if not files.failure:
@@ -18387,6 +18431,17 @@ class Scheduler:
             self.draft_model.forget()
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
+
+    def fall_asleep(self) -> None:
+        """Free the weights, and all that can be had again: KV that files have, too."""
+        self.exact_checks.pause()
+        if self.disk is not None:
+            self.cache.evict_where(self.disk.has_all)
+        if self.loaded.vision is not None:
+            self.loaded.vision.forget_features()
+        if self.draft_model is not None:
+            self.draft_model.forget()
+        free_weights(self.loaded)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
@@ -18717,6 +18772,7 @@ class Engine:
         self.is_abandoned = False  # other ranks are gone: the thread may wait for ever
         self.is_closing = False  # set by MAIN: requests may end, none may begin
         self.is_draining = False  # sessions may go on, none may begin
+        self.is_asleep = False  # without weights, until a request comes
         self._has_ended = threading.Event()  # or the thread ends after this step
         self.failure: str | None = None  # a sentence; None: nothing has failed
 
@@ -18760,10 +18816,12 @@ class Engine:
             self._refuse_all(self._scheduler)
 
     @property
-    def state(self) -> Literal["loading", "ready", "dead"]:
+    def state(self) -> Literal["loading", "ready", "asleep", "dead"]:
         """What requests meet. "dead": the thread has ended; `failure` may say why."""
         if self._has_ended.is_set():
             return "dead"
+        if self.is_asleep:
+            return "asleep"
         return "ready" if self._loaded else "loading"
 
     @property
@@ -18963,6 +19021,7 @@ class Engine:
             has_more_to_do = scheduler.save_some() or scheduler.check_some(idle_seconds)
             can_rest = not (has_more_to_do or scheduler.is_busy)
 
+            self._sleep_if_due(scheduler, idle_seconds, can_rest=can_rest)
             since_report = lockstep.now() - reported_at
             if can_rest or since_report > REPORT_SECONDS:
                 reported_at = lockstep.now()
@@ -19003,10 +19062,43 @@ class Engine:
         if not scheduler.cache.entries:
             # why(L-56): without KV, what memos save is little beside prefill.
             scheduler.loaded.template.clear_memos()
-        mx.clear_cache()
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc gives nothing back by itself
-            libc.malloc_trim(0)
+        _give_memory_back()
+
+    def _sleep_if_due(
+        self, scheduler: Scheduler, idle_seconds: float, *, can_rest: bool
+    ) -> None:
+        """Be without weights, from IDLE_UNLOAD_SECONDS on, until a request comes.
+
+        KV that files have is freed, too; what they lack stays. Raises ModelError.
+        """
+        max_seconds = self._config.idle_unload_seconds
+        if not max_seconds or idle_seconds < max_seconds or not can_rest:
+            return
+        while self._inbox.empty() and scheduler.save_some(is_closing=True):
+            pass
+        if not self._inbox.empty():
+            return
+        bytes_before = mx.get_active_memory()
+        scheduler.fall_asleep()
+        _give_memory_back()
+        self.is_asleep = True
+        logger.info(
+            "asleep after %.0f s without a request: %s are given back, KV of %s that"
+            " the disk does not have stays; the next request loads the model",
+            idle_seconds,
+            in_bytes(bytes_before - mx.get_active_memory()),
+            in_bytes(scheduler.cache.nbytes),
+        )
+        while not scheduler.waiting and not self._has_ended.is_set():
+            self._faults.guard(scheduler.evict_idle)
+            self._faults.guard(partial(self._publish, scheduler))
+            self._receive(scheduler, wait_seconds=IDLE_SECONDS)
+        if self._has_ended.is_set():
+            return
+        began = time.monotonic()
+        reload_weights(scheduler.loaded, self._config)
+        self.is_asleep = False
+        logger.info("awake: the model was loaded in %.1f s", time.monotonic() - began)
 
     def _publish(self, scheduler: Scheduler) -> None:
         """Let other threads see what runs, and what memory is used for."""
@@ -19043,14 +19135,15 @@ class Engine:
         scheduler.reader.note_peak()
         report: MemoryReport = {
             "limit": scheduler.budget.shares.limit,
-            "model": scheduler.loaded.nbytes,
+            "model": 0 if self.is_asleep else scheduler.loaded.nbytes,
             "cache": scheduler.cache.nbytes,
             "running": scheduler.budget.running_bytes(scheduler.running),
             "peak": scheduler.reader.peak_bytes,
         }
         known_bytes = report["model"] + report["cache"] + report["running"]
         if scheduler.draft_model is not None:
-            report["draft_model"] = scheduler.draft_model.nbytes
+            draft_bytes = scheduler.draft_model.nbytes
+            report["draft_model"] = 0 if self.is_asleep else draft_bytes
             known_bytes += report["draft_model"]
         vision = scheduler.loaded.vision
         if vision is not None:
@@ -19069,6 +19162,14 @@ class Engine:
                 handles.append(task.handle)
         for handle in handles:
             handle.end(self._explain_end())
+
+
+def _give_memory_back() -> None:
+    """Let the system have what is free here."""
+    mx.clear_cache()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc gives nothing back by itself
+        libc.malloc_trim(0)
 
 
 def _check_room(scheduler: Scheduler) -> None:
@@ -23815,20 +23916,22 @@ _FORGET_SECONDS: Final = 10.0  # until what is forgotten is gone from the disk
 class HealthBody(TypedDict):
     """The body of GET /health."""
 
-    status: Literal["ok", "draining", "loading", "error"]
+    status: Literal["ok", "asleep", "draining", "loading", "error"]
     warm_up: NotRequired[dict[str, int]]  # steps that are `done`, and all `steps`
     error: NotRequired[str]
     proxy: ProxyBody
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
-    """GET /health: its HTTP status and body. "ok" only while new sessions are taken."""
+    """GET /health: its HTTP status and body. 200 only while new sessions are taken."""
     proxy = state.proxy.body()
     match state.engine.state:
-        case "ready" if state.engine.is_draining:
+        case "ready" | "asleep" if state.engine.is_draining:
             return 503, {"status": "draining", "proxy": proxy}
         case "ready":
             return 200, {"status": "ok", "proxy": proxy}
+        case "asleep":  # the next request wakes it
+            return 200, {"status": "asleep", "proxy": proxy}
         case "loading":
             body: HealthBody = {"status": "loading", "proxy": proxy}
             progress = state.engine.warm_up
@@ -25448,7 +25551,7 @@ def _wait_until_stop(state: ServerState, stop: threading.Event) -> None:
     """
     faults = FaultLog()
     while not stop.is_set():
-        if state.engine.state != "ready" and state.config.exit_on_engine_death:
+        if state.engine.state == "dead" and state.config.exit_on_engine_death:
             return
         now = time.monotonic()
         for tenant in state.tenants.states():
@@ -25569,6 +25672,10 @@ def _join_ranks(
     """Wait for all ranks; the settings of all. Raises ConfigError, RanksEnd."""
     if not config.model_path:
         raise ConfigError("--model, or MODEL_PATH, must name the model that is divided")
+    if config.idle_unload_seconds:
+        raise ConfigError(
+            "IDLE_UNLOAD_SECONDS: machines that share a model do not free it; unset it"
+        )
     if config.model_kind == "vision":
         raise ConfigError("MODEL_KIND=vision: only text models can be divided yet")
     _print_line(f"rank {place.rank} of {place.n_ranks}: waiting for the others ...")

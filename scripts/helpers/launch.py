@@ -785,7 +785,7 @@ def check_health(server: Place) -> int:
         )
     if state == "error":
         raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
-    if status != 200 or state != "ok":
+    if status != 200 or state not in ("ok", "asleep"):
         raise LaunchError(f"what answers at {server.url} is no start-llm; {start}")
     return status
 

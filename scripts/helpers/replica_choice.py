@@ -285,7 +285,7 @@ class Replicas:
             state = json.loads(health)["status"]
             if status in (401, 403):
                 return "key_refused"
-            if state == "ok":
+            if state in ("ok", "asleep"):  # a request wakes it
                 names = [model["id"] for model in json.loads(models)["data"]]
                 return UP if self.model_id in names else "other_model"
             return state if state in STATE_WORDS else "down"

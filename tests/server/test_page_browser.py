@@ -204,6 +204,7 @@ def test_what_is_wrong_stands_in_the_first_sentence(visit):
 
         show({"status": "loading"}, "loading", "The model is being loaded")
         show({"status": "error", "error": "see the log"}, "error", "Out of order: see")
+        show({"status": "asleep"}, "ok", "Asleep: its memory is given back")
         show({"counters": {"vlm_retreat": 2}}, "warn", "something that was kept")
         expect(page.locator("#exact")).to_have_text(
             "2 times an image that was kept was read again."
