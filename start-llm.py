@@ -9110,6 +9110,19 @@ HEAD_TARGETS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
+def has_own_head(path: Path) -> bool:
+    """Whether the weights of a model contain those of a head, as its makers save them."""
+    index_file = path / "model.safetensors.index.json"
+    names: list[str] = []
+    if index_file.is_file():
+        names += json.loads(index_file.read_bytes())["weight_map"]
+    else:
+        for file in path.glob("*.safetensors"):
+            weights: Any = mx.load(str(file))  # lazily: names alone are read
+            names += weights
+    return any(name.startswith("mtp.") for name in names)
+
+
 class StateTap(Module):  # type: ignore[misc]
     """In the place of a model's final norm: keeps what that makes, in one call."""
 
@@ -13704,8 +13717,11 @@ def load_model(
     if cluster is not None:
         cluster.compare("the model", lambda: _weights_digest(path))
         return _load_or_explain(path, config, kind="text", cluster=cluster)
-    if not config.draft_model or config.speculation == "off":
+    if config.speculation == "off":
         return _load_kind(path, config)
+    if not config.draft_model:
+        loaded = _load_kind(path, config)
+        return replace(loaded, draft_model=_load_own_head(loaded, config))
     name = _HUB_URL.sub(r"\1", config.draft_model)
     # Before the model is loaded, which may take minutes: the name may be wrong.
     draft_path = _resolve("DRAFT_MODEL", name, config)
@@ -13973,13 +13989,31 @@ def _load_draft_head(
                 f" {head_facts.get(name)}, that of {loaded.model_id} {facts.get(name)}"
             )
 
-    whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
     try:
-        head = MtpHead(path, whole)
+        return _read_head(path, loaded, config)
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
         reason = f"{setting} cannot be loaded by mlx-vlm: {error!r}"[:500]
-        raise ModelError(reason) from None
+    raise ModelError(reason)
+
+
+def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | None:
+    """The head that the files of a model contain beside its layers, if they do."""
+    types = frozenset[str]().union(*HEAD_TARGETS.values())
+    if _read_config_file(loaded.path).get("model_type") not in types:
+        return None
+    try:
+        if not has_own_head(loaded.path):
+            return None
+        return _read_head(loaded.path, loaded, config)
+    except Exception as error:  # noqa: BLE001 - mlx and transformers raise what they like
+        logger.warning("the head in the model's files cannot be used: %r", error)
+        return None
+
+
+def _read_head(path: Path, loaded: LoadedModel, config: Config) -> LoadedDraftHead:
+    whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
+    head = MtpHead(path, whole)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(head.model, max_bytes=memory_limit(config) // 8)
     return LoadedDraftHead(head, path, nbytes=_count_bytes(head.model))
@@ -15491,6 +15525,7 @@ _FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_JUDGED_STEPS: Final = 100  # of DRAFT_MODEL; then the log says whether it pays
 _STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
@@ -15586,7 +15621,7 @@ class DraftBudget:
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
         self.costs.measure(1, seconds)
-        self.balance += _ALLOWANCE
+        self._add(_ALLOWANCE)
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """A step with a draft took so long, and so much of it was accepted.
@@ -15594,19 +15629,21 @@ class DraftBudget:
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
         if self.costs.measure(self._length + 1, seconds):
-            self.balance += 1 + n_accepted - self.costs.in_plain_steps(seconds)
-            self.balance = min(self.balance, self._max_balance)
+            self._add(1 + n_accepted - self.costs.in_plain_steps(seconds))
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def learn_again(self, seconds: float) -> None:
         """A step without a draft took so long: it fed again what a draft had fed."""
-        self.balance += 1 - self.costs.in_plain_steps(seconds)
+        self._add(1 - self.costs.in_plain_steps(seconds))
 
     def charge(self, seconds: float) -> None:
         """Time was spent, and no draft came of it."""
-        self.balance -= self.costs.in_plain_steps(seconds)
+        self._add(-self.costs.in_plain_steps(seconds))
+
+    def _add(self, plain_steps: float) -> None:
+        self.balance = min(self.balance + plain_steps, self._max_balance)
 
 
 # -- what a draft is -------------------------------------------------------------------
@@ -15753,7 +15790,7 @@ class GuessDrafter(Drafter):
     def __init__(
         self,
         prompt: TokenIds,
-        guesser: DraftModel | DraftHead,
+        guesser: Guesser,
         *,
         budget: DraftBudget,
         end_ids: frozenset[int],
@@ -15800,9 +15837,8 @@ class GuessDrafter(Drafter):
 
     def _count_gain(self, *, n_tokens: int, seconds: float) -> None:
         """Count what a plain step a token would have cost, and what was spent."""
-        gain = self._guesser.gain
-        gain["tokens"] += n_tokens
-        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+        plain_steps = self.budget.costs.in_plain_steps(seconds)
+        self._guesser.count_gain(n_tokens=n_tokens, plain_steps=plain_steps)
 
 
 class ModelDrafter(GuessDrafter):
@@ -15926,7 +15962,54 @@ class DraftGain(TypedDict):
     plain_steps: float  # that take as long as these steps, with reading and drafting
 
 
-class DraftHead:
+class Guesser:
+    """What DRAFT_MODEL names, for all requests: the base of two kinds."""
+
+    def __init__(self, path: Path, *, nbytes: int, n_places: int) -> None:
+        self.has_failed = False  # then it is not asked any more
+        self.costs = DraftCosts()
+        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
+        self.nbytes = nbytes
+        self._path = path
+        self._is_judged = False
+        logger.info(
+            "drafts: %s, with KV of %d tokens: %s", path, n_places, in_bytes(nbytes)
+        )
+
+    def make_drafter(
+        self,
+        prompt: TokenIds,
+        *,
+        tenant: str,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> Drafter:
+        """What drafts for one request."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop what it has read of conversations, if it keeps that."""
+
+    def count_gain(self, *, n_tokens: int, plain_steps: float) -> None:
+        """Add tokens, and what they took; the log says once whether that pays."""
+        gain = self.gain
+        gain["tokens"] += n_tokens
+        gain["plain_steps"] += plain_steps
+        if self._is_judged or gain["plain_steps"] < _JUDGED_STEPS:
+            return
+        self._is_judged = True
+        pays = gain["tokens"] > gain["plain_steps"]
+        logger.info(
+            "drafts: %s %s: %d tokens took as long as %.0f without it%s",
+            self._path,
+            "pays" if pays else "does not pay",
+            gain["tokens"],
+            gain["plain_steps"],
+            "" if pays else "; it is tried now and then",
+        )
+
+
+class DraftHead(Guesser):
     """A head of the model, with one budget for all requests.
 
     A reply of a few hundred tokens would else spend a budget of its own on finding out
@@ -15934,26 +16017,15 @@ class DraftHead:
     """
 
     def __init__(self, loaded: LoadedDraftHead) -> None:
+        n_bytes = loaded.nbytes + _MAX_HEAD_TOKENS * _measure_head(loaded.head)
+        super().__init__(loaded.path, nbytes=n_bytes, n_places=_MAX_HEAD_TOKENS)
         self.head = loaded.head
-        self.has_failed = False  # then it is not asked any more
-        self.costs = DraftCosts()
         self.budget = DraftBudget(
             self.costs,
             lengths=_HEAD_LENGTHS,
             balance=_FIRST_BALANCE,
             max_balance=_FIRST_BALANCE,
         )
-        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
-        self.nbytes = loaded.nbytes + _MAX_HEAD_TOKENS * _measure_head(self.head)
-        logger.info(
-            "drafts: %s, a head, with KV of %d tokens: %s",
-            loaded.path,
-            _MAX_HEAD_TOKENS,
-            in_bytes(self.nbytes),
-        )
-
-    def forget(self) -> None:
-        """Nothing: what it has read is kept by the request that it reads for."""
 
     def make_drafter(
         self,
@@ -15967,7 +16039,7 @@ class DraftHead:
         return HeadDrafter(prompt, self, end_ids=end_ids, metrics=metrics)
 
 
-class DraftModel:
+class DraftModel(Guesser):
     """A second, smaller model, which reads the conversation that it was last asked of.
 
         read before    a b c d x y      x, y: its draft, or another conversation
@@ -15980,21 +16052,13 @@ class DraftModel:
 
     def __init__(self, loaded: LoadedDraftModel) -> None:
         """Runs the model on two tokens, to measure it."""
+        n_places = _MAX_TAIL_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
+        n_bytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
+        super().__init__(loaded.path, nbytes=n_bytes, n_places=_MAX_TAIL_TOKENS)
         self._loaded = loaded
         self._layer_caches: LayerCaches = []
         self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
         self._tenant = ""  # whose conversation they are
-        self.has_failed = False  # then it is not asked any more
-        self.costs = DraftCosts()
-        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
-        n_places = _MAX_TAIL_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
-        self.nbytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
-        logger.info(
-            "drafts: %s, with KV of %d tokens: %s",
-            loaded.path,
-            _MAX_TAIL_TOKENS,
-            in_bytes(self.nbytes),
-        )
 
     def make_drafter(
         self,
@@ -17752,7 +17816,7 @@ class Scheduler:
         self._can_draft = config.speculation == "auto" and can_draft(
             make_prompt_cache(loaded.model)
         )
-        self.draft_model: DraftModel | DraftHead | None = None
+        self.draft_model: Guesser | None = None
         if loaded.draft_model is not None:
             if not self._can_draft:
                 raise ModelError(
@@ -25514,7 +25578,8 @@ def _write_banner(state: ServerState) -> str:
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
     if draft_bytes:
-        rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
+        drafts_by = state.config.draft_model or "a head in the model's files"
+        rows["drafts"] = f"{in_bytes(draft_bytes)}: {drafts_by}"
     rows["next"] = next_step
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"

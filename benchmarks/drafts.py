@@ -1,6 +1,6 @@
 """Decoding with drafts and without, beside mlx_lm.server and mlx_lm.generate, in one run.
 
-    .venv/bin/python benchmarks/drafts.py [--rounds 3] [--kinds qwen3 qwen3_5]
+    .venv/bin/python benchmarks/drafts.py [--rounds 3] [--kinds qwen3 qwen3_5] [--head]
 
 All have the same random model and prompt, and a logits processor forces the same reply. The
 prompt has a file of 60 lines, of about ten tokens each, and the reply is one of
@@ -14,6 +14,10 @@ prompt has a file of 60 lines, of about ten tokens each, and the reply is one of
 Each round has a new file and asks all in turn, in any order; ratios are within a round. The
 servers are asked over HTTP, mlx_lm.generate is called in this process; the clock runs from the
 first token to the last. `call` begins with text, since mlx_lm.server sends a call when it is whole.
+
+With --head a head (MTP) of mlx-vlm's class drafts for `free` and `eight`, for a model of 16 layers,
+beside the same server without. It does all its work and is then made to be right as often as the
+row says, since no head for a random model would be.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from compare import machine, with_openblas
 from compared_servers import OURS, THEIRS, Server, our_server, their_server
 from forced_server import force
 from mlx_lm_reference import Plain
-from project_files import make_tiny_model
+from project_files import make_tiny_model, tiny_heads
 from report import markdown, ratios, spread
 from sections import ask_together, speed_together
 
@@ -44,6 +48,14 @@ AUTO: Final = "auto"
 OFF: Final = "off"
 GENERATE: Final = "mlx_lm.generate"
 BARS: Final = {"rewrite": 2.0, "diff": 1.5, "call": 1.5, "free": 0.98, "eight": 0.98}
+HEAD: Final = "head"
+HEAD_SIZE: Final = {**SIZE, "layers": 16}
+HEAD_KINDS: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# By the share of its tokens that are right: (reply, bar).
+HEAD_ROWS: Final = (
+    *((0.8, "free", 1.3), (0.5, "free", 0.98), (0.0, "free", 0.98)),
+    *((0.8, "eight", 0.98), (0.0, "eight", 0.98)),
+)
 N_LINES: Final = 60
 N_FREE_TOKENS: Final = 300
 LINE_TOKENS: Final = 8  # as text is cut, and with the line end, about ten
@@ -147,18 +159,86 @@ def measure(decoders: Decoders, kind: str, n_rounds: int) -> list[str]:
     return [*medians, *gaps, *map(spread, quotients), *gaps, verdict]
 
 
+class HeadServers:
+    """Our server with a head and without."""
+
+    def __init__(self, folder: Path, scratch: Path, stack: ExitStack) -> None:
+        self._replies = scratch / "replies.json"
+        self._replies.write_text("[]")  # of the requests of the start
+        self._right = self._replies.with_suffix(".right")
+        self._right.write_text("0")
+        program = [str(FORCED_SERVER), str(self._replies), OURS]
+        head_folder = tiny_heads().tiny_head(folder)
+        self.servers: dict[str, Server] = {}
+        for name, draft_model in ((HEAD, head_folder), (OFF, "")):
+            server = our_server(
+                folder, scratch, program=program, draft_model=draft_model
+            )
+            self.servers[name] = stack.enter_context(server)
+        self.words = Words(Plain(folder).tokenizer, 1)
+
+    def measure(
+        self, share_right: float, kind: str, *, bar: float, n_rounds: int
+    ) -> list[str]:
+        """The cells of a row."""
+        self._right.write_text(str(share_right))
+        speeds: dict[str, list[float]] = {name: [] for name in self.servers}
+        for _ in range(n_rounds):
+            n_tasks = 8 if kind == "eight" else 1
+            tasks = [make_task(kind, self.words) for _ in range(n_tasks)]
+            self._replies.write_text(json.dumps([task.token_ids for task in tasks]))
+            for name in random.sample(list(self.servers), 2):
+                replies = ask_together(
+                    self.servers[name], [task.body for task in tasks]
+                )
+                speed = replies[0].decode_speed
+                if n_tasks > 1:
+                    speed = speed_together(replies)
+                speeds[name].append(speed)
+        quotients = ratios(speeds[HEAD], speeds[OFF])
+        is_met = statistics.median(quotients) >= bar
+        medians = [f"{statistics.median(speeds[name]):.0f}" for name in self.servers]
+        verdict = f">= {bar}: {'yes' if is_met else '**no**'}"
+        return [*medians, spread(quotients), verdict]
+
+
+def measure_heads(kinds: list[str], n_rounds: int) -> list[list[str]]:
+    """The rows of all kinds, with a head and without."""
+    maker = make_tiny_model()
+    rows = []
+    for kind in kinds:
+        with TemporaryDirectory() as scratch, ExitStack() as stack:
+            folder = Path(scratch) / kind
+            recipe = maker.choose_recipe(kind, size="small", **HEAD_SIZE)
+            maker.make_model(folder, recipe)
+            servers = HeadServers(folder, Path(scratch), stack)
+            for share_right, reply, bar in HEAD_ROWS:
+                cells = servers.measure(share_right, reply, bar=bar, n_rounds=n_rounds)
+                rows.append([kind, reply, f"{share_right:.0%}", *cells])
+                print(*rows[-1], sep="  ", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", default=["qwen3", "qwen3_5"])
+    parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--replies", nargs="+", default=list(BARS), choices=BARS)
+    parser.add_argument("--head", action="store_true")
     options = parser.parse_args()
     blas = with_openblas()
+    command = " ".join(["python", *sys.argv])
+    source = f"Measured on {machine(blas)}, with `{command}`."
+    if options.head:
+        rows = measure_heads(options.kinds or [*HEAD_KINDS], options.rounds)
+        headings = ["model", "reply", "right", "with a head, tokens/s", OFF]
+        print(markdown([*headings, "head / off", "bar"], rows, source))
+        return
     maker = make_tiny_model()
     rows = []
-    for kind in options.kinds:
+    for kind in options.kinds or ["qwen3", "qwen3_5"]:
         with TemporaryDirectory() as scratch, ExitStack() as stack:
             folder = Path(scratch) / kind
             maker.make_model(folder, maker.choose_recipe(kind, size="small", **SIZE))
@@ -170,8 +250,7 @@ def main() -> None:
         *("model", "reply", *(name + ", tokens/s" for name in (AUTO, OFF)), THEIRS),
         *(GENERATE, "auto / off", f"auto / {THEIRS}", f"auto / {GENERATE}", "bar"),
     ]
-    command = " ".join(["python", *sys.argv])
-    print(markdown(headings, rows, f"Measured on {machine(blas)}, with `{command}`."))
+    print(markdown(headings, rows, source))
 
 
 if __name__ == "__main__":

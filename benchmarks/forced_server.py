@@ -4,12 +4,15 @@
 
 REPLIES is a JSON file with the token ids of replies, of which each request takes the next one.
 While there are none the model writes what it likes. The server is whole, and so is its model.
+A draft head (DRAFT_MODEL) does all its work, and then knows the reply: each of its tokens is
+right as often as the file beside REPLIES says (`.right`).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,12 +52,34 @@ def forcing(make_processors: Any, file: Path) -> Any:
     return make_forcing
 
 
+def guessing(guess: Any, file: Path) -> Any:
+    """In the place of what a head guesses."""
+    chance = random.Random(1)
+
+    def guess_known(drafter: Any, past: Any, n_tokens: int) -> list[int]:
+        guessed: list[int] = guess(drafter, past, n_tokens)
+        written = past[drafter._reply_start :].tolist()
+        share_right = float(file.with_suffix(".right").read_text())
+        for reply in json.loads(file.read_text()):
+            if reply[: len(written)] == written:
+                coming = reply[len(written) : len(written) + n_tokens]
+                guessed[: len(coming)] = [
+                    token_id if chance.random() < share_right else token_id - 1
+                    for token_id in coming
+                ]
+        return guessed
+
+    return guess_known
+
+
 def main() -> None:
     replies = Path(sys.argv[1])
     sys.argv = sys.argv[2:]
     if sys.argv[0] == OURS:
         ours = start_llm()
         ours.make_processors = forcing(ours.make_processors, replies)
+        drafter = ours.HeadDrafter
+        drafter._read_and_guess = guessing(drafter._read_and_guess, replies)
         ours.end_process(ours.main())
 
     import mlx_lm.server as theirs

@@ -38,6 +38,11 @@ def make_tiny_model() -> ModuleType:
     )
 
 
+def tiny_heads() -> ModuleType:
+    load_file(SUPPORT / "tiny_models.py", "tiny_models")  # which it is made from
+    return load_file(SUPPORT / "tiny_heads.py", "tiny_heads")
+
+
 def tiny_vision() -> ModuleType:
     load_file(SUPPORT / "tiny_models.py", "tiny_models")  # which it is made from
     return load_file(SUPPORT / "tiny_vision.py", "tiny_vision")

@@ -58,6 +58,14 @@ GONE: Final = frozenset({401, 404, 410})  # of the hub, for a name that it does 
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """A head of a model by its repository; DRAFT_MODEL names it."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model by its repository or folder."""
 
@@ -69,6 +77,7 @@ class Model:
     least_context: int = LEAST_CONTEXT
     good_for: str = ""  # in a line, for its owner
     is_for_agents: bool = True
+    head: Head | None = None  # that guesses several tokens a step (DRAFT_MODEL)
     is_local: bool = False
 
     @property
@@ -83,6 +92,10 @@ class Model:
 QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
 QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
 QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
+QWEN_35B_HEAD: Final = Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_000)
+QWEN_27B_HEAD: Final = Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000)
+QWEN_9B_HEAD: Final = Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000)
+QWEN_4B_HEAD: Final = Head("mlx-community/Qwen3.5-4B-MTP-4bit", 68_000_000)
 QUICK_WORDS: Final = (
     "the quick one: does most tasks well, four to six times as fast as a smart one"
 )
@@ -98,6 +111,7 @@ QWEN_27B_4BIT: Final = Model(
     QWEN_27B_KV,
     sees_images=True,
     good_for=SMART_WORDS,
+    head=QWEN_27B_HEAD,
 )
 FIRST_CHOICES: Final = (
     Model(
@@ -107,6 +121,7 @@ FIRST_CHOICES: Final = (
         sees_images=True,
         least_context=LEAST_OF_EIGHT_BITS,
         good_for=QUICK_WORDS,
+        head=QWEN_35B_HEAD,
     ),
     Model(
         "mlx-community/Qwen3.6-35B-A3B-4bit",
@@ -114,6 +129,7 @@ FIRST_CHOICES: Final = (
         QWEN_35B_KV,
         sees_images=True,
         good_for=QUICK_WORDS,
+        head=QWEN_35B_HEAD,
     ),
     QWEN_27B_4BIT,
     Model(
@@ -123,6 +139,7 @@ FIRST_CHOICES: Final = (
         sees_images=True,
         least_context=LEAST_OF_EIGHT_BITS,
         good_for=SMALL_WORDS,
+        head=QWEN_9B_HEAD,
     ),
     Model(
         "mlx-community/Qwen3.5-9B-MLX-4bit",
@@ -130,6 +147,7 @@ FIRST_CHOICES: Final = (
         QWEN_9B_KV,
         sees_images=True,
         good_for=SMALL_WORDS,
+        head=QWEN_9B_HEAD,
     ),
     Model(
         "mlx-community/Qwen3.5-4B-MLX-4bit",
@@ -137,6 +155,7 @@ FIRST_CHOICES: Final = (
         QWEN_9B_KV,
         sees_images=True,
         good_for="the better one: for chats, and an agent's simple tasks",
+        head=QWEN_4B_HEAD,
     ),
 )
 SECOND_CHOICES: Final = (
@@ -147,6 +166,7 @@ SECOND_CHOICES: Final = (
         sees_images=True,
         least_context=LEAST_OF_EIGHT_BITS,
         good_for=SMART_WORDS,
+        head=QWEN_27B_HEAD,
     ),
     QWEN_27B_4BIT,
     Model(
@@ -255,7 +275,12 @@ def list_offers(
     for model in filter(machine.can_serve, local_models):
         known = known_models.get(model.repository, model)
         local_offers.append(
-            replace(model, good_for=known.good_for, is_for_agents=known.is_for_agents)
+            replace(
+                model,
+                good_for=known.good_for,
+                is_for_agents=known.is_for_agents,
+                head=known.head,
+            )
         )
     local_offers.sort(
         key=lambda model: (order.get(model.repository, len(order)), -model.nbytes)
@@ -518,6 +543,8 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
         location = "here already" if model.is_local else f"into {shorten(hub_cache())}"
         lines = [f"{model.name}: {in_gigabytes(model.nbytes)} {location}"]
         lines += filter(None, (model.good_for, *describe_room(machine, model)))
+        if model.head:
+            lines.append(describe_head(model.head))
         print(f"  {number}  " + "\n     ".join(lines), file=sys.stderr)
     other_numbers = ", another number" if len(offers) > 1 else ""
     advice = " (advised)" if offers[0].good_for else ""
@@ -550,6 +577,14 @@ def describe_room(machine: Machine, model: Model) -> list[str]:
         more_agents = ""
     packed_text = f"or {packed_context:,}, with the line KV_BITS=8 in the file .env"
     return [text, packed_text + more_agents]
+
+
+def describe_head(head: Head) -> str:
+    """A line: how to have several tokens a step, and what that takes."""
+    return (
+        f"several tokens a step, where that pays, with the line DRAFT_MODEL={head.name}"
+        f" in the file .env: {in_gigabytes(head.nbytes)} more"
+    )
 
 
 def describe_agents(context: int) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -152,6 +153,17 @@ def test_a_known_model_that_is_here_is_not_offered_as_a_download():
 
 def test_the_names_of_the_list_are_repositories():
     assert all(model.name.count("/") == 1 for model in KNOWN_MODELS)
+
+
+def test_each_large_qwen_has_its_head_here_or_not():
+    with_head = {model.name: model.head.name for model in KNOWN_MODELS if model.head}
+    assert len(with_head) == 7
+    for name, head_name in with_head.items():
+        size = re.match(r"mlx-community/Qwen[\d.]+-[\dAB-]+B", name)
+        assert size and head_name == f"{size[0]}-MTP-4bit"
+    here = local("/home/me/.lmstudio/models/mlx-community/Qwen3.5-9B-MLX-4bit", 6 * GB)
+    (offer, *_) = list_offers(mac(16), [here])
+    assert offer.head is not None and offer.head.name.endswith("9B-MTP-4bit")
 
 
 # -- this machine ----------------------------------------------------------------
@@ -413,6 +425,10 @@ def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, is_k
     )
     assert "remembers 75,000 tokens (56,000 words): an hour of work" in shown
     assert "the better one for agents" in shown
+    assert (
+        "DRAFT_MODEL=mlx-community/Qwen3.5-9B-MTP-4bit in the file .env: 0.1 GB more"
+        in shown
+    )
     assert (home / ".chosen-model").exists() == is_kept
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from contextlib import closing
+from types import MappingProxyType, SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +19,12 @@ from drafting import (
     forced,
 )
 from engine_fixture import Bench, words
+from mlx.utils import tree_flatten
 from mlx_lm import load
 from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until
 from test_draft_model import gain_of
-from test_drafts import DIFFERS, PENALTY, SEEDED, state_not_put_back
+from test_drafts import DIFFERS, PENALTY, SEEDED, copies_with_faults, state_not_put_back
 from tiny_heads import tiny_head, tiny_pair
 from tiny_models import DENSE, HYBRID
 from tiny_vision import EXPERTS_VISION, HYBRID_VISION, tiny_vision_model
@@ -31,6 +33,9 @@ from vision_fixture import Seeing, picture, picture_message
 MOE = "qwen3_5_moe"
 NEXT = "qwen3_next"
 KINDS = [HYBRID, MOE, NEXT]
+
+
+find_copy = s.CopyDrafter._find_copy
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,7 @@ def eager(monkeypatch):
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
     """Folders of models and of their heads, by kind."""
-    return lambda kind: tiny_pair(kind, tmp_path_factory.getbasetemp())
+    return lambda kind, **size: tiny_pair(kind, tmp_path_factory.getbasetemp(), **size)
 
 
 @pytest.fixture
@@ -53,9 +58,9 @@ def engines(pairs, monkeypatch):
     """Makes two: one without drafts, and one with a head."""
     benches = []
 
-    def make(kind, **settings):
-        folder, head_folder = pairs(kind)
-        plain = Bench(folder, monkeypatch, speculation="off")
+    def make(kind, size=MappingProxyType({}), **settings):
+        folder, head_folder = pairs(kind, **size)
+        plain = Bench(folder, monkeypatch, speculation="off", **settings)
         b = Bench(folder, monkeypatch, draft_folder=head_folder, **settings)
         benches.extend([plain, b])
         return plain, b
@@ -189,6 +194,43 @@ def test_the_head_reads_each_token_and_the_state_before_it_once(
     assert end.saved_steps > 25
 
 
+def test_copies_come_first_and_the_head_reads_what_they_were_right_about(
+    engines, pairs, monkeypatch
+):
+    monkeypatch.setattr(s.CopyDrafter, "_find_copy", find_copy)
+    _, b = engines(HYBRID)
+    rng = np.random.default_rng(5)
+    prompt = words(rng, 200)
+    reply = copies_with_faults(rng, prompt, 100, every=15)
+    seen = Pairs(pairs(HYBRID)[0], monkeypatch)
+    ids, _, _ = b.ask(prompt, n=100, constraints=(forced(reply),))
+
+    assert ids == reply
+    assert seen.largest_difference < 1e-4
+    assert seen.n_colds == 1
+    counted = b.metrics.snapshot()
+    n_copied = counted["draft_tokens"] - counted["draft_model_tokens"]
+    n_copied_right = (
+        counted["draft_tokens_accepted"] - counted["draft_model_tokens_accepted"]
+    )
+    assert n_copied > 30
+    assert n_copied_right > 0.5 * n_copied
+    assert counted["draft_model_tokens"] > 10
+
+
+def test_on_packed_kv_a_reply_is_the_same_with_a_head_and_without(engines):
+    plain, b = engines(HYBRID, {"head_dim": 64}, kv_bits="4")
+    rng = np.random.default_rng(2)
+    prompt = words(rng, 60)
+    expected, _, _ = plain.ask(prompt, n=60)
+    ids, end, ticket = b.ask(prompt, n=60)
+
+    assert ids == expected
+    assert end.saved_steps > 10
+    assert b.packing is not None
+    assert b.largest_difference(ticket, ids) <= 1e-4
+
+
 def test_a_head_begins_anew_where_it_knows_no_states(engines, pairs, monkeypatch):
     """After a time in a batch, or too long without a draft."""
     monkeypatch.setattr(s, "MAX_STATES", 4)
@@ -241,6 +283,98 @@ def test_the_memory_of_a_head_is_taken_from_the_limit(engines):
     assert n_bytes == (1 << 20) + 4096 * 2 * 2 * 16 * 4
 
 
+# -- without an engine ---------------------------------------------------------------------
+
+
+class RightHead:
+    """A head that says 7 after everything, and has one number of KV for each token."""
+
+    tap = SimpleNamespace(norm=SimpleNamespace(weight=mx.zeros(4)))
+
+    def make_cache(self):
+        return [s.KVCache()]
+
+    def read(self, tokens, states, layer_caches):
+        assert states.shape == (1, tokens.shape[1], 4)
+        kv = mx.zeros((1, 1, tokens.shape[1], 1))
+        layer_caches[0].update_and_fetch(kv, kv)
+        return states
+
+    def guess(self, state):
+        assert state.shape == (1, 1, 4)
+        return mx.array([[7]])
+
+
+@pytest.fixture
+def draft_head(monkeypatch):
+    monkeypatch.undo()
+    return s.DraftHead(s.LoadedDraftHead(RightHead(), None, nbytes=0))
+
+
+def reply_seconds(draft_head, n_right, n_tokens=400, costs=(1.0, 1.6, None, 2.4)):
+    """What a reply takes, where so many tokens of each draft are right.
+
+    `costs`: seconds of a step that feeds 1, 2, ... tokens, drafting included.
+    """
+    drafter = draft_head.make_drafter(
+        np.arange(5, dtype=np.int32),
+        tenant="",
+        end_ids=frozenset(),
+        metrics=s.CacheMetrics(),
+    )
+    output_ids = []
+    seconds = 0.0
+    n_drafts = 0
+    while len(output_ids) < n_tokens:
+        drafter.follow(output_ids, len(output_ids))
+        drafter.states = [mx.zeros((1, 1, 4))] * min(64, len(output_ids) + 1)
+        draft = drafter.draft(1000, lambda: 6)
+        n = min(n_right, len(draft))
+        step_seconds = costs[len(draft)]
+        if draft:
+            n_drafts += 1
+            drafter._drafting_seconds = 0.0  # the steps' seconds are said here
+            drafter.learn(n_draft=len(draft), n_accepted=n, seconds=step_seconds)
+        else:
+            drafter.budget.learn_plain(step_seconds)
+        seconds += step_seconds
+        output_ids += [6, *draft[:n]]
+    return seconds / len(output_ids), n_drafts
+
+
+def test_a_head_that_is_never_right_takes_a_hundredth_of_the_time(draft_head, caplog):
+    """One account for all requests: else each reply would find it out anew."""
+    caplog.set_level("INFO")
+    replies = [reply_seconds(draft_head, n_right=0) for _ in range(30)]
+
+    assert sum(n_drafts for _, n_drafts in replies) > 100
+    assert all(seconds <= 1.02 for seconds, _ in replies[1:])
+    assert sum(seconds for seconds, _ in replies[1:]) <= 1.0101 * 29
+    assert caplog.text.count(" does not pay: ") == 1
+
+
+def test_a_head_may_lose_eight_steps_of_what_it_has_gained(draft_head, caplog):
+    caplog.set_level("INFO")
+    for _ in range(5):
+        seconds, n_drafts = reply_seconds(draft_head, n_right=3)
+        assert seconds <= 0.65
+        assert n_drafts > 90
+        assert draft_head.budget.balance == 8.0
+        seconds, _ = reply_seconds(draft_head, n_right=0)
+        assert seconds <= 1 + (8 + 4 + 1) / 400
+        draft_head.budget.balance = 8.0
+    assert caplog.text.count(" pays: ") == 1
+
+
+def test_a_long_draft_is_made_after_one_that_was_right(draft_head):
+    """And only where it takes fewer steps than it has tokens."""
+    reply_seconds(draft_head, n_right=3, n_tokens=30)
+    assert draft_head.budget._length == 3
+
+    reply_seconds(draft_head, n_right=3, costs=(1.0, 1.6, None, 4.5))
+    assert draft_head.budget._length == 1
+
+
 # -- loading -------------------------------------------------------------------------------
 
 
@@ -263,6 +397,40 @@ def test_a_head_is_loaded_beside_the_model(pairs, kind):
     assert loaded.draft_model.path == pairs(kind)[1]
     assert loaded.draft_model.nbytes > 100_000
     assert load_with(*pairs(kind), speculation="off").draft_model is None
+
+
+@pytest.mark.parametrize("kind", [HYBRID, MOE])
+def test_a_head_in_the_files_of_a_model_is_used(pairs, kind, tmp_path):
+    plain_folder, head_folder = pairs(kind)
+    folder = shutil.copytree(plain_folder, tmp_path / "whole")
+    weights = mx.load(str(folder / "model.safetensors"))
+    head_weights = mx.load(str(head_folder / "model.safetensors"))
+    for name, values in head_weights.items():
+        weights[f"mtp.{name}"] = values
+    file = str(folder / "model.safetensors")
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
+    config = json.loads((head_folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config["text_config"]))
+
+    loaded = load_with(folder, "")
+    assert isinstance(loaded.draft_model, s.LoadedDraftHead)
+    own_weights = dict(tree_flatten(loaded.draft_model.head.model.parameters()))
+    assert own_weights.keys() == head_weights.keys()
+    for name, values in head_weights.items():
+        assert mx.array_equal(own_weights[name], values), name
+    assert load_with(folder, "", speculation="off").draft_model is None
+    assert load_with(plain_folder, "").draft_model is None
+
+
+def test_a_head_in_the_files_that_cannot_be_read_stops_no_start(
+    pairs, tmp_path, caplog
+):
+    folder = shutil.copytree(pairs(HYBRID)[0], tmp_path / "whole")
+    file = str(folder / "model.safetensors")
+    mx.save_safetensors(file, {**mx.load(file), "mtp.fc.weight": mx.zeros((2, 2))})
+
+    assert load_with(folder, "").draft_model is None
+    assert "the head in the model's files cannot be used" in caplog.text
 
 
 def test_a_head_of_another_model_stops_the_start(pairs, models, tmp_path):

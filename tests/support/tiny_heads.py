@@ -13,14 +13,15 @@ SCALE = 0.05
 WRITERS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
-def tiny_pair(kind: str, tmp_root: Path, *, scale: float = SCALE) -> tuple[Path, Path]:
+def tiny_pair(kind: str, tmp_root: Path, **size: int) -> tuple[Path, Path]:
     """Folders of a model and of its head."""
-    folder = tmp_root / f"{kind}-by-last-token-{scale}"
+    plain_folder = tiny_model(kind, tmp_root, **size)
+    folder = tmp_root / f"{plain_folder.name}-by-last-token"
     if not folder.exists():
-        shutil.copytree(tiny_model(kind, tmp_root), folder)
+        shutil.copytree(plain_folder, folder)
         file = str(folder / "model.safetensors")
         weights = {
-            name: values * scale if name.endswith(WRITERS) else values
+            name: values * SCALE if name.endswith(WRITERS) else values
             for name, values in mx.load(file).items()
         }
         mx.save_safetensors(file, weights, metadata={"format": "mlx"})
