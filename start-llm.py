@@ -19553,6 +19553,16 @@ def as_list(item: Any) -> list[Any]:
 _PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
 
 
+PYTHON_STRING: Final = re.compile(
+    r'''(?xs:
+        (?P<raw> \b [rR] )?
+        (?: (?P<marks> """ | \'\'\' ) (?P<text> .*? ) (?P=marks)
+          | " (?: [^"\\] | \\. )* "
+          | ' (?: [^'\\] | \\. )* ' )
+    )''',
+)
+
+
 def to_json(value: object) -> str:
     """JSON, in which half of a surrogate pair is U+FFFD, as in what clients send.
 
@@ -19601,8 +19611,8 @@ def load_value(text: str) -> object:
     if not _PYTHON_VALUE.match(text):
         raise ValueError(text)
     try:
-        return python_literal(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, MemoryError) as error:
+        return python_literal(parse_python(text.strip()))
+    except TypeError as error:
         raise ValueError(text) from error
 
 
@@ -19620,6 +19630,23 @@ def _load_json(text: Any) -> Any:
         return value
 
     return json.loads(text, strict=False, object_pairs_hook=make_object)
+
+
+def parse_python(source: str) -> ast.expr:
+    """An expression in Python.
+
+    Raises ValueError if it is none, or if two texts stand in a row: Python joins them,
+    and here a comma was forgotten.
+    """
+    end = None
+    for string in PYTHON_STRING.finditer(source):
+        if end is not None and not source[end : string.start()].strip(" \t\r\nuU"):
+            raise ValueError(source)
+        end = string.end()
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, MemoryError) as error:
+        raise ValueError(source) from error
 
 
 def python_literal(node: ast.expr) -> Any:
@@ -20826,7 +20853,7 @@ class TaggedValue:
 #  1 JSON       [{"name": "read", "arguments": {"path": "a.md"}}]
 #  2 Python     [read(path="a.md")]
 #  3 Gemma      call:read{path:<|"|>a.md<|"|>}
-#  4 Body       CallBody finds where the body ends, and read_whole_calls() reads it
+#  4 Body       BodyReader finds where the body ends, read_whole_calls() reads it
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
 # with fewer arguments than were written.
@@ -20889,14 +20916,10 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
 
     An argument without a name is an error: nobody knows which one it is.
     """
-    text = _PYTHON_STRING.sub(_without_line_breaks, text.strip())
+    text = PYTHON_STRING.sub(_without_line_breaks, text.strip())
     source = text if text.startswith("[") else f"[{text}]"
-    try:
-        body = ast.parse(source, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(text) from error
     calls = []
-    for element in getattr(body, "elts", []):
+    for element in getattr(parse_python(source), "elts", []):
         # To Python resolve-id() is a difference: its last part is the call.
         call = getattr(element, "right", element)
         n_calls = sum(isinstance(node, ast.Call) for node in ast.walk(element))
@@ -20911,16 +20934,6 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
         name = written.partition("(")[0].rstrip()
         calls.append(WholeCall(name, to_json(arguments)))
     return calls
-
-
-_PYTHON_STRING: Final = re.compile(
-    r'''(?xs:
-        (?P<raw> \b [rR] )?
-        (?: (?P<marks> """ | \'\'\' ) (?P<text> .*? ) (?P=marks)
-          | " (?: [^"\\] | \\. )* "
-          | ' (?: [^'\\] | \\. )* ' )
-    )''',
-)
 
 
 def _without_line_breaks(string: re.Match[str]) -> str:
@@ -20952,15 +20965,7 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def _python_value(node: ast.expr, source: str) -> Any:
-    """What an argument means; also JSON's words, and a text without quotes.
-
-    Two texts in a row are one in Python, and here a comma that was forgotten.
-    """
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            text = ast.get_source_segment(source, part) or ""
-            if not _PYTHON_STRING.fullmatch(text.lstrip("rRuU")):
-                raise ValueError(source)
+    """What an argument means; also JSON's words, and a text without quotes."""
     with suppress(ValueError):
         return python_literal(_JsonWords().visit(node))
     if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
@@ -20970,6 +20975,37 @@ def _python_value(node: ast.expr, source: str) -> Any:
 
 # -- 3 Gemma ---------------------------------------------------------------------------
 
+_BARE_KEY: Final = r"[\w.$@/-]+"
+_AFTER_VALUE: Final = r"(?=\s*(?:[,}\]]|\Z))"
+_TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
+
+# A text without marks ends before
+#
+#     of an argument   , n:   a key of the tool's    }   }call:read{   the call's end
+#     of a member      , n:   any key                }                 its bracket
+#     of an item       ,      the next one           ]                 its bracket
+#
+# That is looked for at each letter, so blanks before it are read from the first of them
+# alone: if each were tried, a long row of them would take for ever.
+_BLANKS: Final = r"(?:(?<!\s)\s++)?"
+_MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
+_ITEM_END: Final = rf"{_BLANKS}[,\]]"
+
+
+def _argument_end(keys: list[str], *, is_closed: bool) -> str:
+    """The pattern of what ends an argument without marks.
+
+    `keys`: of the tool; if it has none, any key counts. `is_closed`: the end tag has
+    come, so the call's bracket may have been forgotten.
+    """
+    names = "|".join(map(regex.escape, keys)) or _BARE_KEY
+    call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
+    if is_closed:
+        call_end += r"|\Z"
+    # From the first blank or bracket, or from the colon before an empty text.
+    start = r"(?:(?<![\s}])|(?<=:\s{0,9}))\s*+"
+    return rf'(?:{_BLANKS},\s*+"?(?:{names})"?\s*:|{start}(?:{call_end}))'
+
 
 class _MarkedCalls:
     """Reads whole calls as Gemma writes them, with a mark before and after strings.
@@ -20977,26 +21013,24 @@ class _MarkedCalls:
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
         call:read{path:a.md,lines:[1,2]}}    a text without marks, a bracket too many
 
-    The tool's schema tells which text is a string. A text without marks ends before
-    what matches `text_end`: of an argument, a key of the tool's or the end of the call;
-    of a member in an object, any key or its bracket; of an item, a comma or a bracket.
+    The tool's schema tells which text is a string. `text_end`, a pattern, is what ends
+    a text without marks.
     """
 
     def __init__(
-        self, text: str, *, mark: str, offered: Mapping[str, Schema], is_closed: bool
+        self, body: CallBody, *, mark: str, offered: Mapping[str, Schema]
     ) -> None:
-        """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
-        self._text = text
+        self._text = body.text
+        self._is_closed = body.is_closed
         self._position = 0
         self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
         self._offered = offered
-        self._is_closed = is_closed
         keys: set[str] = set()
         for parameters in offered.values():
             keys.update(SchemaPart.of_tool(parameters).keys)
         names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
-        self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
+        self._key = regex.compile(rf"[,;\s](?:{names}):")
         self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
@@ -21005,7 +21039,9 @@ class _MarkedCalls:
         while not self._take(r"[\s}]*\Z"):
             match = self._require(r"[\s}]*(?:call:)?([\w.:-]+)\{")
             schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
-            arguments = self._read_object(schema, is_outermost=True)
+            end = r"\s*(?:\}|\Z)" if self._is_closed else r"\s*\}"
+            text_end = _argument_end(schema.keys, is_closed=self._is_closed)
+            arguments = self._read_members(schema, end, text_end)
             calls.append(WholeCall(match[1], arguments))
         return calls
 
@@ -21023,8 +21059,8 @@ class _MarkedCalls:
             raise ValueError(self._text[self._position :])
         return match
 
-    def _read_object(self, schema: SchemaPart, *, is_outermost: bool = False) -> str:
-        """Read an object whose { was taken; returns it as JSON.
+    def _read_members(self, schema: SchemaPart, end: str, text_end: str) -> str:
+        """Read an object whose { was taken, through its `end`; returns it as JSON.
 
         Raises ValueError if a key comes twice.
         """
@@ -21036,8 +21072,6 @@ class _MarkedCalls:
             )
             \s* : (?P<gap> \s* )
         )"""
-        end = r"\s*(?:\}|\Z)" if self._is_closed and is_outermost else r"\s*\}"
-        text_end = self._text_end(schema) if is_outermost else _MEMBER_END
         members: dict[str, str] = {}
         while not self._take(end):
             if members:
@@ -21052,23 +21086,7 @@ class _MarkedCalls:
         pairs = [f"{to_json(key)}: {value}" for key, value in members.items()]
         return f"{{{', '.join(pairs)}}}"
 
-    def _text_end(self, schema: SchemaPart) -> str:
-        """The `text_end` of the arguments of a call.
-
-        , n:             the next argument: a key of the tool's; if it has none, any
-        }  }call:read{   the end of the body, or the next call
-        nothing          the end of the body, if the bracket was forgotten
-        """
-        keys = "|".join(map(regex.escape, schema.keys)) or _BARE_KEY
-        call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
-        if self._is_closed:
-            call_end += r"|\Z"
-        # Blanks and brackets are read from the first of them, or from the colon before
-        # an empty text. If each were tried, a long row of them would take for ever.
-        call_end = rf"(?:(?<![\s}}])|(?<=:\s{{0,9}}))\s*+(?:{call_end})"
-        return rf'(?:{_BLANKS},\s*+"?(?:{keys})"?\s*:|{call_end})'
-
-    def _read_array(self, schema: SchemaPart) -> str:
+    def _read_items(self, schema: SchemaPart) -> str:
         """Read an array whose [ was taken; returns it as JSON."""
         items: list[str] = []
         while not self._take(r"\s*\]"):
@@ -21081,52 +21099,49 @@ class _MarkedCalls:
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
         """Read a value; returns it as JSON. Raises ValueError if it may be two."""
         types = schema.types
-        end = r"(?=\s*(?:[,}\]]|\Z))"
-        if match := self._take(
-            rf"{self._mark}((?:(?!{self._mark})(?s:.))*+){self._mark}{end}"
-        ):
+        mark = self._mark
+        if match := self._take(rf"{mark}((?:(?!{mark})(?s:.))*+){mark}{_AFTER_VALUE}"):
             text = match[1]
             # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
             has_half_mark = "<|" in text or "|>" in text
-            if has_half_mark and self._has_key(text):
+            if has_half_mark and self._key.search(text):
                 raise ValueError(text)
             is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
         if types != {"string"} and (json_text := self._read_container(schema)):
             return json_text
-        return self._read_bare(types, text_end, gap)
 
-    def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
-        """A value without marks, which is no object and no array, as JSON."""
-        end = r"(?=\s*(?:[,}\]]|\Z))"
-        if match := self._take(rf"""(["'])((?:(?!\1)[^\\]|\\.)*+)\1{end}"""):
-            text = match[2]
+        if match := self._take(rf"""(["'])((?:(?!\1)[^\\]|\\.)*+)\1{_AFTER_VALUE}"""):
             if match[1] == '"':
                 with suppress(ValueError):
                     return to_json(json.loads(match[0], strict=False))
-            return to_json(text.replace("\\'", "'"))
-        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null)){end}"):
+            return to_json(match[2].replace("\\'", "'"))
+        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null)){_AFTER_VALUE}"):
             return value_as_json(match[0], types)
-        mark = self._mark  # one of two may have been forgotten
-        has_mark = self._take(mark) is not None
+        return self._read_text(types, text_end, gap)
+
+    def _read_text(self, types: set[str], text_end: str, gap: str) -> str:
+        """Read a text that lacks one of its marks, or both, as JSON."""
+        mark = self._mark
+        is_opened = self._take(mark) is not None
         match = self._require(rf"((?s:.)*?)({mark})?(?={text_end})")
         text = match[1]
         # f() { return }}    the first bracket is the text's, the second the call's
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
-        # <|"|>a.md"    a quote in the place of the second mark, or part of the text
-        lacks_mark = has_mark or match[2] is not None
-        is_half_quoted = lacks_mark and text.count('"') == 1
-        # <|"|>a.md,n;:5    what else was damaged there may be a key
-        has_damaged_key = lacks_mark and self._damaged_key.search(text) is not None
-        has_tag = regex.search(rf"{mark}|{_TAG_LIKE}", text) is not None
-        if has_tag or is_half_quoted or has_damaged_key or self._has_key(text):
-            raise ValueError(text)
-        return value_as_json(text if has_mark else gap + text, types)
 
-    def _has_key(self, text: str) -> bool:
-        """Whether a key of the tool's is in a text: then it may be two."""
-        return self._key_pattern.search(text) is not None
+        may_be_two = regex.search(rf"{mark}|{_TAG_LIKE}", text) or self._key.search(
+            text
+        )
+        if is_opened or match[2] is not None:
+            # <|"|>a.md"       a quote for the second mark, or part of the text
+            # <|"|>a.md,n;:5   what else was damaged there may be a key
+            may_be_two = (
+                may_be_two or text.count('"') == 1 or self._damaged_key.search(text)
+            )
+        if may_be_two:
+            raise ValueError(text)
+        return value_as_json(text if is_opened else gap + text, types)
 
     def _read_container(self, schema: SchemaPart) -> str | None:
         """An object or an array; None, and nothing is taken, if none is there."""
@@ -21137,55 +21152,71 @@ class _MarkedCalls:
         with suppress(ValueError, RecursionError):
             json_text = None
             if self._take(r"\{"):
-                json_text = self._read_object(schema)
+                json_text = self._read_members(schema, r"\s*\}", _MEMBER_END)
             elif self._take(r"\["):
-                json_text = self._read_array(schema)
-            if json_text is not None and self._take(r"(?=\s*(?:[,}\]]|\Z))"):
+                json_text = self._read_items(schema)
+            if json_text is not None and self._take(_AFTER_VALUE):
                 return json_text
         self._position = start
         self._no_containers.add(start)
         return None
 
 
-_TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
-_BARE_KEY: Final = r"[\w.$@/-]+"
-# Before what ends a text: it is looked for at each letter, so blanks are read once.
-_BLANKS: Final = r"(?:(?<!\s)\s++)?"
-_MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
-_ITEM_END: Final = rf"{_BLANKS}[,\]]"
-
-
 # -- 4 body ----------------------------------------------------------------------------
+
+
+class CallBody(NamedTuple):
+    """Calls as they were written, without the tags around them."""
+
+    text: str
+    is_closed: bool  # the end tag came after it
+    is_damaged: bool  # so did an argument: the calls ended too early
+
+
+class _BodySyntax(NamedTuple):
+    """How the end of a body is found. All but `quote` are patterns."""
+
+    quote: str  # before and after a string, in which other marks are text
+    marks: Any  # what is looked at: quotes, brackets, the end tag, and escapes
+    tail: Any  # what follows the body, and is no text of the reply's
+    late_argument: Any  # after the tail
+
 
 _CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
 # After calls in JSON: brackets too many, and the tag, which may have been forgotten.
-_WHOLE_JSON_END: Final = compile_pattern(
+_JSON_TAIL: Final = (
     r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
 )
-
-
-@lru_cache
-def _late_argument(foreign: ForeignFormat) -> Any:
-    """An argument after the end of a call: that tag came too early."""
-    if foreign.string_mark:
-        return compile_pattern(
-            rf"\s*(?:[,}}\]]|[^<]{{0,99}}+{regex.escape(foreign.string_mark)})"
-        )
-    if foreign.argument_tag != NO_PATTERN:
-        return compile_pattern(rf"[^<]{{0,99}}+{foreign.argument_tag}")
-    return None
-
-
-LOST_MEMBER: Final = compile_pattern(rf"""(?x:
+_LATE_JSON: Final = rf"""(?x:
     (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
     (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
     \s{{0,9}} :
-)""")
+)"""
 
 
-class CallBody:
+@lru_cache
+def _body_syntax(tool_format: ToolCallFormat, *, is_json: bool) -> _BodySyntax:
+    foreign = tool_format.foreign
+    end_tag = regex.escape(tool_format.end)
+    if is_json:
+        tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
+        sources = (rf'(?s:\\.)|["\[\]{{}}]|{end_tag}', tail, _LATE_JSON)
+        return _BodySyntax('"', *map(compile_pattern, sources))
+
+    mark = regex.escape(foreign.string_mark)
+    late_argument = NO_PATTERN
+    if foreign.argument_tag != NO_PATTERN:
+        late_argument = rf"[^<]{{0,99}}+{foreign.argument_tag}"
+    if mark:
+        late_argument = rf"\s*(?:[,}}\]]|[^<]{{0,99}}+{mark})"
+    marks = rf"{end_tag}|{mark}" if mark else end_tag
+    sources = (marks, f"(?:{end_tag})?", late_argument)
+    return _BodySyntax(foreign.string_mark, *map(compile_pattern, sources))
+
+
+class BodyReader:
     """Finds where a body ends, in an unread text that grows; reads each letter once.
 
     Calls in JSON end with their last bracket, others with the end tag. That tag is a
@@ -21195,10 +21226,10 @@ class CallBody:
     def __init__(
         self, tool_format: ToolCallFormat, unread: UnreadText, *, is_last: bool
     ) -> None:
-        """`unread` begins with the start tag, or a call without it. `is_last`: the
-        client is given no more calls."""
-        self.is_closed = False  # the end tag has come, so a bracket may be forgotten
-        self.is_damaged = False  # an argument, or a member of no object, follows it
+        """`unread` begins with the start tag, or a call without it.
+
+        `is_last`: the client is given no more calls, so nothing after one is waited for.
+        """
         self._format = tool_format
         self._unread = unread
         self._is_last = is_last
@@ -21208,148 +21239,111 @@ class CallBody:
         if unread.text[self._start :].lstrip().startswith(start_tag):
             self._start = unread.text.index(start_tag, self._start) + len(start_tag)
 
-        self._is_json = False
-        self._quote = tool_format.foreign.string_mark  # before and after a string
-        self._marks: Any = (
-            None  # what is looked for, once it is known whether it is JSON
-        )
+        self._syntax: _BodySyntax | None = None  # until it is known whether it is JSON
         self._position = self._start  # up to it the text was read
         self._depth = 0  # of brackets
         self._is_in_string = False
         self._end: int | None = None  # of the body
-        self._has_end_token = False
 
     def note_end(self) -> None:
         """The end tag comes next, as a token of its own. Only the first one counts."""
         if self._end is None:
-            self._has_end_token = True
             self._end = len(self._unread.text)
 
-    def take(self) -> str | None:
-        """Take the body, with its tags; None: it has not ended."""
-        is_complete = self._unread.is_complete
-        self._unread.text = self._unread.text.removesuffix("\0")
-        text = self._unread.text
+    def take(self) -> CallBody | None:
+        """Take the body, with the tags around it; None: the next text decides."""
+        unread = self._unread
+        is_complete = unread.is_complete
+        text = unread.text.removesuffix("\0")
+        syntax = self._find_syntax(text)
+        if syntax is None and not is_complete:
+            return None
+        if syntax is None:  # nothing but white space has come
+            syntax = _body_syntax(self._format, is_json=False)
         if self._end is None:
-            self._find_end()
+            self._find_end(text, syntax)
         end = self._end
         if end is None and not is_complete:
             return None
         if end is None:  # up to an end tag that looked quoted, or to the reply's end
             end = text.find(self._format.end, self._start)
             end = len(text) if end < 0 else end
-        n_read = self._find_rest(end, is_complete=is_complete)
-        if n_read is None:
-            return None
-        self.is_closed = end < len(text)
-        self._unread.text = text[n_read:] + "\0" * is_complete
-        return text[self._start : end]
 
-    def _find_end(self) -> None:
+        tail = syntax.tail.match(text, end, partial=True)
+        after_tail = tail.end() if tail else end
+        late_argument = syntax.late_argument.match(text, after_tail, partial=True)
+        if self._is_last:
+            late_argument = None
+        for match in (tail, late_argument):
+            if match is not None and match.partial and not is_complete:
+                return None
+        unread.text = text[after_tail:] + "\0" * is_complete
+        return CallBody(
+            text[self._start : end],
+            is_closed=end < len(text),
+            is_damaged=late_argument is not None and not late_argument.partial,
+        )
+
+    def _find_syntax(self, text: str) -> _BodySyntax | None:
+        """Whether it is JSON, which Hermes's tags may have in any format."""
+        if self._syntax is None:
+            is_json = self._format.foreign.is_json
+            if self._format.start == HERMES_START:
+                match = _OBJECT_OR_LIST.match(text, self._start, partial=True)
+                if match is not None and match.partial:
+                    return None
+                is_json |= match is not None
+            self._syntax = _body_syntax(self._format, is_json=is_json)
+        return self._syntax
+
+    def _find_end(self, text: str, syntax: _BodySyntax) -> None:
         """Read on, up to the last bracket, or an end tag that is in no string."""
-        if self._marks is None and not self._choose_marks():
-            return
-        for match in self._marks.finditer(
-            self._unread.text, self._position, partial=True
-        ):
+        for match in syntax.marks.finditer(text, self._position, partial=True):
             if match.partial:  # half an escape, half a tag, or nothing
                 self._position = match.start()
                 return
             self._position = match.end()
             mark = match[0]
-            if mark == self._quote:
+            if mark == syntax.quote:
                 self._is_in_string = not self._is_in_string
             elif self._is_in_string or mark.startswith("\\"):
                 continue
             elif mark == self._format.end:
                 self._end = match.start()
                 return
-            elif mark in "[{":
-                self._depth += 1
             else:
-                self._depth -= 1
+                self._depth += 1 if mark in "[{" else -1
                 if self._depth == 0:
                     self._end = match.end()
                     return
 
-    def _choose_marks(self) -> bool:
-        """Find out whether it is JSON; False: the next text decides."""
-        # JSON between Hermes's tags is read here, whatever mlx-lm's parser makes of it.
-        is_hermes = self._format.start == HERMES_START
-        match = _OBJECT_OR_LIST.match(self._unread.text, self._start, partial=True)
-        if is_hermes and match is not None and match.partial:
-            return False
-        self._is_json = self._format.foreign.is_json or (
-            is_hermes and match is not None
-        )
-        marks = [self._format.end, self._quote]
-        source = ""
-        if self._is_json:
-            self._quote = '"'
-            marks = [self._format.end, '"', "[", "]", "{", "}"]
-            source = r"(?s:\\.)|"
-        source += "|".join(regex.escape(mark) for mark in marks if mark)
-        self._marks = regex.compile(source)
-        return True
-
-    def _find_rest(self, end: int, *, is_complete: bool) -> int | None:
-        """The position of what follows the calls; None: the next text decides."""
-        n_read, late = end, None
-        if self._is_json and not self._has_end_token:
-            n_read, late = self._find_json_rest(end)
-        else:
-            if self._unread.text.startswith(self._format.end, end):
-                n_read = end + len(self._format.end)
-            late_argument = _late_argument(self._format.foreign)
-            if late_argument is not None and not self._is_last:
-                late = late_argument.match(self._unread.text, n_read, partial=True)
-        if late is not None and late.partial and not is_complete:
-            return None
-        self.is_damaged = late is not None and not late.partial
-        return n_read
-
-    def _find_json_rest(self, end: int) -> tuple[int, Any]:
-        """The position of what follows JSON, and the match of a member that is late.
-
-        That is partial where the next text decides.
-        """
-        text = self._unread.text
-        late = LOST_MEMBER.match(text, end, partial=True)
-        if self._format.foreign.is_json:
-            return end, late
-        end_tag = _WHOLE_JSON_END.match(text, end, partial=True)
-        if late is None and end_tag is not None and end_tag.partial:
-            late = end_tag
-        return (end_tag.end() if end_tag else end), late
-
 
 def read_whole_calls(
-    tool_format: ToolCallFormat, body: str, *, tools: Sequence[Tool], is_closed: bool
+    tool_format: ToolCallFormat, body: CallBody, tools: Sequence[Tool]
 ) -> list[WholeCall]:
     """The calls of a body; none if one of them cannot be read.
 
-        the body is read by       if it begins with
-        _MarkedCalls              the start tag of a format with a `string_mark`
-        load_value()              { or [{
-        _parse_python_calls()     the start tag of LFM2
-        mlx-lm's parser           anything else
-
-    `is_closed`: its end tag has come, so its last bracket may only be forgotten.
+    the body is read by       if it begins with
+    _MarkedCalls              the start tag of a format with a `string_mark`
+    load_value()              { or [{
+    _parse_python_calls()     the start tag of LFM2
+    mlx-lm's parser           anything else
     """
+    foreign = tool_format.foreign
+    if body.is_damaged:
+        return []
     try:
-        if tool_format.foreign.string_mark:
-            mark = tool_format.foreign.string_mark
+        if foreign.string_mark:
             offered = parameters_by_name(tools)
-            return _MarkedCalls(
-                body, mark=mark, offered=offered, is_closed=is_closed
-            ).read()
-        if _OBJECT_OR_LIST.match(body):
-            return [_parse_json_call(call) for call in as_list(load_value(body))]
-        if tool_format.foreign.is_python:
-            return _parse_python_calls(body)
-        parsed = as_list(tool_format.parse(body, list(tools)))
+            return _MarkedCalls(body, mark=foreign.string_mark, offered=offered).read()
+        if _OBJECT_OR_LIST.match(body.text):
+            calls = as_list(load_value(body.text))
+            return [_parse_json_call(call) for call in calls]
+        if foreign.is_python:
+            return _parse_python_calls(body.text)
+        parsed = as_list(tool_format.parse(body.text, list(tools)))
         calls = [_parse_json_call(call) for call in parsed]
-        return calls if _has_all(calls, tool_format.foreign, body) else []
+        return calls if _has_all(calls, foreign, body.text) else []
     except Exception:  # noqa: BLE001 - they raise what they like on bad text
         return []
 
@@ -21693,7 +21687,7 @@ class ReplyReader:
         self._is_call = False  # of a tool that was offered: its name was emitted
         self._opening = "{"  # emitted with the first of the arguments
         self._arguments: TaggedArguments | JsonArguments | None = None
-        self._body: CallBody | None = None
+        self._body: BodyReader | None = None
 
     @property
     def is_thinking(self) -> bool:
@@ -21942,17 +21936,12 @@ class ReplyReader:
         assert self._format is not None
         n_left = self._max_calls - self.n_calls  # that the client may be given
         if self._body is None:
-            self._body = CallBody(self._format, self._unread, is_last=n_left == 1)
+            self._body = BodyReader(self._format, self._unread, is_last=n_left == 1)
         body = self._body.take()
         if body is None:
             return
         self._state = ReplyState.DONE
-        calls: list[WholeCall] = []
-        if not self._body.is_damaged:
-            is_closed = self._body.is_closed
-            calls = read_whole_calls(
-                self._format, body, tools=self._tools, is_closed=is_closed
-            )
+        calls = read_whole_calls(self._format, body, self._tools)
         self.has_more = len(calls) > n_left
         if all(call.name in self._offered for call in calls):
             for call in calls[:n_left]:

@@ -510,6 +510,11 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("hermes", "<tool_call>\n{'arguments': {'n': 1, 'n': 2}, 'name': 'read'}\n</tool_call>"),
         ("gemma", '<|tool_call>call:read{items:<|"|>[{"a": 1, "a": 2}]<|"|>}<tool_call|>'),
         ("lfm2", "<|tool_call_start|>[read(items=[{'a': 1, 'a': 2}])]<|tool_call_end|>"),
+        # Two texts in a row are one in Python.
+        ("hermes", '<tool_call>\n{"arguments": {"path": "x","read" "text": "y"}, "name": "read"}'
+         "\n</tool_call>"),
+        ("lfm2", '<|tool_call_start|>[read(path="x" "text")]<|tool_call_end|>'),
+        ("lfm2", "<|tool_call_start|>[read(items=['x' u'text'])]<|tool_call_end|>"),
         # Of two marks one is missing, and of a key some of its own.
         ("gemma", '<|tool_call>call:read{path:<|"|>x,n;:3141,text:<|"|>y<|"|>}<tool_call|>'),
         ("gemma", '<|tool_call>call:read{path:<|"|>x<|"|>,n:,3141text:y<|"|>}<tool_call|>'),
