@@ -19998,60 +19998,61 @@ def key_pattern(tags: ArgumentTags) -> Any:
     )""")
 
 
-# What ends a value, which is `closed`, or was never closed: then the call ends, or a key
-# of the tool follows. A closing tag alone does not end it: the syntax must go on after
-# it. END is the end tag of the call, if it may come as text; OUTER is its letters, which
-# end a call that ends with the reply.
-_VALUE_END: Final = r"""(?x:
-    (?P<closed> BREAK CLOSE (?: \s* CLOSE )? )
-    (?= \s* (?: KEY_START
-              | (?: INNER \s* ){0,2} (?: END (?= [^"'`] ) | (?: OUTER \s* )? \0 )
-              | INNER \s* NEXT_CALL
-              | \n INNER [ \t]{0,9} \n \s* [^<\s] ) )   # no END before prose
-  | (?P<broken> CLOSE [ \t\r\n]{401} )                  # a model caught in blanks
-  | BREAK
-    (?= (?: INNER \s* )? (?: OUTER \s* )? \0
-      | </ [\w:]{0,20} \0                                # cut in its closing tag
-      | INNER \s* (?: END \s* )? NEXT_CALL
-      | END \s* \n NEXT_CALL )
-)"""
-# A value that has lines of its own was never closed, either, before such a line.
-_LINES_END: Final = r"""(?x:
-    \n (?= (?: INNER \s* )? END [ \t]{0,9} \n | \s* NEXT_KEY [ \t]{0,9} \n )
-  | (?P<quoted> (?!) )
-)"""
-# Any other, before the tag of a key, which in quotes or after a blank is text.
-_TEXT_END: Final = r"""(?x: (?P<quoted> ["'`\x20] NEXT_KEY ) | \n? (?= NEXT_KEY ) )"""
-
-
 @lru_cache
 def value_end_pattern(
     tags: ArgumentTags, keys: tuple[str, ...], *, is_quoted: bool, reads_end_token: bool
 ) -> Any:
-    """What ends a value: with the group `closed` its closing tag.
+    """What ends a value, or may seem to. Its groups say which:
+
+        closed   a closing tag, once or twice, after which the syntax goes on
+        broken   a closing tag, and the model is caught in blanks
+        quoted   the tag of a key, but in quotes: the value goes on
+        none     the value was never closed: the call ends, or the tag of a key follows
 
     `keys`: of the tool's schema. `is_quoted`: the value has begun so (see
-    ArgumentTags.gap). `reads_end_token`: the end tag of the call is read as \\0.
+    ArgumentTags.gap). `reads_end_token`: the call ends at \\0, and the letters of its
+    end tag are text.
     """
     if is_quoted:
         return compile_pattern(
             rf"(?P<closed>{tags.quoted_close})|(?P<broken>(?=\0))|(?P<quoted>(?!))"
         )
-    next_key = _key_of(tags, keys)
-    parts = {
-        "BREAK": tags.before_close,
-        "KEY_START": f"(?:{tags.key_start})",
-        "NEXT_CALL": f"(?:{tags.next_call})",
-        "CLOSE": tags.close,
-        "INNER": tags.inner_end,
-        "END": NO_PATTERN if reads_end_token else tags.outer_end,
-        "OUTER": tags.outer_end,
-        "NEXT_KEY": f"(?:{next_key})",
-    }
-    source = f"{_VALUE_END}|{_LINES_END if tags.is_on_lines else _TEXT_END}"
-    for name, pattern in parts.items():
-        source = source.replace(name, pattern)
-    return compile_pattern(source)
+    close, inner_end, outer_end = tags.close, tags.inner_end, tags.outer_end
+    end_as_text = NO_PATTERN if reads_end_token else outer_end
+    next_key = f"(?:{_key_of(tags, keys)})"
+    next_call = f"(?:{tags.next_call})"
+
+    closed = rf"""(?x:
+        (?P<closed> {tags.before_close} {close} (?: \s* {close} )? )
+        (?= \s*
+          (?: (?: {tags.key_start} )
+            | (?: {inner_end} \s* ){{0,2}}
+              (?: {end_as_text} (?= [^"'`] ) | (?: {outer_end} \s* )? \0 )
+            | {inner_end} \s* {next_call}
+            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]    # prose, no outer end
+          ) )
+      | (?P<broken> {close} [ \t\r\n]{{401}} )
+    )"""
+    at_end = rf"""(?x:
+        {tags.before_close}
+        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0
+          | </ [\w:]{{0,20}} \0                              # cut in a tag
+          | {inner_end} \s* (?: {end_as_text} \s* )? {next_call}
+          | {end_as_text} \s* \n {next_call} )
+    )"""
+    # Before a line that is a tag.
+    at_line = rf"""(?x:
+        \n (?= (?: {inner_end} \s* )? {end_as_text} [ \t]{{0,9}} \n
+             | \s* {next_key} [ \t]{{0,9}} \n )
+      | (?P<quoted> (?!) )
+    )"""
+    # Before the tag of a key, which in quotes or after a blank is text.
+    at_key = rf"""(?x:
+        (?P<quoted> ["'`\x20] {next_key} )
+      | \n? (?= {next_key} )
+    )"""
+    at_tag = at_line if tags.is_on_lines else at_key
+    return compile_pattern(f"{closed}|{at_end}|{at_tag}")
 
 
 @lru_cache
@@ -20329,7 +20330,7 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
 # quote or n": then it is one more argument, before which a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
     {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
-    (?= [^\0\s\w,;:"'] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
+    (?= [^\0\s\w,;:"'}}\]] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
       | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
 
@@ -20352,7 +20353,6 @@ class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     late_argument: Any = compile_pattern(_LATE_MEMBER)
-    reads_end_token = False
 
     def __init__(
         self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
@@ -20374,13 +20374,14 @@ class JsonArguments:
         self._string_end = ""  # its last letters, as many as a tag has
         self._has_quoted_end = False  # the end tag of the call came in one as a token
 
-    def quotes_end(self) -> bool:
-        """Whether a string is open where the end tag comes as a token."""
-        return self._is_in_string and not self._unread.text.startswith('"')
+    def take_end_token(self) -> bool:
+        """The end tag comes as a token. False: it is part of a string.
 
-    def read_end_as_text(self) -> None:
-        """The end tag was quoted as a token: so it may be one in other tokens."""
-        self._has_quoted_end = True
+        Then it may be an end in other tokens.
+        """
+        is_quoted = self._is_in_string and not self._unread.text.startswith('"')
+        self._has_quoted_end |= is_quoted
+        return not is_quoted
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
@@ -20578,24 +20579,18 @@ class TaggedArguments:
         # The last tag, of the call or before a value: it may come twice.
         self._repeated = self._find_repeated(start)
 
-    def quotes_end(self) -> bool:
-        """Whether the end tag as a token is part of a value: if that is not closed."""
+    def take_end_token(self) -> bool:
+        """The end tag comes as a token. False: it is part of a value.
+
+        Then its letters are an end from now on.
+        """
         if self.json is not None:
-            return self.json.quotes_end()
-        return self._value is not None and not self._value.closes()
-
-    @property
-    def reads_end_token(self) -> bool:
-        """Whether the end tag as a token is read as \\0."""
-        return self._reads_end_token and self._value is not None
-
-    def read_end_as_text(self) -> None:
-        """Read the end tag as text from now on: the token was a quotation."""
+            return self.json.take_end_token()
+        if self._value is None or self._value.closes():
+            return True
         self._reads_end_token = False
-        if self.json is not None:
-            self.json.read_end_as_text()
-        if self._value is not None:
-            self._value.read_end_as_text()
+        self._value.read_end_as_text()
+        return False
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
@@ -20804,36 +20799,58 @@ class TaggedValue:
                 self._has_loose_tag |= self._is_loose(tag, text)
 
     def _is_loose(self, tag: Any, text: str) -> bool:
-        """Whether a tag in the text shows that the value ended before it, perhaps."""
-        follows_blank = text[tag.start("tag") - 1 : tag.start("tag")] == " "
+        """Whether a tag in the text shows that the value ended before it, perhaps.
+
+            value      tag                   is loose
+            on lines   of a key              at an edge of a line
+            any        any other, or x <t>   after a blank never
+            on lines   any other             where a line begins; where one ends, if it
+                                             closes nothing in that line
+            other      of a key              always
+            other      any other             at an edge (see inner_tag_pattern); before
+                                             a number or bracket: </parameter>5
+
+        At </parameter>5 the tag of the 5 is missing.
+        """
         begins, ends = tag["begins"] is not None, tag["ends"] is not None
-        if self._is_on_lines and tag["key"]:
-            return begins or ends
-        if follows_blank:
-            return False
-        line = text[text.rfind("\n", 0, tag.start()) + 1 : tag.start("tag")]
+        is_key = tag["key"] is not None
+        start, end = tag.span("tag")
+        line = text[text.rfind("\n", 0, tag.start()) + 1 : start]
         closes_nothing = tag["slash"] is not None and f"<{tag['name']}" not in line
+
+        if self._is_on_lines and is_key:
+            return begins or ends
+        if text[start - 1 : start] == " ":
+            return False
         if self._is_on_lines:
             return begins or (ends and closes_nothing)
-        # <parameter name="path">a.md</parameter>5</parameter>    the key of 5 is missing
-        follows_value = text[tag.end("tag") : tag.end("tag") + 1] in set(
-            "/[{0123456789"
-        )
-        is_end = closes_nothing and follows_value and tag["name"] == self._closing_name
-        return begins or ends or is_end or tag["key"] is not None
+        if is_key:
+            return True
+        is_closing = closes_nothing and tag["name"] == self._closing_name
+        follows_value = text[end : end + 1] in set("/[{0123456789")
+        return begins or ends or (is_closing and follows_value)
 
     def _is_unreadable(self, value: str, closing: str) -> bool:
-        """Whether nobody can tell where the value ends that has just ended."""
+        """Whether nobody can tell where the value ends that has just ended.
+
+            closing tag   value              is unreadable if
+            none          any                it is blank, or has a tag
+            twice         blank              always: a tag may be the value
+            any           of numbers ...     because of a tag in it, it is a text
+            any           any                a tag is loose, at its edge, or not closed
+
+        The tag of its key may come twice, too: then it must be closed once, and have
+        text of its own, but no tag.
+        """
         is_blank = not value.strip()
         has_tag = "<" in value or value.rstrip().endswith(">")
-        if not closing:
-            return is_blank or has_tag or self.has_second_tag
         closes_twice = closing.count(self._tags.close) > 1
-        if is_blank and (closes_twice or self.has_second_tag):
-            return True  # the tag may be an element of XML, and the value
-        if self.has_second_tag and (closes_twice or has_tag):
+        if self.has_second_tag and (not closing or closes_twice or is_blank or has_tag):
             return True
-        # It may be of another type than the schema's because of a tag in it.
+        if not closing:
+            return is_blank or has_tag
+        if is_blank:
+            return closes_twice
         can_be_string = not self._types or "string" in self._types
         if has_tag and not can_be_string:
             return value_as_json(value, self._types).startswith('"')
@@ -21245,10 +21262,14 @@ class BodyReader:
         self._is_in_string = False
         self._end: int | None = None  # of the body
 
-    def note_end(self) -> None:
-        """The end tag comes next, as a token of its own. Only the first one counts."""
+    def take_end_token(self) -> bool:
+        """The end tag comes as a token. The first one ends the body.
+
+        False: the tag is to be added to the unread text as it is.
+        """
         if self._end is None:
             self._end = len(self._unread.text)
+        return False
 
     def take(self) -> CallBody | None:
         """Take the body, with the tags around it; None: the next text decides."""
@@ -21667,6 +21688,7 @@ class ReplyReader:
         self._reply = ReplyDeltas(ids)
         self._state = ReplyState.TEXT
         self._has_tokens = False  # it is known which texts are tags
+        self._is_read_again = False  # the text was part of what was no call
         self._is_over = False  # no more text will come
 
         # The text around calls:
@@ -21755,11 +21777,13 @@ class ReplyReader:
     ) -> None:
         """Read on, through all states that the text leads to."""
         rest: str | None = text
+        self._is_read_again = False
         while rest is not None:
             if self._state is ReplyState.TEXT:
                 rest = self._read_text(rest, is_literal=is_literal)
             else:
                 rest = self._read_call(rest, is_end=is_end)
+                self._is_read_again |= not self._is_call
             # What follows a call may have the token of the next tag in it; of other
             # text only what had to be seen to know that the call was over.
             is_literal = is_end = False
@@ -21769,6 +21793,10 @@ class ReplyReader:
     def _open_call(self) -> None:
         assert self._format is not None
         self._unread = UnreadText()
+        # Of a text that is read again nobody knows any more which tags were tokens.
+        self._unread.has_tokens = (
+            self._has_tokens and self._format.end != "\0" and not self._is_read_again
+        )
         self._is_call = False
         self._opening = "{"
         self._arguments = None
@@ -21786,13 +21814,9 @@ class ReplyReader:
         """
         assert self._format is not None
         unread = self._unread
-        unread.has_tokens = self._has_tokens and self._format.end != "\0"
-        is_end = is_end and not self._quotes_end()
-        # What \0 stands for. If it becomes no end, it is text: the tag is a part of it.
-        reads_token = self._arguments is not None and self._arguments.reads_end_token
-        end_text = text if is_end and reads_token else ""
-        unread.text += text.removesuffix(end_text)
-        if is_end or self._is_over:
+        is_complete = self._is_over or (is_end and self._take_end_token())
+        unread.text += text
+        if is_complete:
             unread.text += "\0"
         call_text = unread.text
 
@@ -21803,14 +21827,12 @@ class ReplyReader:
         if self._state is ReplyState.WHOLE_CALLS:
             self._read_whole_calls()
         n_taken = len(call_text) - len(unread.text)
-        if not self._is_over:
-            unread.text = unread.text.replace("\0", end_text)
+        unread.text = unread.text.removesuffix("\0")
         if self._state is ReplyState.ENDED:
             self._read_late_argument()
 
-        unread.text = unread.text.replace("\0", "")
         if not self._is_call:
-            self._emit_text(call_text[:n_taken].replace("\0", end_text))
+            self._emit_text(call_text[:n_taken].removesuffix("\0"))
         has_ended = self._state is ReplyState.DONE and not self.is_broken
         return self._end_call(unread.text) if has_ended else None
 
@@ -21826,19 +21848,12 @@ class ReplyReader:
         self._follows_false_call = not self._is_call
         return rest
 
-    def _quotes_end(self) -> bool:
-        """Whether the end tag, a token that comes next, is a part of the call."""
-        if self._body is not None:
-            self._body.note_end()
-            return True
-        if self._arguments is None:
-            return False
+    def _take_end_token(self) -> bool:
+        """Tell the open call that its end tag comes as a token; False: it is text."""
         if self._state is ReplyState.ENDED:
-            return True
-        if self._arguments.quotes_end():
-            self._arguments.read_end_as_text()
-            return True
-        return False
+            return False
+        reader = self._body or self._arguments
+        return reader is None or reader.take_end_token()
 
     def _emit_name(self, name: str, start: str) -> None:
         if name in self._offered:
@@ -22047,49 +22062,61 @@ class ReplyReader:
     def _find_role(self, match: Any) -> TagRole:
         """What a tag does. The text before it was emitted, except white space.
 
-        At the start of a line a tag is one, unless it is misplaced. In the middle of a
-        line it may be a word of the sentence; there an untagged call is always text,
-        but for Kimi's, which begins with a token.
+            tag                    is text
+            any                    as a word of a sentence: see _is_word()
+            any                    where it cannot stand: see _is_misplaced()
+            of an untagged call    in the middle of a line, but for Kimi's, which
+                                   begins with a token: that only after a quote
+
+        At the start of a line a tag is no word. One that ends thinking does so also
+        where there is none: it is dropped (L-07).
         """
         tag: str = match[0]
         is_first = self.after_tag or not self._emitted_kinds or self._follows_false_call
         begins_line = "\n" in self._held or tag.startswith("```")  # after a ``` line
         may_be_word = not (is_first or begins_line)
-        if may_be_word and self._is_spoken_of(tag):
-            return "text"
-        if self._is_misplaced(tag):
+        if (may_be_word and self._is_word(tag)) or self._is_misplaced(tag):
             return "text"
         if match.lastgroup == "untagged_call":
             begins_with_token = tag.startswith(_KIMI_CALL_STARTS)
             is_word = may_be_word and (self._is_quoting or not begins_with_token)
             return "text" if is_word else "tool_start"
-        if match.lastgroup == "think_end" and self._has_channels:
-            is_built_in = _BUILT_IN.search(tag) is not None
-            return "think_start" if is_built_in else "think_end"
+        if match.lastgroup == "think_end" and _BUILT_IN.search(tag):
+            return "think_start"
         role: TagRole = match.lastgroup
-        return role  # "think_end" also if it ends nothing: it is dropped (L-07)
+        return role
 
-    def _is_spoken_of(self, tag: str) -> bool:
-        """Whether a tag in the middle of a line is a word of the sentence."""
-        follows_space = bool(self._held)
-        is_quoted = self._is_quoting and not follows_space
-        if tag.startswith("assistant"):  # "the assistant", not "Why?assistant"
-            return is_quoted or follows_space
+    def _is_word(self, tag: str) -> bool:
+        """Whether a tag in the middle of a line is a word of the sentence.
+
+        tag                        is a word
+        assistant                  after a quote or a blank: "the assistant"
+        <|start|>, <|channel|>     after a quote
+        any other, in reasoning    never
+        <think>                    after a quote or a blank, or a thought
+        </think>                   after a <think> that was one
+        any other                  never
+        """
+        follows_blank = bool(self._held)
+        follows_quote = self._is_quoting and not follows_blank
+        if tag.startswith("assistant"):
+            return follows_quote or follows_blank
         if tag.startswith(("<|start|>", "<|channel|>")):
-            return is_quoted
+            return follows_quote
         if self._kind == "reasoning":
             return False
         if tag == "<think>":
-            has_thought = "reasoning" in self._emitted_kinds
-            return has_thought or is_quoted or follows_space
+            return follows_quote or follows_blank or "reasoning" in self._emitted_kinds
         return tag == "</think>" and self._has_quoted_think
 
     def _is_misplaced(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one.
 
-        In an example of code it is text. Gemma's word begins a thought only where the
-        reply begins, and its closing tag stands only after a call. JSON without a tag
-        is an example of a call if it follows text.
+        tag                   cannot stand
+        { of a call           in reasoning, or after content: it is an example
+        <think>, </think>     in a block of code
+        Gemma's "thought"     but where the reply begins
+        Gemma's end of calls  after other text
         """
         if _UNTAGGED_OBJECT.fullmatch(tag):
             return self._kind == "reasoning" or "content" in self._emitted_kinds

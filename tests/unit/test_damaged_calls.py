@@ -881,6 +881,24 @@ def test_a_tag_that_begins_first_counts_also_if_one_in_it_is_whole_before() -> N
         assert read(FORMATS["harmony"], [text[:place], text[place:]]) == whole
 
 
+@pytest.mark.parametrize("name", ["qwen", "glm", "minimax"])
+def test_a_call_right_behind_a_tag_that_is_quoted_ends_at_its_token(name: str) -> None:
+    form = FORMATS[name]
+    start = form.tool_format.start
+    pieces = [start, "'", *form.write({"path": "x"}), "Done."]
+    message = read(form, pieces, as_tokens=True)
+    assert finished_calls(message) == [{"path": "x"}]
+    assert message["content"] == f"{start}'Done."
+
+
+def test_a_bracket_too_many_belongs_to_its_call_in_any_chunks() -> None:
+    text = '[TOOL_CALLS]read[ARGS]{"n": 1} \n }Done.'
+    for place in range(len(text)):
+        message = read(FORMATS["mistral"], [text[:place], text[place:]])
+        assert finished_calls(message) == [{"n": 1}]
+        assert message["content"].strip() == "Done."
+
+
 def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
     for pieces in ([HARMONY], list(HARMONY)):
         message = read(FORMATS["harmony"], pieces)
