@@ -6099,32 +6099,31 @@ def _make_printable(
     It is merged with that one if both have the same role then.
     """
     content = message["content"]
+    can_stand_alone = traits.has_lone_results  # a result, and a text before one
     match message["role"]:
-        case "system" if not traits.has_late_system and not is_head:
+        case "system" if not is_head and not traits.has_late_system:
             role = "user" if last_role == "assistant" else last_role
             return {"role": role, "content": wrap_reminder(content)}, True
-        case "system" if not traits.has_system:
-            return {**message, "role": "user"}, not traits.has_late_system
         case "system":
-            return message, not traits.has_late_system
+            # Where none may be late, only one may be first: those of the head are one.
+            role = "system" if traits.has_system else "user"
+            return {**message, "role": role}, not traits.has_late_system
 
-        case "tool" if not traits.has_calls or not (
-            has_call or traits.has_lone_results
-        ):
-            return {"role": "user", "content": content}, False
         case "user" if last_role == "tool" and not traits.has_questions_after_results:
             words = f"<user_message>\n{content}\n</user_message>"
             return {"role": "tool", "content": words}, True
+        case "tool" if not traits.has_calls or not (has_call or can_stand_alone):
+            return {"role": "user", "content": content}, False
 
         case "assistant" if "tool_calls" in message and not traits.has_calls:
             functions = [call["function"] for call in message["tool_calls"]]
             calls = [json.dumps(f, ensure_ascii=False) for f in functions]
             text = "\n\n".join(filter(None, [content, *calls]))
             return {"role": "assistant", "content": text}, False
-        case "assistant" if has_call and "tool_calls" not in message:
+        case "assistant" if "tool_calls" not in message:
             # Codex: a call, a text, the result of the call.
-            is_between = last_role == "assistant" and not traits.has_lone_results
-            return message, is_between
+            is_between = has_call and last_role == "assistant"
+            return message, is_between and not can_stand_alone
     return message, False
 
 
@@ -7997,7 +7996,7 @@ class Ledger:
             record = record.parent
 
     def _save(self, record: LedgerRecord) -> None:
-        """Let the file have a record as it is now, and its parents, if there is one."""
+        """Save a record as it is now, if there is a file; its parents before it."""
         file_number = self._saved.file_number
         if not file_number:
             return
