@@ -4698,7 +4698,8 @@ class RecordFile:
         self._changes: deque[_Change] = deque()  # not saved yet, in order
         self._change_lock = threading.Lock()  # _forget_all() takes another queue
         self._has_changes = threading.Event()
-        self._erase_lock = threading.Lock()  # one thread at a time deletes the file
+        # Else SQLite would open or write a file that is being deleted.
+        self._file_lock = threading.Lock()
         self._must_be_erased = False  # what is in the file is to be forgotten
         self.failure = ""  # why nothing is saved now
         self.number = 0  # one more for each file that was begun; 0: there is none yet
@@ -4766,7 +4767,7 @@ class RecordFile:
         return True
 
     def erase(self) -> None:
-        """Delete the file, and all changes that wait for it.
+        """Delete the file, once nothing is being written into it, and what waits for it.
 
         Raises OSError: it is still there. Then nothing is saved until it can be
         deleted, which is tried again and again.
@@ -4808,9 +4809,11 @@ class RecordFile:
 
         Raises sqlite3.Error, OSError.
         """
-        if not path.exists():  # the new one has nothing in it
-            self.number += 1
-        with closing(_connect(path)) as database:
+        with self._file_lock:
+            if not path.exists():  # the new one has nothing in it
+                self.number += 1
+            connection = _connect(path)
+        with closing(connection) as database:
             while True:
                 if not self._changes:
                     if self.failure:
@@ -4819,9 +4822,10 @@ class RecordFile:
                     self._has_changes.wait()
                 self._has_changes.clear()
                 time.sleep(_SAVE_DELAY_SECONDS)
-                if self._must_be_erased or not path.exists():
-                    return  # SQLite would write into what nobody finds again
-                self._save_changes(database)
+                with self._file_lock:
+                    if self._must_be_erased or not path.exists():
+                        return  # SQLite would write into what nobody finds again
+                    self._save_changes(database)
 
     def _save_changes(self, database: sqlite3.Connection) -> None:
         """Save what waits, in one transaction. Raises sqlite3.Error."""
@@ -4881,7 +4885,7 @@ class RecordFile:
 
     def _erase(self, path: Path) -> None:
         """Delete the file, if it has to go. Raises OSError."""
-        with self._erase_lock:
+        with self._file_lock:
             if self._must_be_erased:
                 _delete_database(path)
                 self._must_be_erased = False

@@ -412,6 +412,26 @@ def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
     assert loaded(tmp_path / "records") == {}
 
 
+def test_file_is_deleted_between_two_transactions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s, "_SAVE_DELAY_SECONDS", 0.001)
+    file = open_records(tmp_path / "records")
+    records = file.of_tenant("")
+    failures = []
+
+    for number in range(100):
+        put(records, f"{number}", "x" * 100_000)
+        time.sleep(number % 10 / 1000)
+        file.erase()
+        failures.append(file.failure)
+
+    put(records, "last", "one")
+    assert file.flush(20.0)
+    assert set(failures) == {""}
+    assert loaded(tmp_path / "records") == {"last": "one"}
+
+
 def test_what_cannot_be_deleted_is_said_and_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
