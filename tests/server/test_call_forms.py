@@ -526,6 +526,31 @@ def test_a_forced_value_may_have_closing_tags_in_it(dense):
         assert matcher.is_accepting()
 
 
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"type": "integer", "maximum": 5}, "7"),
+        ({"type": "number", "maximum": 5}, "-7.5e3"),
+        ({"const": False}, "true"),
+        ({"type": "array", "maxItems": 0}, "[1]"),
+        ({"type": "object", "maxProperties": 0}, '{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("union", ["anyOf", "oneOf"])
+def test_a_text_is_none_that_would_be_read_as_another_value(dense, union, other, text):
+    parameters = {"properties": {"a": {union: [TEXT, other]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+    accepted = []
+    for value in (text, f"{text} and"):
+        start = "<tool_call>\n<function=f>\n<parameter=a>\n"
+        call = f"{start}{value}\n</parameter>\n</function>\n</tool_call>"
+        matcher = compile_forms(dense, forms)
+        accepted.append(all(map(matcher.consume_token, dense.scribe.ids(call))))
+
+    assert accepted == [False, text[0] not in "[{"]
+
+
 def prepare(served: Served, **fields: Any) -> Any:
     body = {"messages": ASKED, "enable_thinking": False, **fields}
     config = served.state.config
