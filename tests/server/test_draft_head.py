@@ -25,6 +25,7 @@ from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until
 from test_draft_model import gain_of
 from test_drafts import DIFFERS, PENALTY, SEEDED, copies_with_faults, state_not_put_back
+from test_idle_unload import NEVER, Sleeper
 from tiny_heads import tiny_head, tiny_pair
 from tiny_models import DENSE, HYBRID
 from tiny_vision import EXPERTS_VISION, HYBRID_VISION, tiny_vision_model
@@ -251,6 +252,33 @@ def test_a_head_begins_anew_where_it_knows_no_states(engines, pairs, monkeypatch
     assert 2 <= seen.n_colds <= 8
 
 
+def test_a_long_reply_does_not_make_its_kv_grow_for_ever(engines, pairs, monkeypatch):
+    monkeypatch.setattr(s, "_MAX_HEAD_TOKENS", 20)
+    monkeypatch.setattr(s, "MAX_STATES", 8)
+    plain, b = engines(HYBRID)
+    prompt = words(np.random.default_rng(8), 40)
+    seen = Pairs(pairs(HYBRID)[0], monkeypatch)
+    expected, _, _ = plain.ask(prompt, n=100)
+    ids, _, _ = b.ask(prompt, n=100)
+
+    assert ids == expected
+    assert seen.largest_difference < 1e-4
+    assert 3 <= seen.n_colds <= 8
+
+
+def test_without_a_head_no_state_is_kept_and_no_norm_replaced(engines, monkeypatch):
+    plain, b = engines(HYBRID)
+    kept = []
+    monkeypatch.setattr(
+        s.TokenGenerator, "_keep_states", lambda _, states: kept.append(states)
+    )
+    plain.ask(words(np.random.default_rng(8), 40), n=20)
+
+    assert kept == []
+    norms = [bench.model.language_model.model.norm for bench in (plain, b)]
+    assert [type(norm).__name__ for norm in norms] == ["RMSNorm", "StateTap"]
+
+
 def test_a_head_that_fails_costs_nobody_anything(engines, monkeypatch, caplog):
     plain, b = engines(HYBRID)
     prompt = words(np.random.default_rng(9), 50)
@@ -474,6 +502,23 @@ def test_a_server_with_a_head_answers_as_without_and_counts_it(pairs):
 
     assert replies[0] == replies[1]
     assert str(head_folder) in banner.split("\n  drafts ")[1]
+
+
+def test_a_head_drafts_on_after_the_weights_were_freed(pairs):
+    folder, head_folder = pairs(HYBRID)
+    settings = {"draft_model": str(head_folder), "idle_unload_seconds": NEVER}
+    with closing(Sleeper(folder, **settings)) as served:
+        replies = []
+        counts = []
+        for _ in range(2):
+            exchange = served.ask([SYSTEM, user("Go on.")], max_tokens=60, tools=[])
+            replies.append(exchange.answer)
+            counted = served.state.metrics.snapshot()
+            counts.append(counted["draft_model_tokens_accepted"])
+            served.fall_asleep()
+
+    assert replies[0] == replies[1]
+    assert counts[1] > counts[0] > 0
 
 
 @pytest.mark.parametrize("kind", [HYBRID_VISION, at_night(EXPERTS_VISION)])
