@@ -759,6 +759,28 @@ def read_replicas(text: str) -> list[ReplicaAddress]:
     return addresses
 
 
+_MODEL_NAME: Final = re.compile(r"[\w./:+-]+")
+
+
+def read_models(text: str) -> dict[str, ReplicaAddress]:
+    """The servers of PROXY_MODELS, by name. Raises PydanticCustomError, without keys."""
+    addresses: dict[str, ReplicaAddress] = {}
+    for part in split_list(text):
+        name, _, url = part.partition("=")
+        if not _MODEL_NAME.fullmatch(name) or not url:
+            sentence = (
+                "should be names and URLs such as small=http://127.0.0.1:8081: {shown}"
+                " is none"
+            )
+            shown = re.sub(".*@", "", part)
+            raise PydanticCustomError("refused", sentence, {"shown": shown})
+        if name in addresses:
+            sentence = "should name each model once: {name} is there twice"
+            raise PydanticCustomError("refused", sentence, {"name": name})
+        (addresses[name],) = read_replicas(url)
+    return addresses
+
+
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """The settings of the server. from_env() makes it; tests pass fields by keyword."""
 
@@ -800,6 +822,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     proxy_startup_wait_seconds: _Seconds = 10.0  # between log lines while it starts
     # a list: URLs of other servers with the same model, as http://KEY@other.local:8080
     proxy_replicas: str = Field(default="", repr=False)
+    # a list: servers with other models, by name, as small=http://127.0.0.1:8081
+    proxy_models: str = Field(default="", repr=False)
 
     # Engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply: limits admission
@@ -898,6 +922,19 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             if urls.count(url) > 1:
                 sentence = "should name each server once: {url} is there twice"
                 raise PydanticCustomError("refused", sentence, {"url": url})
+        return value
+
+    @field_validator("proxy_models")
+    @classmethod
+    def _check_models(cls, value: str, info: ValidationInfo) -> str:
+        own_url = write_url(info.data.get("mlx_host", ""), info.data.get("mlx_port", 0))
+        for name, server in read_models(value).items():
+            if server.url == own_url:
+                sentence = "should name other servers only: {url} is this one"
+                raise PydanticCustomError("refused", sentence, {"url": own_url})
+            if name == info.data.get("proxy_model_id"):
+                sentence = "should have other names: {name} is PROXY_MODEL_ID"
+                raise PydanticCustomError("refused", sentence, {"name": name})
         return value
 
     @classmethod
@@ -25716,12 +25753,19 @@ def _make_order(
         for replica in read_replicas(config.proxy_replicas)
     ]
     servers = [ReplicaAddress(own_url, own_key), *others]
+    named_servers = {
+        name: server._replace(key=server.key or own_key)
+        for name, server in read_models(config.proxy_models).items()
+    }
     return {
         **config.model_dump(mode="json"),
         "program": str(program),
         "model_id": model["id"],
         "context_length": model["context_length"],
         "servers": [server._asdict() for server in servers],
+        "named_servers": {
+            name: server._asdict() for name, server in named_servers.items()
+        },
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
         "host_names": own_host_names(config, config.proxy_host),
         "advice": advice_by_path(),

@@ -84,6 +84,7 @@ class Target:
     model: str
     context: int  # tokens of prompt and reply
     is_small: bool = False  # the model wants a short system prompt
+    small_model: str = ""  # for sub-agents and the like; empty: `model`
     efforts: tuple[str, ...] = USUAL_EFFORTS  # of its thinking, the lowest first
 
     @property
@@ -173,7 +174,7 @@ def set_up_claude(target: Target) -> Setup:
         "ANTHROPIC_BASE_URL": target.url,
         key_name: target.key,
         "ANTHROPIC_MODEL": target.model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": target.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": target.small_model or target.model,
         "ANTHROPIC_DEFAULT_SONNET_MODEL": target.model,
         "ANTHROPIC_DEFAULT_OPUS_MODEL": target.model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
@@ -182,6 +183,8 @@ def set_up_claude(target: Target) -> Setup:
         "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    if target.small_model:
+        environment["CLAUDE_CODE_SUBAGENT_MODEL"] = target.small_model
     # why(L-185): in its automatic mode it waits for a check that is not done here.
     settings: Json = {"env": environment, "disableAutoMode": "disable"}
     if target.is_small:
@@ -694,6 +697,18 @@ def read_proxy_context(proxy: Place) -> object:
         return None
 
 
+def check_small_model(proxy: Target, name: str) -> None:
+    """Raise LaunchError unless LiteLLM knows this model by its name."""
+    key = "" if proxy.key == NO_KEY else proxy.key
+    ids = [str(entry.get("id")) for entry in list_models(Place(proxy.url, key))]
+    if name not in ids:
+        raise LaunchError(
+            f"no model {name!r} is behind {proxy.url}, which has {', '.join(ids)}: set "
+            f"PROXY_MODELS={name}=http://127.0.0.1:8081 in .env, where its server listens "
+            "there, and start this server again."
+        )
+
+
 PROXY_FAULTS: Final = {
     "off": "runs none: ENABLE_PROXY is false there, or LiteLLM is not installed",
     "port_taken": "has none: another program has the port; stop that, or set PROXY_PORT "
@@ -735,7 +750,7 @@ def find_proxy(client: Client, server: Server, proxy: Place) -> Place:
     if state != "up" or not proxy_url:
         reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
         raise LaunchError(
-            f"{client.title} speaks an API that only LiteLLM has, and the server at "
+            f"{client.title} needs what only LiteLLM has, and the server at "
             f"{url} {reason}."
         )
     return replace(proxy, url=seen_from_here(str(proxy_url), url))
@@ -810,7 +825,7 @@ def list_proxy_models(client: Client, proxy: Place) -> list[Json]:
         proxy.get("/health/liveliness")
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(
-            f"{client.title} speaks an API that only LiteLLM has, and nothing answers at "
+            f"{client.title} needs what only LiteLLM has, and nothing answers at "
             f"{proxy.url}: ENABLE_PROXY is false, or it listens elsewhere (PROXY_HOST, "
             "PROXY_PORT)."
         ) from error
@@ -1023,7 +1038,9 @@ URL and its key, for this run alone: in the environment, as arguments, or in a t
 that is removed when the client ends. Your own settings are not touched. Server and key are
 those of `.env` and the environment, else `--url` (of the server, or of LiteLLM on its port)
 and `--key`; where `PROXY_REPLICAS` is set, clients go through LiteLLM, which knows the server
-of each conversation. `--print` shows the key as
+of each conversation. `launch claude --small-model NAME` gives sub-agents, and what Claude Code
+asks of its smallest model, to another one: [two models](outgrowing.md#two-models-on-one-machine).
+`--print` shows the key as
 `********`, with `--show-key` (or typed with `--key`) as it is. The exit status is the client's,
 and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
 request: what it will send is not known before it sends it. From then on the server has it.
@@ -1139,6 +1156,7 @@ class Options:
     client: str
     is_printed: bool  # and not started
     is_small: bool
+    small_model: str  # by the name that PROXY_MODELS gives it; empty: none
     shows_key: bool
     url: str  # empty: where the settings say
     key: str  # empty: the settings'
@@ -1177,6 +1195,12 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--small", action="store_true", help="a short system prompt (claude alone)"
     )
+    parser.add_argument(
+        "--small-model",
+        default="",
+        metavar="NAME",
+        help="a model of PROXY_MODELS, for sub-agents and the like (claude alone)",
+    )
     parser.add_argument("--show-key", action="store_true", help="--print shows the key")
     parser.add_argument("--url", default="", help="the server; else MLX_HOST, MLX_PORT")
     parser.add_argument("--key", default="", help="its key; else the first of API_KEY")
@@ -1186,10 +1210,13 @@ def read_arguments(arguments: Sequence[str]) -> Options:
         parser.error(f"what is for the client goes after --: -- {shlex.join(unknown)}")
     if options.small and not CLIENTS[options.client].small_prompt:
         parser.error(f"--small is for claude: {options.client} has no shorter prompt")
+    if options.small_model and options.client != "claude":
+        parser.error(f"--small-model is for claude: {options.client} has one model")
     return Options(
         client=options.client,
         is_printed=options.print,
         is_small=options.small,
+        small_model=options.small_model,
         shows_key=options.show_key or bool(options.key),
         url=options.url,
         key=options.key,
@@ -1226,8 +1253,12 @@ def launch(options: Options) -> int:
     program = "" if options.is_printed else find_program(client)
     is_demo = target.model == DEMO_MODEL
     # Of several servers a conversation is to find its own, and LiteLLM knows which.
-    if not server.is_proxy and (client.needs_proxy or server.is_one_of_several):
+    wants_proxy = client.needs_proxy or server.is_one_of_several or options.small_model
+    if not server.is_proxy and wants_proxy:
         target = to_proxy(client, target, server, proxy)
+    if options.small_model:
+        check_small_model(target, options.small_model)
+        target = replace(target, small_model=options.small_model)
     say_each(f"{DEMO_SENTENCE}." if is_demo else "")
 
     arguments = options.arguments or client.start_arguments

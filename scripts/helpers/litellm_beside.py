@@ -63,6 +63,7 @@ class Order:
     servers: list[
         dict[str, str]
     ]  # `url` and `key` of each, the one that sends this first
+    named_servers: dict[str, dict[str, str]]  # with other models (PROXY_MODELS)
     strict_model_names: bool
     max_body_bytes: int
     keepalive_seconds: float
@@ -86,21 +87,14 @@ class Order:
 
 
 def model_list_for(order: Order) -> list[dict[str, Any]]:
-    """Each name that a client may send, and how LiteLLM reaches our model for it.
+    """Each name that a client may send, and how LiteLLM reaches its model.
 
     Only for what LiteLLM makes a chat of: see litellm_gate.py.
     """
     names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
     rows = []
     for server in order.servers:
-        route = {
-            "model": f"openai/{order.model_id}",
-            "api_base": f"{server['url']}/v1",
-            "api_key": server["key"] or "none",
-            "allowed_openai_params": ["user"],
-            # why(L-102): for /v1/responses, which we lack
-            "use_chat_completions_api": True,
-        }
+        route = route_to(server, order.model_id)
         rows += [
             {
                 "model_name": plain_name(name),  # as the gate sends it to LiteLLM
@@ -109,7 +103,22 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
             }
             for name in names
         ]
+    for name, server in order.named_servers.items():
+        route = route_to(server, name)
+        rows.append({"model_name": plain_name(name), "litellm_params": route})
     return rows
+
+
+def route_to(server: dict[str, str], model: str) -> dict[str, Any]:
+    """How LiteLLM reaches the model of a server."""
+    return {
+        "model": f"openai/{model}",
+        "api_base": f"{server['url']}/v1",
+        "api_key": server["key"] or "none",
+        "allowed_openai_params": ["user"],
+        # why(L-102): for /v1/responses, which we lack
+        "use_chat_completions_api": True,
+    }
 
 
 def names_of(order: Order) -> list[str]:
@@ -148,6 +157,9 @@ def settings_for(order: Order) -> dict[str, Any]:
         "start_llm_gate": {
             "key": key,
             "servers": order.servers,
+            "named_servers": {
+                plain_name(name): server for name, server in order.named_servers.items()
+            },
             "model_id": order.model_id,
             "models": names_of(order),
             "max_body_bytes": order.max_body_bytes,

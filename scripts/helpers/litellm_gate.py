@@ -7,6 +7,7 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
     key          that a client must send; empty: none
     servers      the URL of each start-llm, and the key that is sent to it; empty: none
     model_id     of the model that all of them serve
+    named_servers  the same of one with another model, by the model's name (PROXY_MODELS)
     models       the names that it answers to; empty: any
     max_body_bytes
     host_names   what a client may call it in the header Host; empty: whatever it likes
@@ -51,7 +52,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, quote, unquote
 
 import anyio
@@ -221,9 +222,17 @@ class ServerCall:
     """What LiteLLM has asked the server for one request, which SERVER_CALL holds."""
 
     server: Replica
+    servers: Replicas  # that it is one of
     conversation: str = ""  # that its request belongs to, see replica_choice.py
     was_sent: bool = False
     error: httpx.Response | None = None  # whole
+
+
+class ServersCall(NamedTuple):
+    """Who may answer a request."""
+
+    servers: Replicas
+    conversation: str  # "": one that nobody knows again
 
 
 SERVER_CALL: Final[ContextVar[ServerCall | None]] = ContextVar("call", default=None)
@@ -371,6 +380,7 @@ class Gate:
     cors_origins: list[str]
     welcome: str
     advice: Mapping[str, str]
+    named: Mapping[str, Replicas] = field(default_factory=dict)  # by plain_name()
     held_bytes: HeldBytes = field(default_factory=HeldBytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -423,26 +433,46 @@ class Gate:
 
         Who leaves is noticed: then the connection to the server is closed.
         """
-        conversation = ""
+        call = ServersCall(self.servers, "")
+        if self.servers.are_several:
+            conversation = conversation_by_headers(scope["headers"])
+            call = call._replace(conversation=conversation)
+        is_unknown = self.servers.are_several and not call.conversation
         held_body = HeldBody(self.held_bytes, self.max_body_bytes)
         try:
-            if self.servers.are_several:
-                conversation = conversation_by_headers(scope["headers"])
-                if not conversation and scope["method"] == "POST":
-                    conversation, receive = await read_conversation(held_body, receive)
-            await self._exchange(scope, ClientBody(receive), send, conversation)
+            if scope["method"] == "POST" and (is_unknown or self.named):
+                call, receive = await self._read_call(call, scope, held_body, receive)
+            await self._exchange(scope, ClientBody(receive), send, call)
         finally:
             held_body.release()
 
+    async def _read_call(
+        self, call: ServersCall, scope: Scope, held_body: HeldBody, receive: Receive
+    ) -> tuple[ServersCall, Receive]:
+        """Who may answer, by the body too; and the body. Raises as HeldBody.read()."""
+        payload = await held_body.read(receive)
+        servers = self._servers_for(scope["path"], payload)
+        conversation = call.conversation
+        if servers.are_several and not conversation:
+            conversation = conversation_by_body(payload)
+        receive = replaying(payload, receive, held_body.release)
+        return ServersCall(servers, conversation), receive
+
+    def _servers_for(self, path: str, payload: bytes) -> Replicas:
+        """Those that serve the model that a body, or Google's path, names."""
+        google = GOOGLE_PATH.fullmatch(path)
+        name = google[1] if google else find_model(payload) if self.named else ""
+        return self.named.get(plain_name(name), self.servers)
+
     async def _exchange(
-        self, scope: Scope, body: ClientBody, send: Send, conversation: str
+        self, scope: Scope, body: ClientBody, send: Send, call: ServersCall
     ) -> None:
         """Let a server answer, as long as the client stays. Raises Refusal."""
         refusal = None
         async with anyio.create_task_group() as group:
             group.start_soon(body.cancel_when_left, group.cancel_scope)
             try:
-                await self._send_on(scope, body, send, conversation)
+                await self._send_on(scope, body, send, call)
             except Refusal as error:  # the group would wrap it
                 refusal = error
             except ClientLeft:
@@ -452,30 +482,32 @@ class Gate:
             raise refusal
 
     async def _send_on(
-        self, scope: Scope, body: ClientBody, send: Send, conversation: str
+        self, scope: Scope, body: ClientBody, send: Send, call: ServersCall
     ) -> None:
         """Exchange it with the first server that takes the connection. Raises Refusal."""
+        servers, conversation = call
         failed_urls: list[str] = []
-        while server := self.servers.choose(conversation, without=failed_urls):
+        while server := servers.choose(conversation, without=failed_urls):
             request = self._request_to(server, scope, body)
             try:
                 response = await self.client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 # It has got nothing of the request.
                 failed_urls.append(server.url)
-                self.servers.note(server, "down")
+                servers.note(server, "down")
                 continue
             except httpx.TransportError:
-                await self.servers.check(server)
+                await servers.check(server)
                 raise refusal_for_lost(server) from None
             try:
                 if response.status_code == 503:
-                    await self.servers.note_refusal(server, conversation)
-                await self._send_back(response, server, scope["path"], send)
+                    await servers.note_refusal(server, conversation)
+                server_call = ServerCall(server, servers)
+                await self._send_back(response, server_call, scope["path"], send)
             finally:
                 await response.aclose()
             return
-        raise refusal_for_none(self.servers)
+        raise refusal_for_none(servers)
 
     def _request_to(
         self, server: Replica, scope: Scope, body: ClientBody
@@ -496,7 +528,7 @@ class Gate:
             raise Refusal(400, sentence) from None
 
     async def _send_back(
-        self, response: httpx.Response, server: Replica, path: str, send: Send
+        self, response: httpx.Response, call: ServerCall, path: str, send: Send
     ) -> None:
         """Send on what a server answers; of a stream that it leaves, an error is the end."""
         headers = [
@@ -518,11 +550,11 @@ class Gate:
                 message = {"type": "http.response.body", "body": chunk}
                 await send({**message, "more_body": True})
         except httpx.TransportError:
-            await self.servers.check(server)
+            await call.servers.check(call.server)
             # Inside an event, or a whole response, only a broken connection says it.
             if not last_chunk.endswith(b"\n\n"):
                 raise
-            end = event_for_lost(server, path)
+            end = event_for_lost(call.server, path)
         await send({"type": "http.response.body", "body": end})
 
     # -- to LiteLLM --------------------------------------------------------------------
@@ -566,22 +598,23 @@ class Gate:
             raise raised
         if raised or answer.is_error:
             if call.error is None:
-                await self.servers.check(call.server)
+                await call.servers.check(call.server)
             elif call.error.status_code == 503:
-                await self.servers.note_refusal(call.server, call.conversation)
+                await call.servers.note_refusal(call.server, call.conversation)
             refusal = explain_failure(call, scope["path"])
             await answer.end(refusal, scope["path"])
 
     def _call_for(self, scope: Scope, payload: bytes) -> ServerCall:
         """To which server a chat goes that LiteLLM makes. Raises Refusal."""
         conversation = ""
-        if self.servers.are_several:
+        servers = self._servers_for(scope["path"], payload)
+        if servers.are_several:
             conversation = conversation_by_headers(scope["headers"])
             conversation = conversation or conversation_by_body(payload)
-        server = self.servers.choose(conversation)
+        server = servers.choose(conversation)
         if server is None:
-            raise refusal_for_none(self.servers)
-        return ServerCall(server, conversation)
+            raise refusal_for_none(servers)
+        return ServerCall(server, servers, conversation)
 
     def _check_body(self, path: str, payload: bytes) -> bytes:
         """A body that LiteLLM reads in full. Raises Refusal."""
@@ -604,7 +637,8 @@ class Gate:
         return payload if mended == body else json.dumps(mended).encode()
 
     def _check_model(self, name: str | None) -> None:
-        if self.models and name is not None and name not in self.models:
+        is_known = name is None or name in self.models or plain_name(name) in self.named
+        if self.models and name is not None and not is_known:
             sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
             raise Refusal(404, sentence, field="model", code="model_not_found")
 
@@ -863,13 +897,14 @@ def refuse_stored(body: Mapping[str, Any]) -> None:
         raise Refusal(400, f"{fields[0]}: {sentence}", field=fields[0])
 
 
-async def read_conversation(
-    held_body: HeldBody, receive: Receive
-) -> tuple[str, Receive]:
-    """What a body says of its conversation, and the body. Raises as HeldBody.read()."""
-    payload = await held_body.read(receive)
-    conversation = conversation_by_body(payload)
-    return conversation, replaying(payload, receive, held_body.release)
+def find_model(payload: bytes) -> str:
+    """The name of the model in a body; "" if it has none, or is no JSON."""
+    try:
+        body = json.loads(payload)
+    except (ValueError, RecursionError):
+        return ""
+    name = body.get("model") if isinstance(body, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def replaying(
@@ -1070,11 +1105,17 @@ def install_gate() -> object:
         assignments_file=path.with_suffix(".assignments"),
         report=report_line,
     )
+    named = {
+        name: Replicas([Replica(**server)], client, model_id=name)
+        for name, server in settings.pop("named_servers").items()
+    }
     callback = ServerOfRequest()
     if servers.are_several:
         callback.watching = asyncio.get_running_loop().create_task(servers.watch())
     router: Any = app.router
-    router.middleware_stack = Gate(router.middleware_stack, client, servers, **settings)
+    router.middleware_stack = Gate(
+        router.middleware_stack, client, servers, named=named, **settings
+    )
     return callback
 
 

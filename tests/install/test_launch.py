@@ -323,6 +323,38 @@ def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk
     assert "of somebody else" not in json.dumps([full_environment, lean_environment])
 
 
+def test_a_small_model_is_for_sub_agents_and_behind_litellm(desk):
+    desk.install("claude", RECORDER)
+    answers = as_proxy()
+    answers["/v1/models"] = (200, {"data": [{"id": MODEL}, {"id": "small"}]})
+    answers["/health/liveliness"] = (200, {})
+    with answering(answers, key=KEY) as proxy_port:
+        url = f"http://127.0.0.1:{proxy_port}"
+        with answering(with_proxy({"state": "up", "url": url}), key=KEY) as port:
+            desk.environ["MLX_PORT"] = str(port)
+            desk.launch("claude", "--small-model", "small")
+            environment = desk.read_record()["environment"]
+            refused_result = desk.launch("claude", "--small-model", "smal")
+
+    assert environment["ANTHROPIC_BASE_URL"] == url
+    assert environment["ANTHROPIC_MODEL"] == MODEL
+    assert environment["ANTHROPIC_DEFAULT_SONNET_MODEL"] == MODEL
+    assert environment["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "small"
+    assert environment["CLAUDE_CODE_SUBAGENT_MODEL"] == "small"
+    refused(refused_result, "no model 'smal'", f"{MODEL}, small", "PROXY_MODELS=smal=")
+
+
+def test_without_a_small_model_there_is_one_and_other_clients_have_no_such_option(desk):
+    desk.install("claude", RECORDER)
+    desk.launch("claude")
+    environment = desk.read_record()["environment"]
+    assert environment["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == MODEL
+    assert "CLAUDE_CODE_SUBAGENT_MODEL" not in environment
+    result = desk.launch("pi", "--small-model", "small")
+    assert result.returncode == 2
+    assert "--small-model is for claude" in result.stderr
+
+
 def test_claude_code_waits_for_no_check_and_counts_no_tokens_down(desk):
     """Its automatic mode lets no call run that a service of Anthropic's has not seen."""
     desk.install("claude", RECORDER)
@@ -510,7 +542,12 @@ def test_why_there_is_no_proxy_is_one_sentence(desk, other_proxy, state, words):
 
     with answering(with_proxy({"state": state, "url": None}), key=KEY) as port:
         url = f"http://127.0.0.1:{port}"
-        refused(desk.launch("codex", "--url", url), words, url, "only LiteLLM has")
+        refused(
+            desk.launch("codex", "--url", url),
+            words,
+            url,
+            "needs what only LiteLLM has",
+        )
 
     assert not desk.record.exists()
 
@@ -919,7 +956,9 @@ def test_codex_without_litellm_is_told_what_is_missing(desk):
     url = f"http://127.0.0.1:{free_port()}"
     with answering(with_proxy({"state": "up", "url": url}), key=KEY) as port:
         desk.environ["MLX_PORT"] = str(port)
-        refused(desk.launch("codex"), "only LiteLLM has", "ENABLE_PROXY", url)
+        refused(
+            desk.launch("codex"), "needs what only LiteLLM has", "ENABLE_PROXY", url
+        )
 
 
 def test_a_port_that_is_none_is_named(desk):

@@ -128,6 +128,19 @@ def test_each_server_has_its_own_key_or_the_servers():
     ]
 
 
+def test_other_models_have_routes_of_their_own():
+    names = "small=http://two:1, org/Big=http://own@three:1"
+    settings = settings_of(api_key="first, second", proxy_models=names)
+    routes = routes_of(settings)
+    assert (routes["small"], routes["org/Big"]) == ("openai/small", "openai/org/Big")
+    assert next(iter(routes)) == "maker/Model-4bit"  # which launch takes
+    assert settings["start_llm_gate"]["named_servers"] == {
+        "small": {"url": "http://two:1", "key": "first"},
+        "org/Big": {"url": "http://three:1", "key": "own"},
+    }
+    assert settings_of()["start_llm_gate"]["named_servers"] == {}
+
+
 def test_a_key_is_asked_of_all_or_its_lack_is_said_to_be_meant():
     with_key = settings_of(proxy_api_key=KEY)["general_settings"]
     without_key = settings_of()["general_settings"]
@@ -617,8 +630,8 @@ def test_the_name_at_the_proxy_is_the_models_where_names_are_strict(tmp_path_fac
 class Lab:
     """A server on a tiny model, and LiteLLM before it."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.served = Served(model, max_kv_size=2048, keepalive_seconds=1.0)
+    def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
+        self.served = Served(model, max_kv_size=2048, keepalive_seconds=1.0, **settings)
         self.port = free_port()
         self.model_id = self.served.state.engine.model.model_id
         files = folder / "litellm"
@@ -950,6 +963,44 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab, path, pi
 def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
     names = {model.id for model in lab.client._sdk.models.list()}
     assert names == {lab.model_id}
+
+
+def test_each_name_reaches_its_server_by_every_api(tmp_path_factory):
+    """PROXY_MODELS, through the real LiteLLM: chats, messages, responses, Google's."""
+    if not LITELLM.exists():
+        pytest.skip("LiteLLM is not installed")
+    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("two")
+    with contextlib.ExitStack() as stack:
+        strict = {"strict_model_names": True, "proxy_model_id": "small"}
+        small = stack.enter_context(contextlib.closing(Served(model, **strict)))
+        port = small.state.config.mlx_port
+        names = f"small=http://127.0.0.1:{port}"
+        lab = Lab(folder, model, proxy_models=names)
+        stack.enter_context(contextlib.closing(lab))
+
+        def n_requests(server):
+            return server.state.metrics.totals()["requests"]
+
+        hello = [{"role": "user", "content": "Hello"}]
+        google = {"contents": [{"role": "user", "parts": [{"text": "Hello"}]}]}
+        bodies = {
+            "/v1/chat/completions": {"messages": hello, "max_tokens": 2},
+            "/v1/messages": {"messages": hello, "max_tokens": 2},
+            "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+            "/v1beta/models/NAME:generateContent": google,
+        }
+        for path, body in bodies.items():
+            for name, asked in (("small", small), ("any", lab.served)):
+                counts = [n_requests(small), n_requests(lab.served)]
+                status, answer = lab.post(
+                    path.replace("NAME", name), {**body, "model": name}
+                )
+                assert status == 200, answer
+                counts[asked is lab.served] += 1
+                assert [n_requests(small), n_requests(lab.served)] == counts, path
+        listed = {model.id for model in lab.client._sdk.models.list()}
+        assert listed == {lab.model_id, "small"}
 
 
 def test_whoever_asks_the_proxy_how_it_is_runs_no_chat(lab):

@@ -210,6 +210,36 @@ def test_replicas_have_keys_that_are_in_no_output():
     assert "two" not in repr(config)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("small", "small is none"),
+        ("small=", "small= is none"),
+        ("*=http://a:1", r"\*=http://a:1 is none"),
+        ("=http://K3Y@a:1", "a:1 is none"),
+        ("small=ftp://a", "ftp://a is none"),
+        ("a=http://x:1,a=http://K3Y@y:2", "a is there twice"),
+        ("small=http://localhost:8080", "http://127.0.0.1:8080 is this one"),
+    ],
+)
+def test_a_bad_model_of_another_server_is_told_without_its_key(text, fault):
+    with pytest.raises(ConfigError, match=rf"PROXY_MODELS=.*{fault}") as caught:
+        Config.from_env({"PROXY_MODELS": text})
+    assert "K3Y" not in str(caught.value)
+
+
+def test_models_of_other_servers_have_names_of_their_own():
+    text = "small=http://127.0.0.1:8081, org/Big-4bit=http://K3Y==@b.local"
+    config = Config.from_env({"PROXY_MODELS": text})
+    assert start_llm.read_models(config.proxy_models) == {
+        "small": ("http://127.0.0.1:8081", ""),
+        "org/Big-4bit": ("http://b.local:80", "K3Y=="),
+    }
+    assert "K3Y" not in repr(config)
+    with pytest.raises(ConfigError, match="small is PROXY_MODEL_ID"):
+        Config.from_env({"PROXY_MODELS": text, "PROXY_MODEL_ID": "small"})
+
+
 def test_the_allowed_range_is_told():
     with pytest.raises(
         ConfigError, match=r"MLX_PORT='70000': .* less than or equal to 65535"

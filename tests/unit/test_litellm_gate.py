@@ -80,7 +80,13 @@ class Behind:
 class Door:
     """A gate and what is behind it: LiteLLM, and the server, which answers with `answer`."""
 
-    def __init__(self, key: str = "", server_key: str = "", **fields: Any) -> None:
+    def __init__(
+        self,
+        key: str = "",
+        server_key: str = "",
+        named: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
         self.requests: list[httpx.Request] = []  # to the server
         self.answer = httpx.Response(200, json={"served": True})
         client = client_of_server(httpx.MockTransport(self._serve))
@@ -97,6 +103,10 @@ class Door:
             self.behind,
             client,
             Replicas([Replica("http://x:1", server_key)], client),
+            named={
+                name: Replicas([Replica(url, "")], client)
+                for name, url in (named or {}).items()
+            },
             key=key,
             welcome="Go to http://x:1/",
             advice=advice,
@@ -1017,3 +1027,69 @@ def test_with_strict_names_another_model_is_a_404():
     path = GOOGLE.replace("/m:", "/other:")
     assert door.ask("POST", path, of_google(HELLO))[0] == 404
     assert Door().ask("POST", RESPONSES, {"input": "x", "model": "other"})[0] == 200
+
+
+# -- other models, by name (PROXY_MODELS) ----------------------------------------------
+
+
+SMALL = {"small": "http://y:2"}
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"]
+)
+def test_a_body_goes_to_the_server_of_the_model_that_it_names(path):
+    door = Door(named=SMALL)
+    for name in ("small", "any other", None, 7):
+        body = {"model": name, "messages": [{"role": "user", "content": "Hi"}]}
+        assert door.ask("POST", path, body)[0] == 200
+        assert json.loads(door.requests[-1].content) == body
+    hosts = [request.url.host for request in door.requests]
+    assert hosts == ["y", "x", "x", "x"]
+    assert not door.behind.paths
+
+
+def test_what_has_no_body_or_no_model_goes_to_the_first_server():
+    door = Door(named=SMALL)
+    door.ask("GET", "/health")
+    door.ask("POST", CHAT, b"no json")
+    door.ask("POST", CHAT, ["small"])
+    assert [request.url.host for request in door.requests] == ["x", "x", "x"]
+
+
+def test_a_body_is_read_before_it_goes_on_only_where_models_have_names():
+    """Too large a body of those that are not read is refused by the server itself."""
+    body = {"model": "small", "prompt": "x" * 20_000}
+    assert Door().ask("POST", CHAT, body)[0] == 200
+    door = Door(named=SMALL)
+    assert door.ask("POST", CHAT, body)[0] == 413
+    assert door.gate.held_bytes.n_bytes == 0
+
+
+@pytest.mark.parametrize("is_google", [False, True])
+def test_a_chat_that_litellm_makes_is_of_the_server_of_its_model(is_google):
+    """The callback leaves LiteLLM the deployments of this server alone."""
+    chosen = []
+    door = Door(named=SMALL, models=["m"])
+
+    class Asked(type(door.behind)):
+        async def __call__(self, *args: Any) -> None:
+            chosen.append(SERVER_CALL.get().server.url)
+            await super().__call__(*args)
+
+    door.behind.__class__ = Asked
+    for name in ("m", "small", "no name of any"):
+        if is_google:
+            path, body = GOOGLE.replace("/m:", f"/{name}:"), of_google(HELLO)
+        else:
+            path, body = RESPONSES, {"input": "x", "model": name}
+        door.ask("POST", path.replace(" ", "%20"), body)
+    assert chosen == ["http://x:1", "http://y:2"]
+
+
+def test_a_named_server_that_does_not_answer_is_told_by_its_url():
+    door = Door(named=SMALL)
+    door.answer = httpx.Response(599)
+    status, answer = door.ask("POST", CHAT, {"model": "small"})
+    assert status == 502
+    assert "http://y:2" in sentence_of(answer)
