@@ -4569,6 +4569,15 @@ class _OpenMessage:
     notes_above: list[Note] = field(default_factory=list)
     notes_below: list[Note] = field(default_factory=list)
 
+    def close(self) -> CanonicalMessage:
+        if not self.notes_above and not self.notes_below:
+            return self.message  # nearly all: a copy of each took half of the work
+        return replace(
+            self.message,
+            notes_above=tuple(self.notes_above),
+            notes_below=tuple(self.notes_below),
+        )
+
 
 class _NoteFolding:
     """The messages of a conversation so far, and where the next notes go."""
@@ -4609,14 +4618,7 @@ class _NoteFolding:
     def fold(self) -> tuple[CanonicalMessage, ...]:
         """All messages, with the notes that belong to them."""
         self._close_waiting()
-        return tuple(
-            replace(
-                opened.message,
-                notes_above=tuple(opened.notes_above),
-                notes_below=tuple(opened.notes_below),
-            )
-            for opened in self._messages
-        )
+        return tuple(opened.close() for opened in self._messages)
 
     def _close_waiting(self) -> None:
         """Make a message of the user's of notes that no question has followed."""
@@ -7522,8 +7524,8 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 #
 # Of other records the key says for whom they are:
 #
-#     heads       for all that send the same private values and notes; a session with a
-#                 name has its first head again, whatever values it sends
+#     heads       for all that send the same private values; a session with a name has
+#                 its first head again, whatever values it sends
 #     tools       of a conversation up to its first call: for who sends the same
 #                 private values
 #     thinking    the same: see THINKING RESTORE
@@ -7700,8 +7702,8 @@ class Ledger:
         head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
         key = _digest(head_key, tuple(head.stated.pinned))
-        # For all sessions: one with other private values or notes is another head.
-        start_key = _digest(key, sorted(head.stated.private), head.stated.notes)
+        # For all sessions: one with other private values is another head.
+        start_key = _digest(key, sorted(head.stated.private))
         # why(L-106): a session has its own head again, whatever values it sends now.
         session_key = b""
         if conversation.session:
