@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import start_llm as s
-from program import FreshProgram
+from forked_process import CONTEXT
+from nights import at_night
+from program import Program
 from server_fixture import MAX_WAIT_SECONDS, free_port
 from tiny_models import DENSE, tiny_model
 
@@ -113,7 +115,9 @@ def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path
     assert (ended.stdout, ended.stderr) == (b"", b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *map(at_night, (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_while_the_model_is_inside_mlx_ends_the_program_quietly(
     tmp_path, number
 ):
@@ -180,9 +184,7 @@ def start(tmp_path, model):
     programs = []
 
     def start(**how):
-        programs.append(
-            FreshProgram(tmp_path / f"program{len(programs)}", model, **how)
-        )
+        programs.append(Program(tmp_path / f"program{len(programs)}", model, **how))
         programs[-1].wait_until_ready()
         return programs[-1]
 
@@ -193,27 +195,34 @@ def start(tmp_path, model):
 
 
 def test_a_server_whose_stderr_nobody_reads_serves_on(start):
-    read_end, write_end = os.pipe()
-    program = start(stderr=write_end)
-    os.close(write_end)
+    reader, stderr = CONTEXT.Pipe(duplex=False)
+    program = start(stderr=stderr)
+    stderr.close()
 
     flood(program, 500)
 
     assert program.get("/health")[0] == 200
     assert program.end(signal.SIGTERM) == 0
 
-    os.close(read_end)
+    reader.close()
 
 
-def test_a_server_whose_stderr_is_full_or_closed_starts_and_serves(start):
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with open("/dev/full", "wb") as full:
-        for stderr in (full.fileno(), write_end):
-            program = start(stderr=stderr)
-            flood(program, 3)
-            assert program.end(signal.SIGTERM) == 0
-    os.close(write_end)
+def test_a_server_whose_stderr_is_closed_starts_and_serves(start):
+    reader, stderr = CONTEXT.Pipe(duplex=False)
+    reader.close()
+    program = start(stderr=stderr)
+
+    flood(program, 3)
+
+    assert program.end(signal.SIGTERM) == 0
+
+
+def test_a_server_whose_stderr_is_full_starts_and_serves(start):
+    program = start(stderr=Path("/dev/full"))
+
+    flood(program, 3)
+
+    assert program.end(signal.SIGTERM) == 0
 
 
 @contextlib.contextmanager

@@ -56,13 +56,20 @@ class ForkedProcess:
 
 
 def run_program(
-    script: Path, stderr: Path, environment: Mapping[str, str], *arguments: str
+    script: Path,
+    stderr: Path | Connection,
+    environment: Mapping[str, str],
+    *arguments: str,
 ) -> None:
     """What `python SCRIPT` does in its folder. BESIDE: what it takes for its Python."""
     os.chdir(script.parent)
     os.environ.clear()
     os.environ.update(environment)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    if isinstance(stderr, Path):
+        descriptor = os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    else:
+        descriptor = stderr.fileno()
+    os.dup2(descriptor, 2)
     sys.executable = environment.get("BESIDE", sys.executable)
     sys.argv = [script.name, *arguments]
     sys.path[:0] = [str(script.parent)]

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ class Program:
         *,
         port: int | None = None,
         open_files: int | None = None,
-        stderr: int | None = None,
+        stderr: Path | Connection | None = None,
         **more: str,
     ) -> None:
-        """`stderr`: a descriptor in place of the file that `said` reads."""
+        """`stderr`: what it writes to in place of the file that `said` reads."""
         folder.mkdir(exist_ok=True)
         shutil.copy(start_llm.__file__, folder / "start-llm.py")
         self.port = port or free_port()
@@ -60,8 +61,8 @@ class Program:
         environment = {**os.environ, **preloading(), **settings}
         if self.is_forked:
             self._stderr.touch()
-            script = folder / "start-llm.py"
-            self.process = ForkedProcess(run_program, script, self._stderr, environment)
+            arguments = (folder / "start-llm.py", stderr or self._stderr, environment)
+            self.process = ForkedProcess(run_program, *arguments)
             return
 
         command = [sys.executable, "start-llm.py"]
@@ -74,7 +75,7 @@ class Program:
                 command,
                 cwd=folder,
                 env=environment,
-                stderr=file if stderr is None else stderr,
+                stderr=file,
             )
 
     @property
