@@ -15540,7 +15540,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 #                  of a reply, not of the prompt (L-230).
 #
 # Dropped: an expected speed by the share of tokens that were accepted, three lengths,
-# and pauses. On real edits (draft_edits.py) the account alone is as good or better.
+# and pauses. On real edits (L-224) the account alone is as good or better.
 #
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
 # Thread   model; mlx

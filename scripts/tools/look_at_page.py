@@ -1,11 +1,10 @@
 """Photograph the page of a server: desktop and phone, dark and light.
 
     python scripts/tools/look_at_page.py http://127.0.0.1:8080/ /tmp/shots    a server that runs
-    python scripts/tools/look_at_page.py --readme                             docs/page-*.png
+    python scripts/tools/look_at_page.py --readme                             README's
 
---readme starts a server with the demo model, has four agents work on it, and writes the hash of
-web/index.html beside the pictures: a test fails when the page is another than the pictured one.
-The agents are scripted: each sends its growing conversation, as real ones do.
+--readme starts a server with the demo model, and has four agents work on it. They are scripted:
+each sends its growing conversation, as real ones do.
 
 EXIT STATUS  0 the pictures are there, 1 the page complains or is wider than the window,
              2 Playwright is missing
@@ -14,7 +13,6 @@ EXIT STATUS  0 the pictures are there, 1 the page complains or is wider than the
 from __future__ import annotations
 
 import argparse
-import hashlib
 import http.client
 import importlib
 import importlib.util
@@ -28,18 +26,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PAGE: Final = ROOT / "web" / "index.html"
 DOCS: Final = ROOT / "docs"
-PAGE_HASH: Final = DOCS / "page.sha256"
 SIZES: Final = {"desktop": (1280, 900), "phone": (390, 844)}
-SCHEMES: Final = ("dark", "light")
+NAMES: Final = ("desktop-dark", "desktop-light", "phone-dark", "phone-light")
 CONNECTED: Final = "#top:not([data-is=loading])"
 PATIENCE_SECONDS: Final = 240.0
 N_WARM_REQUESTS: Final = (
@@ -61,11 +57,6 @@ AGENTS: Final = (
     Agent("codex_cli_rs/0.169.0", "Write the release notes of 2.4"),
 )
 INSTRUCTIONS: Final = "You are a coding agent. Work step by step. " * 12
-
-
-def hash_page() -> str:
-    """What tells one version of the page from another."""
-    return hashlib.sha256(PAGE.read_bytes()).hexdigest()
 
 
 # Taking pictures ------------------------------------------------------------------------
@@ -116,8 +107,10 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
     return wrong
 
 
-def take_pictures(url: str, folder: Path, shot: Shot, *, prefix: str = "") -> list[str]:
-    """Write PREFIX<size>-<scheme>.png, four of them; what is wrong, a line each."""
+def take_pictures(
+    url: str, folder: Path, shot: Shot, *, names: Sequence[str] = NAMES
+) -> list[str]:
+    """Write pictures named [page-]<size>-<scheme>.png; what is wrong, a line each."""
     playwright = importlib.import_module("playwright.sync_api")
     is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
     problems = []
@@ -126,9 +119,8 @@ def take_pictures(url: str, folder: Path, shot: Shot, *, prefix: str = "") -> li
             executable_path=shutil.which("chromium"),
             args=["--no-sandbox"] if is_root else [],
         )
-        for name in [f"{size}-{scheme}" for size in SIZES for scheme in SCHEMES]:
-            picture = folder / f"{prefix}{name}.png"
-            found = photograph(browser, url, picture, shot)
+        for name in names:
+            found = photograph(browser, url, folder / f"{name}.png", shot)
             problems += [f"{name}: {problem}" for problem in found]
         browser.close()
     return problems
@@ -246,25 +238,22 @@ def wait_for_requests(url: str) -> None:
 
 
 def picture_for_readme() -> list[str]:
-    """Write docs/page-*.png and the hash of the page; what is wrong, a line each."""
+    """Write docs/page-desktop-dark.png; what is wrong, a line each."""
     shot = Shot(
         ready=f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))",
         last="#cache",
     )
     with serving_demo() as url, agents_at_work(url):
-        problems = take_pictures(url, DOCS, shot, prefix="page-")
-    PAGE_HASH.write_text(f"{hash_page()}\n", encoding="ascii")
-    return problems
+        return take_pictures(url, DOCS, shot, names=["page-desktop-dark"])
 
 
 def main() -> int:
-    """Read the arguments and take four pictures."""
+    """Read the arguments and take the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url", nargs="?")
     parser.add_argument("outdir", nargs="?", type=Path)
-    parser.add_argument(
-        "--readme", action="store_true", help="write docs/page-*.png and their hash"
-    )
+    readme_help = "write docs/page-desktop-dark.png"
+    parser.add_argument("--readme", action="store_true", help=readme_help)
     args = parser.parse_args()
     if args.readme == bool(args.outdir):
         parser.error("give URL and OUTDIR, or --readme")

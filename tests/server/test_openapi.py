@@ -198,12 +198,11 @@ def test_those_that_need_no_key_say_so():
     assert free == KEYLESS - {s._PREFLIGHT}
 
 
-def test_it_is_valid_openapi_of_valid_schemas_and_can_be_read():
+def test_it_is_valid_openapi_of_valid_schemas():
     SCHEMA.validate()
     assert DESCRIPTION["openapi"].startswith("3.1.")
     for schema in DESCRIPTION["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
-    assert FILE.read_text(encoding="utf-8").count("\n") < 800
 
 
 def refs(part: Any) -> set[str]:

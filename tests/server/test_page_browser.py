@@ -595,58 +595,6 @@ def test_an_entry_is_not_drawn_through_tokens_that_its_parent_only_shares(visit)
         ]
 
 
-def test_the_cache_stands_above_the_charts(visit):
-    with serving_page(status=four_agents_body()) as stub:
-        page = visit(stub)
-
-        tops = [
-            page.locator(name).bounding_box()["y"]
-            for name in ("#live", "#cache", "#charts")
-        ]
-        assert tops == sorted(tops)
-
-
-def test_one_percent_of_the_memory_can_be_seen(visit):
-    body = idle_body()
-    body["memory"] = {"limit": 100_000, "cache": 1_000, "model": 0, "peak": 60_000}
-    with serving_page(status=body) as stub:
-        page = visit(stub)
-
-        cache = page.locator("#kinds li", has_text="Cache at rest")
-        track = cache.locator(".track").bounding_box()["width"]
-        own_width = cache.locator(".own").bounding_box()["width"]
-        assert own_width / track == pytest.approx(0.01, abs=0.005)
-        expect(page.locator("#room")).to_contain_text("At most 60.0 kB were")
-        expect(page.locator("#kinds .peak").first).to_be_visible()
-
-
-# -- charts ----------------------------------------------------------------------------
-
-
-def test_no_time_stands_twice_on_the_axis(visit):
-    ages = {  # seconds, of a hundred requests
-        "in a second": [0.01 * index for index in range(100)],
-        "in minutes": [7 * index for index in range(100)],
-        "in days": [4_000 * index for index in range(100)],
-        "in two bursts": [3_600 * (index > 20) + index for index in range(100)],
-    }
-    with serving_page() as stub:
-        page = visit(stub)
-
-        for name, seconds in ages.items():
-            stub.status["recent"] = [
-                ended(f"{name} {index}", time=NOW - seconds[index])
-                for index in reversed(range(100))
-            ]
-            refresh(page)
-            page.wait_for_selector(f'.request[data-key="false {name} 0"]')
-
-            texts = page.locator("#ttft-chart text").all_text_contents()
-            times = [text for text in texts if ":" in text]
-            assert times
-            assert len(times) == len(set(times)), name
-
-
 # -- trying it -------------------------------------------------------------------------
 
 

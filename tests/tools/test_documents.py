@@ -250,11 +250,3 @@ def test_each_lesson_has_a_row_and_a_number_of_its_own():
         found += headings
     assert len(found) == len(set(found)) > 100
     assert sorted(set(listed) - {"L-07"}) == sorted(set(found) - {"L-07"})
-
-
-def test_rules_of_lessons_are_one_sentence():
-    for page in (ROOT / "docs" / "lessons").glob("*.md"):
-        for rule in re.findall(
-            r"^\| \[L-\d+\]\(\S+\) \| (.+?) \|", page.read_text("utf-8"), re.MULTILINE
-        ):
-            assert rule.endswith(".") and rule.count(". ") == 0, rule

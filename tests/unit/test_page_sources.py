@@ -1,6 +1,5 @@
 """The page: it stands alone, its server's words are never markup, and everything has a name."""
 
-import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from start_llm import CacheMetrics
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (Path(__file__).parents[2] / "web" / "index.html").read_text(encoding="utf-8")
 VOID = {"meta", "link", "input", "wbr", "br", "hr", "img"}
 NAMES = ("aria-label", "aria-labelledby", "title")
@@ -153,21 +151,3 @@ def test_the_counters_that_stay_at_zero_are_the_servers():
 def test_it_is_one_style_and_one_script_without_sources():
     outline = Outline(PAGE)
     assert [attributes for attributes, _ in outline.of("script", "style")] == [{}, {}]
-
-
-def test_the_pictures_are_of_this_page():
-    """Another page needs other pictures: scripts/tools/look_at_page.py --readme takes them."""
-    pictured = (DOCS / "page.sha256").read_text(encoding="ascii").strip()
-
-    assert pictured == hashlib.sha256(PAGE.encode()).hexdigest()
-    for size in ("desktop", "phone"):
-        for scheme in ("dark", "light"):
-            assert (DOCS / f"page-{size}-{scheme}.png").is_file()
-
-
-def test_it_uses_the_words_of_the_project():
-    """STYLE: cache entry, not line; transcript, not recorded past."""
-    shown = " ".join(text for _, text in Outline(PAGE).of("main", "title"))
-
-    assert not re.search(r"(?i)cache lines?\b|recorded pasts?", PAGE)
-    assert "Cache" in shown
