@@ -202,19 +202,25 @@ def check_restored_within_one_message(served: Served, exchange: Exchange) -> Non
 
 
 SCENARIOS = [
-    edited_tool_result,
-    five_last_messages,
     three_conversations,
     cold_crowd,
     cancelled_prefill,
     divergence_everywhere,
 ]
 # By day test_client_changes.py plays their like.
-AT_NIGHT = [append_only, append_only_not_streamed, sub_agents_branch_and_return]
+AT_NIGHT = [
+    append_only,
+    append_only_not_streamed,
+    sub_agents_branch_and_return,
+    edited_tool_result,
+    five_last_messages,
+]
 CASES = [
     *product(KINDS, SCENARIOS),
     *starmap(at_night, product(KINDS, AT_NIGHT)),
-    *product(RECOMMENDED, [edited_tool_result]),  # grows, branches and is edited
+    *starmap(
+        at_night, product(RECOMMENDED, [edited_tool_result])
+    ),  # grows, branches and is edited
 ]
 
 

@@ -181,7 +181,7 @@ def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
     assert np.array_equal(warm.seen[ticket], cold.seen[cold_ticket])
 
 
-@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+@pytest.mark.parametrize("kind", [at_night(DENSE), HYBRID])
 def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
     path = tiny_model(kind, tmp_path, **WIDE)
     rng = np.random.default_rng(3)

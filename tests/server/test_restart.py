@@ -110,7 +110,7 @@ def strip_thinking(messages):
     return stripped
 
 
-@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+@pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID))
 def test_dropped_thinking_is_still_there_after_a_restart(kind, start):
     server = start(kind)
     talk = Talk(server.served, 2)
@@ -281,7 +281,7 @@ def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):
     assert (root / "in use" / "records").exists()
 
 
-@pytest.mark.parametrize("kind", (DENSE_VISION, HYBRID_VISION))
+@pytest.mark.parametrize("kind", (at_night(DENSE_VISION), HYBRID_VISION))
 def test_image_is_not_read_again_after_a_restart(kind, tmp_path):
     """It is named by its bytes and a secret, which survives; its KV is on the disk."""
     folder = tiny_vision_model(kind, tmp_path)

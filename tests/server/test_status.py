@@ -234,9 +234,10 @@ def test_metrics_are_prometheus_and_count_what_happened(served):
 
 
 def conversation(served, n=3, **fields):
-    talk = Talk(served, 9, opening(700))
+    """A few short replies, each of which goes back."""
+    talk = Talk(served, 9, opening(350))
     for _ in range(n):
-        talk.step(**fields)
+        talk.step(**{"max_tokens": 40, **fields})
     return talk
 
 

@@ -18,6 +18,7 @@ import pytest
 import start_llm as s
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nights import at_night
 from server_fixture import SYSTEM, Served, Talk, user
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
@@ -608,10 +609,13 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused(dense, wrong):
     assert refused.value.param == "thinking.budget_tokens"
 
 
+@pytest.mark.parametrize("seeds", [range(2), at_night(range(2, 5))], ids=str)
 @pytest.mark.parametrize("thinks", [True, False])
-def test_a_reply_may_open_its_own_thinking_before_json_and_calls(self_opening, thinks):
+def test_a_reply_may_open_its_own_thinking_before_json_and_calls(
+    self_opening, thinks, seeds
+):
     (start,) = self_opening.scribe.ids("<think>")
-    for seed in range(5):
+    for seed in seeds:
         fields = {
             "temperature": 1,
             "seed": seed,

@@ -124,12 +124,12 @@ def test_a_conversation_goes_on_after_another_one(seeing):
 
 
 def test_a_cancelled_prefill_is_kept(seeing):
-    long = [SYSTEM, picture_message("word " * 700, A, "word " * 1500, B, "and so on")]
+    long = [SYSTEM, picture_message("word " * 350, A, "word " * 1000, B, "and so on")]
     entered = threading.Event()
     go_on = threading.Event()
 
     def hold():
-        if sum(n for _, n in seeing.calls) > 900:
+        if sum(n for _, n in seeing.calls) > 450:
             entered.set()
             go_on.wait(MAX_WAIT_SECONDS)
 
