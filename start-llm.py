@@ -9958,7 +9958,8 @@ class CacheEntry:
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
-    saved_end: int | None = None  # how far files have it (DiskTier); None: look it up
+    # How far files have it, or need not (DiskTier); None: look it up.
+    saved_end: int | None = None
     last_used: float = 0.0  # seconds, by the cache's clock
     n_uses: int = 0
     entry_id: int = 0  # shown to people
@@ -11297,15 +11298,20 @@ class DiskCache:
         self._tokens[segment.name] = contents.arrays["tokens"]
         self._used_at.setdefault(segment.name, self._clock())
 
-    def _make_room(self) -> None:
-        """Delete what was used longest ago; what is before a segment is used with it.
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that all files may take.
 
         SAVED RECORDS has its file in the same space: half of it at most counts.
         """
         records_bytes = _file_bytes(
             self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
         )
-        max_bytes = self.max_bytes - min(records_bytes, self.max_bytes // 2)
+        return self.max_bytes - min(records_bytes, self.max_bytes // 2)
+
+    def _make_room(self) -> None:
+        """Delete what was used longest ago; what is before a segment is used with it."""
+        max_bytes = self.room_bytes
         while self.nbytes > max_bytes:
             parents = {segment.parent for segment in self._segments.values()}
             leaves = [name for name in self._segments if name not in parents]
@@ -11886,8 +11892,6 @@ class DiskTier:
         self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
-        if self.files.failure:  # not all is there that was handed to it
-            self._look_again()
         # why(L-163): what runs takes the place of what rests, too.
         prompt_bytes = self._cache.max_bytes // SPILL_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
@@ -11933,24 +11937,29 @@ class DiskTier:
         entry.saved_end = match.depth
         return match
 
-    def _look_again(self) -> None:
-        """Let what files have of each entry be looked up again."""
-        for entry in self._cache.entries:
-            entry.saved_end = None
-
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
         match = self._find_saved(entry)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            return None if parent.is_running else self._begin(parent)
+            if parent.is_running:
+                return None
+            job = self._begin(parent)
+            if parent.saved_end == parent.end:  # given up
+                entry.saved_end = entry.end
+            return job
         end = min(entry.end, match.depth + self._max_tokens)
         if end <= match.depth:  # its parent, which was written meanwhile, has it all
             return None
         n_bytes = (end - match.depth) * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
             n_bytes += entry.checkpoints[position].nbytes
+        path_bytes = sum(segment.nbytes for segment in match.segments)
+        if path_bytes + n_bytes > self.files.room_bytes:
+            # It would be deleted for room as soon as it is there, again and again.
+            entry.saved_end = entry.end
+            return None
         return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
 
     def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
@@ -11994,7 +12003,6 @@ class DiskTier:
             copies[name] = _copy_array(array)
 
         self.files.write(segment, copies)
-        entry.saved_end = end
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete what is of a session, or of a tenant (None), or is on its way.
@@ -12011,7 +12019,8 @@ class DiskTier:
         self.files.collect()
         n_files = self.files.remove_session(tenant, session)
         # What continued it is gone, too, and is written again if memory has it.
-        self._look_again()
+        for entry in self._cache.entries:
+            entry.saved_end = None
         return n_files, self.files.undeleted or fault
 
 
@@ -14389,7 +14398,7 @@ type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 def make_sampler(sampling: SamplingParams) -> Sampler:
     """A function from log-probabilities `(1, vocab)` to a token id `(1,)`.
 
-    All greedy requests share one function: mlx-lm calls it once for all of them.
+    All greedy requests share one, so that one call chooses the tokens of all rows.
     """
     if sampling.temperature < _MIN_TEMPERATURE:
         greedy: Sampler = greedy_sampler
@@ -16617,10 +16626,6 @@ class RequestHandle:
         """Add an event."""
         self._events.put(event)
 
-    def n_unread(self) -> int:
-        """How many events the connection has not taken yet."""
-        return self._events.qsize()
-
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
         with suppress(queue.Empty):
@@ -18662,8 +18667,7 @@ def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> 
 
 def _warn_of_failure(handle: RequestHandle) -> None:
     """Log why a request of the warm-up failed, if it did: clients will meet it, too."""
-    while handle.n_unread():
-        event = handle.next_event(0)
+    while (event := handle.next_event(0)) is not None:
         if isinstance(event, ServerError):
             logger.warning("warm-up: %s", event)
 
@@ -18985,22 +18989,26 @@ class Engine:
         """Run a function on the model thread, between two steps; returns its result.
 
         `write`: of a _SharedTask. Raises what the function raises. Raises NotReady if
-        no model is loaded, or if the thread ends before it runs the function.
+        no model is loaded, or if the thread ends before it begins with the function.
         """
-        self._check_ready()  # else the function would run when nobody waits for it
+        self._check_ready()
         result: Future[T] = Future()
 
         def run(scheduler: Scheduler) -> None:
+            if not result.set_running_or_notify_cancel():
+                return  # the caller has been told that this never happens
             try:
                 result.set_result(function(scheduler))
             except Exception as error:  # noqa: BLE001 - raised again by the caller
                 result.set_exception(error)
 
         self._inbox.put(run if write is None else _SharedTask(run, write))
-        while True:
-            self._check_ready()
-            if wait_for_futures([result], timeout=CALL_CHECK_SECONDS).done:
-                return result.result()
+        while not wait_for_futures([result], timeout=CALL_CHECK_SECONDS).done:
+            # What has begun is waited for, unless the thread may wait for ever.
+            has_ended = self._has_ended.is_set()
+            if has_ended and (result.cancel() or self.is_abandoned):
+                raise self._explain_end()
+        return result.result()
 
     def _check_ready(self) -> None:
         """Raises NotReady, as `model` does."""

@@ -86,7 +86,7 @@ def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch)
     rng = np.random.default_rng(4)
     prompt = words(rng, 100)
     ticket = b.submit(prompt, n=3000)
-    wait_until(lambda: ticket.n_unread() > 230)
+    wait_until(lambda: ticket._events.qsize() > 230)
     ticket.stop_reason = "cancelled"
     ids, _ = b.outcome(ticket)
     wait_until_idle(b.engine)
@@ -132,10 +132,10 @@ def test_tokens_after_one_without_numbers_do_not_hide_it(bench, kind):
         (running,) = scheduler.running
         good = s.mx.zeros(300)
         bad = good * float("nan")
-        n_before = ticket.n_unread()
+        n_before = ticket._events.qsize()
         for logprobs in (bad, good, good):
             running.add_token(20, logprobs=logprobs)
-        return running.has_failed, ticket.n_unread() - n_before
+        return running.has_failed, ticket._events.qsize() - n_before
 
     assert b.engine.call(add_tokens) == (True, 0)
     assert isinstance(b.outcome(ticket)[1], s.GenerationFailed)

@@ -554,6 +554,38 @@ def test_what_continues_another_one_is_deleted_for_room_before_it(restart, tmp_p
     assert segments(bench) == [(0, 701)]
 
 
+@pytest.mark.parametrize("n_room", [100, 300, 600, 900, 1300])
+def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
+    n_room, restart, tmp_path
+):
+    """What is deleted for room as soon as it is there would be written without end."""
+    rng = np.random.default_rng(34)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 800)
+    for prompt in (head, words(rng, 700)):
+        bench.ask(prompt, n=1)
+        for _ in range(2):
+            bench.ask(prompt + words(rng, 300), n=1)
+    written = []
+
+    def save_all(disk):
+        write = disk.files.write
+
+        def write_and_note(segment, arrays):
+            written.append(segment.name)
+            assert written.count(segment.name) <= 3, "written again and again"
+            write(segment, arrays)
+
+        disk.files.write = write_and_note
+        disk.files.max_bytes = n_room * disk._spec.token_bytes
+        disk._max_tokens = 256
+        disk.save_all(60.0)
+        disk.files.collect()
+        return disk.files.nbytes <= disk.files.max_bytes, disk._job
+
+    assert on_model_thread(bench, save_all) == (True, None)
+
+
 def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
     rng = np.random.default_rng(4)
     path = tiny_model("qwen3", tmp_path)

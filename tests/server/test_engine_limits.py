@@ -1047,6 +1047,44 @@ def test_a_call_raises_what_its_function_raises_even_a_timeout(bench):
     assert raised == ["planted"]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("planted")])
+def test_call_that_the_thread_has_begun_is_answered_though_the_engine_ends(
+    bench, monkeypatch, error
+):
+    b = bench("qwen3")
+    monkeypatch.setattr(s, "CALL_CHECK_SECONDS", 0.01)
+    begun, answers = threading.Event(), []
+
+    def work(_scheduler):
+        begun.set()
+        wait_until(b.engine._has_ended.is_set)
+        time.sleep(0.1)  # the caller looks several times meanwhile
+        if error:
+            raise error
+        return "done"
+
+    def call(function):
+        try:
+            answers.append(b.engine.call(function))
+        except (ValueError, s.NotReady) as fault:
+            answers.append(fault)
+
+    first = threading.Thread(target=call, args=(work,))
+    first.start()
+    begun.wait(MAX_WAIT_SECONDS)
+    second = threading.Thread(target=call, args=(lambda _: answers.append("ran"),))
+    second.start()
+    wait_until(b.engine._inbox.qsize)
+    b.engine.stop()
+    first.join(MAX_WAIT_SECONDS)
+    second.join(MAX_WAIT_SECONDS)
+
+    # The second one was never begun, and says so.
+    assert [isinstance(answer, s.NotReady) for answer in answers].count(True) == 1
+    assert (error or "done") in answers
+    assert "ran" not in answers
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
