@@ -6724,6 +6724,16 @@ _NONCE: Final = "zq7" + "seam5qz"
 
 MAX_CLOSING_TOKENS: Final = 64  # in which the end of a call is looked for
 
+_STAND_IN_NAME: Final = "zqstandin"
+_STAND_IN_TOOL: Final[JsonObject] = {
+    "type": "function",
+    "function": {
+        "name": _STAND_IN_NAME,
+        "description": _STAND_IN_NAME,
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
 
 class SpliceRefused(Exception):
     """It is not certain what follows recorded tokens. The message is a word or two."""
@@ -6748,9 +6758,18 @@ class Splice(NamedTuple):
         It may be wrong (L-44): render() tells. None if it is refused, or saves little.
         """
         excerpt = _excerpt(self.past_messages)
-        if 2 * len(excerpt) < len(self.past_messages):
+        if 2 * len(excerpt) >= len(self.past_messages):
+            return None
+        # why(L-225): to print all tools can take longer than all else. One of our own
+        # does, unless the template prints tools in the suffix, or refuses that one.
+        if self.request.tools:
+            request = replace(self.request, tools=(_STAND_IN_TOOL,))
             with suppress(SpliceRefused):
-                return self._render_after(excerpt)
+                guess = self._replace(request=request)._render_after(excerpt)
+                if _STAND_IN_NAME not in guess.text:
+                    return guess
+        with suppress(SpliceRefused):
+            return self._render_after(excerpt)
         return None
 
     def _render_after(self, past_messages: list[Message]) -> RenderedPrompt:

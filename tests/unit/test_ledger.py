@@ -965,6 +965,30 @@ def test_a_guess_counts_if_the_whole_past_says_the_same(model: str) -> None:
     assert (n_guesses > 4) != n_wrong
 
 
+def test_a_guess_does_not_print_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than all else (L-225); its check prints them, as they are in the prompt."""
+    server = Server()
+    messages = [SYSTEM, USER]
+    for n in range(8):
+        server.answer(messages, asks(f"ask{n}"), tools=TOOLS)
+        messages = [*messages, asks(f"ask{n}"), result(f"r{n}")]
+
+    printed: list[list[str]] = []
+    render = start_llm.Renderer.render
+
+    def note_tools(renderer: Any, *args: Any, tools: Any, **more: Any) -> str:
+        printed.append([tool["function"]["name"] for tool in tools])
+        return render(renderer, *args, tools=tools, **more)
+
+    monkeypatch.setattr(start_llm.Renderer, "render", note_tools)
+    plan = server.draft(messages, tools=TOOLS)
+    assert plan.unverified
+    assert all("look" not in names for names in printed)
+    printed.clear()
+    assert server.planner.verify(plan)
+    assert printed == [["look"]]
+
+
 def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
     """A full resend has no new message behind its longest past; the same tokens all the same."""
     server = Server(model)
