@@ -1086,6 +1086,23 @@ THINKS_AFTER_RESULTS = """\
 {%- endif %}"""
 
 
+def test_an_end_token_of_a_new_message_does_not_close_the_reply() -> None:
+    """As gpt-oss: past texts end by another token than replies, calls by one of these."""
+    server = Server()
+    tokenizer = server.speaker.tokenizer
+    template = start_llm.ChatTemplate(
+        tokenizer,
+        start_llm.Config(),
+        think_start="<think>",
+        think_end="</think>",
+        ends={tokenizer.get_vocab()["</tool_call>"]},
+    )
+    server.speaker = replace(server.speaker, template=template)
+    past = server.answer([SYSTEM, USER], FINE)
+    draft = server.draft([SYSTEM, USER, FINE, NEXT, asks("ask"), result("r")])
+    assert starts_with(draft, past)
+
+
 def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> None:
     server = Server(rules_off="late_system")
     server.speaker = spoken(
