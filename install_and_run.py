@@ -608,9 +608,9 @@ class Gate(NamedTuple):
 GATES = (
     Gate("ruff check", ("-m", "ruff", "check", ".")),
     Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
-    Gate("mypy", ("-m", "mypy")),
-    Gate("layout", ("scripts/tools/check_layout.py",)),
     Gate("complexity", ("-m", "complexipy.cli")),
+    Gate("layout", ("scripts/tools/check_layout.py",)),
+    Gate("mypy", ("-m", "mypy")),
     Gate("pytest", ("-m", "pytest", "-n", "3", "--dist", "worksteal")),
 )
 

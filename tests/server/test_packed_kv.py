@@ -285,7 +285,11 @@ DRAFT_PACKINGS = [
 @pytest.mark.parametrize("settings", DRAFT_PACKINGS, ids=name_of)
 @pytest.mark.parametrize(
     "scenario",
-    [edits_everywhere, branch_and_return, one_more_token, cancelled, at_once],
+    [
+        edits_everywhere,
+        at_once,
+        *map(at_night, (branch_and_return, one_more_token, cancelled)),
+    ],
     ids=lambda x: x.__name__,
 )
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])

@@ -191,18 +191,18 @@ def test_an_image_another_in_its_place_and_back(seeing):
     judge(seeing, n_images=2)
 
 
+def test_features_are_taken_again_in_another_conversation(seeing):
+    for words in ("what is on this", "a conversation of its own", "and one more"):
+        ask(seeing, [SYSTEM, picture_message(words, A)])
+    judge(seeing, n_images=1)
+
+
 def test_two_images_and_a_change_side_by_side_and_apart(seeing):
     first = ask(seeing, [SYSTEM, picture_message(A, "and", B)])
     ask(seeing, then(first, "a third one\n", C, content="stones"))
     ask(seeing, [SYSTEM, picture_message(A, "and", C)])
     ask(seeing, [SYSTEM, picture_message(B, A, "\nand so on")])
     judge(seeing, n_images=3)
-
-
-def test_features_are_taken_again_in_another_conversation(seeing):
-    for words in ("what is on this", "a conversation of its own", "and one more"):
-        ask(seeing, [SYSTEM, picture_message(words, A)])
-    judge(seeing, n_images=1)
 
 
 def test_text_alone_and_beside_images_in_one_batch(seeing):

@@ -11,8 +11,14 @@ At night, too:
   before it goes, a small request beside a large one, six tests of engine limits
 - agents that test_client_changes.py has in other words: append_only, branches
 - an exception anywhere on the other kind of model, and at the fourth call
-- a restart of windows, of qwen4_exp; LiteLLM killed, its port taken, a server killed beside it
-  (by day the keeper in a thread); ranks with other end tokens, a rank that stops
+- two of three steps in which an exception may come; scenarios of clients that another one is like
+  (thinking left blank, moved, as text; arguments understood; two sessions; resent), and the bar of
+  each rule but one of its class
+- joining, leaving and being left alone with drafts, on other kinds; heads of other models; models
+  of this year but Qwen3.8; other signals inside MLX; the command of a cluster with a killed rank
+- a restart of windows, of images on dense layers, of opaque families but deepseek_v4; LiteLLM
+  killed, its port taken, a server killed beside it (by day the keeper in a thread); ranks with
+  other end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
 - a storm of 390 clients (130 by day), 30 bodies for each route (10), each body of each agent
   for each template (a seventh), all seeds of the prefix cache, the demo's questions one by one

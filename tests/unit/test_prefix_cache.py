@@ -805,6 +805,7 @@ class Sessions:
         return reuse.cached_tokens / len(past)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("seconds", [2, 60, 600])
 @pytest.mark.parametrize("jitter", [0.0, 0.9])
