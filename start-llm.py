@@ -15596,6 +15596,8 @@ _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
 _JUDGED_STEPS: Final = 100  # of DRAFT_MODEL; then the log says whether it pays
+_MAX_RISE: Final = 2.0  # times the mean, that a new value counts at most
+_MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then plain ones are measured again
 _STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 # DraftModel.
@@ -15620,6 +15622,8 @@ def can_draft(layer_caches: LayerCaches) -> bool:
 class DraftCosts:
     """Seconds of a step by the tokens that are fed in it, on this machine and model.
 
+    why(L-231): the machine does other things, too, now and then for long.
+
     A step that feeds one token is a *plain* step.
     """
 
@@ -15627,11 +15631,12 @@ class DraftCosts:
         self._seconds: dict[int, float] = {}  # moving means
         self._begun: set[int] = set()
         self._n_measured = 0
+        self._n_since_plain = 0  # steps that were measured since the last plain one
 
     @property
     def is_known(self) -> bool:
-        """Whether plain steps were measured; `in_plain_steps` needs it."""
-        return 1 in self._seconds
+        """Whether plain steps were measured, and not long ago."""
+        return 1 in self._seconds and self._n_since_plain < _MAX_SINCE_PLAIN
 
     def measure(self, n_fed: int, seconds: float) -> bool:
         """A step that fed so many tokens took so long; returns whether it counts."""
@@ -15639,7 +15644,12 @@ class DraftCosts:
             self._begun.add(n_fed)  # the first may have compiled kernels
             return False
         mean = self._seconds.get(n_fed, seconds)
+        # Once in a while something else holds a step up, for a hundred times as long.
+        seconds = min(seconds, _MAX_RISE * mean)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+        self._n_since_plain = 0 if n_fed == 1 else self._n_since_plain + 1
+        if 1 in self._seconds:  # the machine was busy then: a plain step takes no more
+            self._seconds[1] = min(self._seconds[1], self._seconds[n_fed])
         self._n_measured += 1
         if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
             self._seconds = {1: self._seconds[1]}
@@ -15699,7 +15709,9 @@ class DraftBudget:
         What it took is a cost of the length that was chosen, even if it was cut short.
         """
         if self.costs.measure(self._length + 1, seconds):
-            self._add(1 + n_accepted - self.costs.in_plain_steps(seconds))
+            # Where more is usual, `can_pay` allows no draft.
+            cost = min(self.costs.in_plain_steps(seconds), self._length + 1)
+            self._add(1 + n_accepted - cost)
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual

@@ -15,7 +15,7 @@ Each round has a new file and asks all in turn, in any order; ratios are within 
 servers are asked over HTTP, mlx_lm.generate is called in this process; the clock runs from the
 first token to the last. `call` begins with text, since mlx_lm.server sends a call when it is whole.
 
-With --head a head (MTP) of mlx-vlm's class drafts for `free` and `eight`, for a model of 8 layers,
+With --head a head (MTP) of mlx-vlm's class drafts for `free` and `eight`, for a model of 12 layers,
 beside the same server without. It does all its work and is then made to be right as often as the
 row says, since no head for a random model would be.
 """
@@ -49,7 +49,8 @@ OFF: Final = "off"
 GENERATE: Final = "mlx_lm.generate"
 BARS: Final = {"rewrite": 2.0, "diff": 1.5, "call": 1.5, "free": 0.98, "eight": 0.98}
 HEAD: Final = "head"
-HEAD_SIZE: Final = {**SIZE, "layers": 8}
+HEAD_SIZE: Final = {"hidden": 1024, "mlp": 3072, "layers": 12}
+N_HEAD_TOKENS: Final = 150
 HEAD_KINDS: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # By the share of its tokens that are right: (reply, bar).
 HEAD_ROWS: Final = (
@@ -70,7 +71,7 @@ class Task(NamedTuple):
     token_ids: list[int]
 
 
-def make_task(kind: str, words: Words) -> Task:
+def make_task(kind: str, words: Words, n_free: int = N_FREE_TOKENS) -> Task:
     def line() -> str:
         return words.text(LINE_TOKENS)
 
@@ -90,11 +91,11 @@ def make_task(kind: str, words: Words) -> Task:
         call = f"<function=write>\n{''.join(parameters)}</function>"
         text = f"{line()}\n\n<tool_call>\n{call}\n</tool_call>"
     else:
-        text = words.text(2 * N_FREE_TOKENS)
+        text = words.text(2 * n_free)
 
     token_ids = words.tokenizer.encode(text, add_special_tokens=False)
     if kind in ("free", "eight"):  # as long as the others of the eight
-        token_ids = token_ids[:N_FREE_TOKENS]
+        token_ids = token_ids[:n_free]
         text = words.tokenizer.decode(token_ids)
     messages = [user("\n".join([f"Change {path}:", "", *old]))]
     kwargs = {"enable_thinking": False}
@@ -185,7 +186,7 @@ class HeadServers:
         speeds: dict[str, list[float]] = {name: [] for name in self.servers}
         for _ in range(n_rounds):
             n_tasks = 8 if kind == "eight" else 1
-            tasks = [make_task(kind, self.words) for _ in range(n_tasks)]
+            tasks = [make_task(kind, self.words, N_HEAD_TOKENS) for _ in range(n_tasks)]
             self._replies.write_text(json.dumps([task.token_ids for task in tasks]))
             for name in random.sample(list(self.servers), 2):
                 replies = ask_together(

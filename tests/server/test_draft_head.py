@@ -394,6 +394,29 @@ def test_a_head_may_lose_eight_steps_of_what_it_has_gained(draft_head, caplog):
     assert caplog.text.count(" pays: ") == 1
 
 
+def test_what_a_plain_step_took_when_the_machine_was_busy_is_not_believed_for_long(
+    draft_head,
+):
+    """Where each step has a draft, none would ever measure a plain one again."""
+    busy = (10.0, 16.0, None, 24.0)
+    reply_seconds(draft_head, n_right=3, costs=busy)
+
+    seconds, n_drafts = reply_seconds(draft_head, n_right=0, n_tokens=1000)
+    assert n_drafts < 300
+    seconds, _ = reply_seconds(draft_head, n_right=0)
+    assert seconds <= 1.02
+
+
+def test_one_step_that_was_held_up_does_not_end_drafts(draft_head):
+    """A second, where a step takes a hundredth of one."""
+    reply_seconds(draft_head, n_right=3)
+    n_drafts_before = reply_seconds(draft_head, n_right=3)[1]
+    for _ in range(2):
+        draft_head.budget.learn(n_draft=3, n_accepted=0, seconds=100.0)
+        n_drafts = reply_seconds(draft_head, n_right=3)[1]
+        assert n_drafts > 0.9 * n_drafts_before
+
+
 def test_a_long_draft_is_made_after_one_that_was_right(draft_head):
     """And only where it takes fewer steps than it has tokens."""
     reply_seconds(draft_head, n_right=3, n_tokens=30)

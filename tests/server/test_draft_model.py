@@ -383,7 +383,7 @@ def test_where_drafts_do_not_pay_it_rests(
     gain = counting.draft_model.gain
     assert (gain["tokens"] > gain["plain_steps"]) == (n_right > 0)
     assert gain["plain_steps"] == pytest.approx(2.1 * n_drafts, rel=0.1)
-    for n_fed in (8, 5, 3) * 2:  # its own seconds count
+    for n_fed in (8, 5, 3) * 12:  # its own seconds count
         counting.draft_model.costs.measure(n_fed, 1000.0)
     assert drafter.draft(1000, lambda: 6) == []
 
