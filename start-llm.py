@@ -14463,7 +14463,8 @@ def _find_candidates(
     ids = mx.arange(values.size, dtype=mx.uint32)
     log_total = mx.logsumexp(values)  # about 0: bfloat16 does not add up to 1
 
-    # why(L-100): the best k tokens are in those k blocks that hold the best ones.
+    # why(L-100): the best k tokens are in those k blocks that hold the best ones. So k
+    # blocks of the vocabulary are left, and then k single tokens of these.
     for block_size in (_BLOCK_SIZE, 1):
         if 0 < sampling.top_k * block_size < values.size:
             values, ids = _keep_best_blocks(values, ids, sampling.top_k, block_size)
@@ -16807,7 +16808,7 @@ def choose_companions(
 
     `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
     tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
-    `free_padding`: so many tokens of it cost less than the call that each one saves.
+    `free_padding`: so many tokens of it cost less than a call. Each one more saves one.
     """
 
     def difference(candidate: RunningRequest) -> int:
@@ -16819,9 +16820,9 @@ def choose_companions(
         n_to_prefill = [member.n_to_prefill for member in wider_group]
         n_fed = max(n_to_prefill) * len(wider_group)
         n_padding = n_fed - sum(n_to_prefill)
-        may_pad = _padding(n_to_prefill) <= max_padding or n_padding <= free_padding * (
-            len(wider_group) - 1
-        )
+        n_saved_calls = len(group)  # all are read in one
+        is_free = n_padding <= n_saved_calls * free_padding
+        may_pad = is_free or _padding(n_to_prefill) <= max_padding
         # No buffer has fewer places than BUFFER_STEP_TOKENS.
         n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
         if n_fed <= max_tokens and may_pad and _padding(n_places) <= max_padding:
@@ -17369,7 +17370,6 @@ class DecodeBatch:
         return token.token_id
 
     def _step_plain(self) -> list[list[SampledToken]]:
-        """A step without a draft."""
         began = time.monotonic()
         has_pending = bool(self._generator.pending_ids)
         rows = [[token] for token in self._generator.step()]
@@ -18282,7 +18282,12 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------
 
     def _prefill_next(self) -> None:
-        """Prefill one slice, or short prompts as long as others may pause (L-220)."""
+        """Prefill one slice, or short prompts as long as others may pause (L-220).
+
+        For example A decodes, and may pause for 0.8 s. B and C take 0.3 s each: both
+        are read now, in one call if that can be, and decode from the next step on. D,
+        which takes 0.4 s, is read after that step; so is a slice of E, which is long.
+        """
         pause_ends = self._now() + self.policy.pause_seconds
         has_read = False
         while self.prefilling:
@@ -18295,13 +18300,11 @@ class Scheduler:
             if has_read and not (is_short and running.seconds_left <= pause_left):
                 return
 
+            has_company = len(self.running) + len(self.waiting) > 1
+            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
             joint_seconds = MAX_JOINT_SECONDS
             if is_short and self.batches:
                 seconds = joint_seconds = pause_left
-            elif len(self.running) + len(self.waiting) > 1:
-                seconds = SLICE_SECONDS
-            else:
-                seconds = LONE_SLICE_SECONDS
             companions: list[RunningRequest] = []
             with self.guard():  # it changes no KV: if it fails, this one reads alone
                 companions = self._find_companions(running, max_seconds=joint_seconds)
@@ -18344,9 +18347,10 @@ class Scheduler:
     ) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
 
-        For example sub-agents, with one system prompt that is cached. Only where every
-        layer keeps all tokens: the padding comes after what is read.
+        For example sub-agents, with one system prompt that is cached. `max_seconds`: of
+        the call.
         """
+        # Padding comes after what is read: a state, or a window, would have it.
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
         can_pad = has_attention_alone and self.loaded.vision is None
         if not can_pad or not running.can_read_with_others:

@@ -206,6 +206,7 @@ def test_one_bad_logit_leaves_no_token_to_its_row_and_all_to_the_others(dtype, b
         row.lockstep = s.ALONE
         row.request = SimpleNamespace(top_logprobs=-1)
         row.handle = SimpleNamespace(put=events.append)
+        row.warm_reply = None
         for token in tokens:
             row.add_token(token, logprobs=row_logprobs)
         return row.output_ids
