@@ -15902,13 +15902,23 @@ class GuessDrafter(Drafter):
             return []
         past = np.append(self._history, np.int32(y))
         began = time.monotonic()
-        guessed = self.guess(past, n_draft)
+        guessed = self._guess_or_end(past, n_draft)
         self._drafting_seconds = time.monotonic() - began
         draft = self._before_end(guessed)
         if not draft:
             self.budget.charge(self._drafting_seconds)
             self._count_gain(n_tokens=0, seconds=self._drafting_seconds)
         return draft
+
+    def _guess_or_end(self, past: TokenIds, n_tokens: int) -> list[int]:
+        """`guess`; after a failure there are no more drafts, and no request ends."""
+        try:
+            return self.guess(past, n_tokens)
+        except Exception:
+            logger.exception("the draft model has failed, and is not asked any more")
+            self._guesser.has_failed = True
+            self._guesser.forget()
+            return []
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of DRAFT_MODEL."""
@@ -16003,15 +16013,6 @@ class HeadDrafter(GuessDrafter):
 
     def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
         """The head's most probable tokens."""
-        try:
-            return self._read_and_guess(past, n_tokens)
-        except Exception:
-            logger.exception("the draft head has failed, and is not asked any more")
-            self._draft_head.has_failed = True
-            self._layer_caches = []
-            return []
-
-    def _read_and_guess(self, past: TokenIds, n_tokens: int) -> list[int]:
         head = self._draft_head.head
         states = mx.concatenate([*self.states], axis=1)
         n_unread = len(past) - self._n_read
@@ -16169,19 +16170,13 @@ class DraftModel(Guesser):
     def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
         """The most probable tokens after a past; [] while it still has to read of it.
 
-        [] for what it cannot read, too, and after a failure: that costs no request.
+        [] for what it cannot read, too.
         """
         if not self.can_read(past):
             return []
         tail = past[_tail_start(len(past)) :]
-        try:
-            self._cut_to(tail, tenant)
-            return self._read_or_draft(tail, n_tokens)
-        except Exception:
-            logger.exception("the draft model has failed, and is not asked any more")
-            self.has_failed = True
-            self.forget()
-            return []
+        self._cut_to(tail, tenant)
+        return self._read_or_draft(tail, n_tokens)
 
     def _cut_to(self, tail: TokenIds, tenant: str) -> None:
         """Keep the KV that these tokens begin with, but not that of the last one."""

@@ -78,8 +78,7 @@ def main() -> None:
     if sys.argv[0] == OURS:
         ours = start_llm()
         ours.make_processors = forcing(ours.make_processors, replies)
-        drafter = ours.HeadDrafter
-        drafter._read_and_guess = guessing(drafter._read_and_guess, replies)
+        ours.HeadDrafter.guess = guessing(ours.HeadDrafter.guess, replies)
         ours.end_process(ours.main())
 
     import mlx_lm.server as theirs

@@ -140,7 +140,7 @@ class Pairs:
         self.n_pairs = 0
         self.n_colds = 0
         self.read_now = []
-        guess = s.HeadDrafter._read_and_guess
+        guess = s.HeadDrafter.guess
         read = s.MtpHead.read
 
         def read_noted(head, tokens, states, layer_caches):
@@ -172,7 +172,7 @@ class Pairs:
             self.largest_difference = max(self.largest_difference, difference)
             return guessed
 
-        monkeypatch.setattr(s.HeadDrafter, "_read_and_guess", guess_checked)
+        monkeypatch.setattr(s.HeadDrafter, "guess", guess_checked)
         monkeypatch.setattr(s.MtpHead, "read", read_noted)
 
 
@@ -296,7 +296,7 @@ def test_a_head_that_fails_costs_nobody_anything(engines, monkeypatch, caplog):
 
     assert ids == expected
     assert b.largest_difference(ticket, ids) == 0.0
-    assert "the draft head has failed" in caplog.text
+    assert "the draft model has failed" in caplog.text
     assert next(n_read) == 13
 
 
