@@ -5466,9 +5466,14 @@ class Renderer:
 # Letters and digits, which every template prints as they are.
 _CANNED_FIRST: Final = "zqfirst"
 _CANNED_THINKING: Final = "zqthought"
-_CANNED_TOOL: Final[JsonObject] = {
+CANNED_TOOL_NAME: Final = "zqtool"
+CANNED_TOOL: Final[JsonObject] = {
     "type": "function",
-    "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+    "function": {
+        "name": CANNED_TOOL_NAME,
+        "description": CANNED_TOOL_NAME,
+        "parameters": {"type": "object"},
+    },
 }
 
 
@@ -5481,7 +5486,7 @@ def _canned_conversation(kinds: str) -> list[Message]:
     """A conversation of our own, by the kinds of its messages.
 
         "user call tool reply"  ->  user       zq0q
-                                    assistant  (thinking) f(q="zq1q")
+                                    assistant  (thinking) zqtool(q="zq1q")
                                     tool       zq2q
                                     assistant  (thinking) zq3q
 
@@ -5510,7 +5515,7 @@ def _canned_conversation(kinds: str) -> list[Message]:
             case "tool":
                 message = {
                     "role": "tool",
-                    "name": "f",
+                    "name": CANNED_TOOL_NAME,
                     "tool_call_id": _canned_call_id(n_results),
                     "content": words,
                 }
@@ -5529,7 +5534,7 @@ def _canned_call(words: str, *, n: int) -> JsonObject:
     return {
         "id": _canned_call_id(n),
         "type": "function",
-        "function": {"name": "f", "arguments": {"q": words}},
+        "function": {"name": CANNED_TOOL_NAME, "arguments": {"q": words}},
     }
 
 
@@ -5579,7 +5584,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
-        has_tools=question != renderer.try_render("user", tools=[_CANNED_TOOL]),
+        has_tools=question != renderer.try_render("user", tools=[CANNED_TOOL]),
         has_calls=_canned_words(1) in renderer.try_render("user call tool reply")
         and renderer.shows("user call tool reply"),
         has_lone_results=_probe_lone_results(renderer),
@@ -5656,7 +5661,7 @@ def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
         # As far as it has a switch, thinking is on.
         kwargs = {**dict.fromkeys(_THINKING_SWITCHES, True), switch: word}
         past = "user call tool"
-        text = renderer.try_render(past, tools=[_CANNED_TOOL], kwargs=kwargs)
+        text = renderer.try_render(past, tools=[CANNED_TOOL], kwargs=kwargs)
         texts[word] = text or renderer.try_render("user", kwargs=kwargs)
     unknown_text = texts.pop(_CANNED_FIRST)
     if _CANNED_FIRST in unknown_text:
@@ -5681,7 +5686,7 @@ def _probe_needs_user(renderer: Renderer, *, has_system: bool) -> bool:
     if has_system:
         without_user.append("system")
     for kinds in without_user:
-        for tools in ((), [_CANNED_TOOL]):
+        for tools in ((), [CANNED_TOOL]):
             if not renderer.shows(kinds, tools=tools):
                 return True
     return False
@@ -5923,8 +5928,8 @@ def render_sample(renderer: Renderer, kwargs: JsonObject) -> Sample:
     for kinds, tools in (
         ("system user reply user", ()),
         ("user reply user", ()),
-        ("system user call tool reply user", [_CANNED_TOOL]),
-        ("user call tool reply user", [_CANNED_TOOL]),
+        ("system user call tool reply user", [CANNED_TOOL]),
+        ("user call tool reply user", [CANNED_TOOL]),
     ):
         text = renderer.try_render(kinds, tools=tools, kwargs=kwargs)
         user_words = _canned_words(kinds.split().index("user"))
@@ -6724,16 +6729,6 @@ _NONCE: Final = "zq7" + "seam5qz"
 
 MAX_CLOSING_TOKENS: Final = 64  # in which the end of a call is looked for
 
-_STAND_IN_NAME: Final = "zqstandin"
-_STAND_IN_TOOL: Final[JsonObject] = {
-    "type": "function",
-    "function": {
-        "name": _STAND_IN_NAME,
-        "description": _STAND_IN_NAME,
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
-
 
 class SpliceRefused(Exception):
     """It is not certain what follows recorded tokens. The message is a word or two."""
@@ -6763,10 +6758,10 @@ class Splice(NamedTuple):
         # why(L-225): to print all tools can take longer than all else. One of our own
         # does, unless the template prints tools in the suffix, or refuses that one.
         if self.request.tools:
-            request = replace(self.request, tools=(_STAND_IN_TOOL,))
+            request = replace(self.request, tools=(CANNED_TOOL,))
             with suppress(SpliceRefused):
                 guess = self._replace(request=request)._render_after(excerpt)
-                if _STAND_IN_NAME not in guess.text:
+                if CANNED_TOOL_NAME not in guess.text:
                     return guess
         with suppress(SpliceRefused):
             return self._render_after(excerpt)
