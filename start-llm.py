@@ -19663,7 +19663,7 @@ def value_as_json(text: str, types: set[str]) -> str:
     parsers = [load_value] if can_be_string else [load_value, _load_escaped]
     errors: list[type[Exception]] = [ValueError, TypeError, RecursionError]
     if "string" in types and not types & {"array", "object"}:
-        errors.append(RepeatedKey)
+        errors.append(RepeatedKey)  # it is a text
     for parse in parsers:
         with suppress(*errors):
             value = parse(text.strip())
@@ -20067,9 +20067,13 @@ def key_pattern(tags: ArgumentTags) -> Any:
     """
     key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
     return compile_pattern(rf"""(?x:
-        \s* (?: (?P<tag> {key} ) {tags.gap} | {tags.inner_end}
-          | (?P<end> {tags.outer_end} | \0 | </[\w:]{{0,20}} (?= \0 )
-              | (?= {tags.next_call} ) ) )
+        \s*
+        (?: (?P<tag> {key} ) {tags.gap}          # <parameter=path> and a line break
+          | {tags.inner_end}                     # </function>
+          | (?P<end>
+                {tags.outer_end} | \0            # </tool_call>
+              | </[\w:]{{0,20}} (?= \0 )         # </tool_c, where the reply is cut
+              | (?= {tags.next_call} ) ) )       # <tool_call>
     )""")
 
 
@@ -20100,28 +20104,29 @@ def value_end_pattern(
     closed = rf"""(?x:
         (?P<closed> {tags.before_close} {close} (?: \s* {close} )? )
         (?= \s*
-          (?: (?: {tags.key_start} )
-            | (?: {inner_end} \s* ){{0,2}}
+          (?: (?: {tags.key_start} )                         # <parameter=
+            | (?: {inner_end} \s* ){{0,2}}                   # </function></tool_call>
               (?: {end_as_text} (?= [^"'`] ) | (?: {outer_end} \s* )? \0 )
-            | {inner_end} \s* {next_call}
-            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]    # prose, no outer end
+            | {inner_end} \s* {next_call}                    # and another call
+            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]      # </function> Done.
           ) )
       | (?P<broken> {close} [ \t\r\n]{{401}} )
     )"""
+    # Never closed, where the call ends.
     at_end = rf"""(?x:
         {tags.before_close}
         (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0
-          | </ [\w:]{{0,20}} \0                              # cut in a tag
+          | </ [\w:]{{0,20}} \0                             # cut in a tag
           | {inner_end} \s* (?: {end_as_text} \s* )? {next_call}
           | {end_as_text} \s* \n {next_call} )
     )"""
-    # Before a line that is a tag.
+    # Never closed, before a line that is a tag.
     at_line = rf"""(?x:
         \n (?= (?: {inner_end} \s* )? {end_as_text} [ \t]{{0,9}} \n
              | \s* {next_key} [ \t]{{0,9}} \n )
       | (?P<quoted> (?!) )
     )"""
-    # Before the tag of a key, which in quotes or after a blank is text.
+    # Never closed, before the tag of a key, which in quotes or after a blank is text.
     at_key = rf"""(?x:
         (?P<quoted> ["'`\x20] {next_key} )
       | \n? (?= {next_key} )
@@ -20595,13 +20600,6 @@ class JsonArguments:
         self.is_broken = end is None or not (has_bracket or may_lack)
 
 
-def _is_quoted(tag: Any, text: str) -> bool:
-    """Whether a quote stands beside a tag in the text."""
-    before = text[tag.start("tag") - 1 : tag.start("tag")]
-    after = text[tag.end("tag") : tag.end("tag") + 1]
-    return before in set("\"'`") or after in set("\"'`")
-
-
 def _without_python_quotes(text: str) -> str:
     return to_json(ast.literal_eval(text)) if text.startswith("'") else text
 
@@ -20613,6 +20611,7 @@ def _without_comments(text: str) -> str:
 # -- 2 tags ----------------------------------------------------------------------------
 
 _JSON_START: Final = compile_pattern(r"\s*\{")
+_QUOTES: Final = {'"', "'", "`"}
 _TAG_AT_END: Final = re.compile(r"<[^<>]+>(?=\s*\Z)")
 
 
@@ -20866,12 +20865,25 @@ class TaggedValue:
             is_element = tag["begins"] is not None and not (tag["key"] or tag["slash"])
             if tag["slash"] and n_open:
                 self._n_open[name] = n_open - 1
-            elif _is_quoted(tag, text):
+            elif self._stands_in_quotes(tag, text):
                 continue
             elif is_element:
                 self._n_open[name] = n_open + 1
             else:
                 self._has_loose_tag |= self._is_loose(tag, text)
+
+    def _stands_in_quotes(self, tag: Any, text: str) -> bool:
+        """Whether a quote stands beside a tag in the text.
+
+        But `a.md</parameter>"<parameter name="n">` has one too many between two tags.
+        """
+        start, end = tag.span("tag")
+        quote = text[start - 1 : start]
+        close_start = start - 1 - len(self._tags.close)
+        follows_close = text.startswith(self._tags.close, max(0, close_start), start)
+        if quote in _QUOTES and not follows_close:
+            return True
+        return text[end : end + 1] in _QUOTES
 
     def _is_loose(self, tag: Any, text: str) -> bool:
         """Whether a tag in the text shows that the value ended before it, perhaps.
@@ -20911,7 +20923,8 @@ class TaggedValue:
             closing tag   value              is unreadable if
             none          any                it is blank, or has a tag
             twice         blank              always: a tag may be the value
-            any           of numbers ...     because of a tag in it, it is a text
+            none or any   a number ...       it reads as a text: it has a tag, or the
+                                             next value in it
             any           any                a tag is loose, at its edge, or not closed
 
         The tag of its key may come twice, too: then it must be closed once, and have
@@ -20922,12 +20935,12 @@ class TaggedValue:
         closes_twice = closing.count(self._tags.close) > 1
         if self.has_second_tag and (not closing or closes_twice or is_blank or has_tag):
             return True
-        if not closing:
-            return is_blank or has_tag
+        if not closing and (is_blank or has_tag):
+            return True
         if is_blank:
             return closes_twice
         can_be_string = not self._types or "string" in self._types
-        if has_tag and not can_be_string:
+        if (has_tag or not closing) and not can_be_string:
             return value_as_json(value, self._types).startswith('"')
         has_edge_tag = self._edge_tag.search(value) is not None
         is_open = any(self._n_open.values()) or self._has_loose_tag or has_edge_tag
@@ -21117,6 +21130,8 @@ class _MarkedCalls:
         self._position = 0
         self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
+        half_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
+        self._tag_like = regex.compile(f"{half_marks}|{_TAG_LIKE}")
         self._offered = offered
         keys: set[str] = set()
         for parameters in offered.values():
@@ -21222,9 +21237,7 @@ class _MarkedCalls:
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
 
-        may_be_two = regex.search(rf"{mark}|{_TAG_LIKE}", text) or self._key.search(
-            text
-        )
+        may_be_two = self._tag_like.search(text) or self._key.search(text)
         if is_opened or match[2] is not None:
             # <|"|>a.md"       a quote for the second mark, or part of the text
             # <|"|>a.md,n;:5   what else was damaged there may be a key
@@ -21471,7 +21484,7 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 #
 #     chunk fed      emitted                   held back
 #     I look.\n      content "I look."         \n            white space
-#     \n<tool        -                         \n\n<tool     may become <tool_call>
+#     \n<tool        -                         \n\n<tool     a <tool_call> or not
 #     box>           content "\n\n<toolbox>"   -             it did not
 #
 # Line breaks after a tag are dropped until text of that kind was emitted, so that a

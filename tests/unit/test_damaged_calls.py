@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +217,17 @@ FORMATS = {
         r'<\|tool_call>|<tool_call\|>|<\|"\|>|[,{](?:KEYS):',
         quote='<|"|>',
         think=("<|channel>thought", "<channel|>"),
+    ),
+    "function_gemma": Format(
+        ToolCallFormat("<start_function_call>", "<end_function_call>", "foreign"),
+        lambda arguments: [
+            "<start_function_call>", "call:read",
+            *[piece.replace('<|"|>', "<escape>") for piece in gemma_pieces(arguments)],
+            "<end_function_call>",
+        ],
+        r"(?<=[{,])KEY:",
+        r"</?(?:start|end)_function_call>|<escape>|[,{](?:KEYS):",
+        quote="<escape>",
     ),
     "lfm2": Format(
         ToolCallFormat("<|tool_call_start|>", "<|tool_call_end|>", "foreign"),
@@ -510,6 +522,13 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("hermes", "<tool_call>\n{'arguments': {'n': 1, 'n': 2}, 'name': 'read'}\n</tool_call>"),
         ("gemma", '<|tool_call>call:read{items:<|"|>[{"a": 1, "a": 2}]<|"|>}<tool_call|>'),
         ("lfm2", "<|tool_call_start|>[read(items=[{'a': 1, 'a': 2}])]<|tool_call_end|>"),
+        # A quote too many between two tags quotes neither.
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter>"<parameter name="n">5'
+         '</parameter>\n<parameter name="text">y</parameter>' + MINIMAX_END),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>'<parameter=n>\n5\n</parameter>\n"
+         "<parameter=text>\ny\n</parameter>\n" + QWEN_END),
+        ("minimax", MINIMAX + '<parameter name="n">5\ny<parameter name="text"></parameter>'
+         + MINIMAX_END),
         # Two texts in a row are one in Python.
         ("hermes", '<tool_call>\n{"arguments": {"path": "x","read" "text": "y"}, "name": "read"}'
          "\n</tool_call>"),
@@ -518,6 +537,8 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         # Of two marks one is missing, and of a key some of its own.
         ("gemma", '<|tool_call>call:read{path:<|"|>x,n;:3141,text:<|"|>y<|"|>}<tool_call|>'),
         ("gemma", '<|tool_call>call:read{path:<|"|>x<|"|>,n:,3141text:y<|"|>}<tool_call|>'),
+        ("function_gemma", "<start_function_call>call:read{path:<escape>x<escape,:3141,"
+         "text:<escape>y<escape>}<end_function_call>"),
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
@@ -897,6 +918,29 @@ def test_a_bracket_too_many_belongs_to_its_call_in_any_chunks() -> None:
         message = read(FORMATS["mistral"], [text[:place], text[place:]])
         assert finished_calls(message) == [{"n": 1}]
         assert message["content"].strip() == "Done."
+
+
+WORDS_BETWEEN = ["`", "'", '"', " ", "\n", "\n\n", "word", "The tag ", "Done.", "```\n",
+                 "```xml\n", "~~~\n", "{", "}", "<", "</", "assistant", "thought\n", ", ",
+                 "<think>", "</think>"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_reply_of_prose_and_calls_is_the_same_in_any_chunks(name: str) -> None:
+    form = FORMATS[name]
+    rng = random.Random(name)
+    tags = [form.tool_format.start, form.tool_format.end, *form.think]
+    for _ in range(N_MUTATIONS // 5):
+        text = ""
+        for _ in range(rng.randint(1, 16)):
+            call = form.write(rng.choice(CALLS))
+            part = call[rng.choice([0, 0, rng.randrange(len(call))]) :]
+            words = [rng.choice(WORDS_BETWEEN), rng.choice(WORDS_BETWEEN)]
+            text += rng.choice(["".join(part), *words, rng.choice(tags), *words])
+        text = text.replace("\0", "")
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 9)))
+        pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
+        assert read(form, [text]) == read(form, list(text)) == read(form, pieces)
 
 
 def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
