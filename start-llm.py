@@ -13891,9 +13891,7 @@ def _load(
         trust=config.trust_remote_code,
         is_lazy=cluster is not None,
     )
-    # Of a vision model, config.json has the facts about its layers in `text_config`.
-    text_config = model_config.get("text_config") or {}
-    facts = {**model_config, **text_config}
+    facts = _text_facts(model_config)
     if cluster is not None:
         _divide_model(model, facts, cluster)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
@@ -13930,7 +13928,7 @@ def _load(
         family=_find_family(f"{model_id} {facts['model_type']}", config),
         revision=_weights_revision(path),
         nbytes=_count_bytes(model),
-        vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
+        vocab_size=_vocab_size(facts, tokenizer),
         context_length=context_length,
         max_context_tokens=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
@@ -14038,8 +14036,7 @@ def _load_draft_head(
     setting = f"DRAFT_MODEL={config.draft_model}"
     head_config = _read_config_file(path)
     head_facts = head_config.get("text_config") or {}
-    model_config = _read_config_file(loaded.path)
-    facts = {**model_config, **(model_config.get("text_config") or {})}
+    facts = _text_facts(_read_config_file(loaded.path))
 
     targets = HEAD_TARGETS[head_config["model_type"]]
     if facts.get("model_type") not in targets:
@@ -14119,14 +14116,22 @@ def _load_draft_model(
         )
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 8)
-    facts = {**model_config, **(model_config.get("text_config") or {})}
-    vocab_size = int(facts.get("vocab_size") or len(tokenizer))
+    vocab_size = _vocab_size(_text_facts(model_config), tokenizer)
     return LoadedDraftModel(
         model=model,
         path=path,
         nbytes=_count_bytes(model),
         vocab_size=min(vocab_size, loaded.vocab_size),
     )
+
+
+def _text_facts(model_config: JsonObject) -> JsonObject:
+    """What config.json tells of layers: of a vision model it is in `text_config`."""
+    return {**model_config, **(model_config.get("text_config") or {})}
+
+
+def _vocab_size(facts: JsonObject, tokenizer: Any) -> int:
+    return int(facts.get("vocab_size") or len(tokenizer))
 
 
 def _teach_tags(tokenizer: Any) -> None:
