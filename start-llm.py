@@ -44,7 +44,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     MODEL LOADING     weights, tokenizer, and facts about them
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
-    DRAFTS            several tokens a step, where a reply repeats its conversation
+    DRAFTS            several tokens a step: copies of what was said, or guesses
     EXACT CHECKS      now and then a warm reply is computed again without the cache
     SCHEDULER         which requests run: admit, prefill, decode, put back
     WARM-UP           what would be compiled at the first requests, before they come

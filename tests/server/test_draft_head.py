@@ -27,7 +27,7 @@ from test_draft_model import gain_of
 from test_drafts import DIFFERS, PENALTY, SEEDED, copies_with_faults, state_not_put_back
 from test_idle_unload import NEVER, Sleeper
 from tiny_heads import tiny_head, tiny_pair
-from tiny_models import DENSE, HYBRID
+from tiny_models import DENSE, HYBRID, TOOLS
 from tiny_vision import EXPERTS_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
 
@@ -525,6 +525,39 @@ def test_a_server_with_a_head_answers_as_without_and_counts_it(pairs):
 
     assert replies[0] == replies[1]
     assert str(head_folder) in banner.split("\n  drafts ")[1]
+
+
+def test_stop_strings_and_grammars_end_replies_as_without_a_head(pairs):
+    folder, head_folder = pairs(HYBRID)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    schema = {**schema, "required": ["n"], "additionalProperties": False}
+    json_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": schema},
+    }
+    answers = []
+    for settings in ({"speculation": "off"}, {"draft_model": str(head_folder)}):
+        with closing(Served(folder, **settings)) as served:
+            messages = [SYSTEM, user("Go on.")]
+            fields = {"max_tokens": 60, "temperature": 0, "tools": []}
+            free = served.ask(messages, **fields)
+            text = free.answer["content"]
+            stop = text[len(text) // 2 :][:6]
+            asked = [
+                served.ask(messages, **fields, stop=[stop]),
+                served.ask(messages, **fields, response_format=json_format),
+                served.ask(
+                    messages, max_tokens=60, tools=TOOLS, tool_choice="required"
+                ),
+            ]
+            for call in asked[-1].answer["tool_calls"]:
+                del call["id"]  # which is drawn
+            answers.append([free.answer, *(exchange.answer for exchange in asked)])
+            counted = served.state.metrics.snapshot()
+
+    assert answers[0] == answers[1]
+    assert answers[0][1] != answers[0][0]
+    assert counted["draft_model_tokens"] > 0
 
 
 def test_a_head_drafts_on_after_the_weights_were_freed(pairs):
