@@ -2421,6 +2421,17 @@ def test_a_past_expires_unless_it_is_used() -> None:
     assert server.planner.ledger.snapshot() == EMPTY
 
 
+def test_a_past_does_not_expire_with_an_older_one_of_the_same_words() -> None:
+    """Ann and Bob begin alike, and have one key; Ann has gone long ago."""
+    server = Server(ledger_ttl_seconds=100.0)
+    server.answer([SYSTEM, USER], FINE, words="for Ann", user="ann")
+    server.now += 90
+    server.answer([SYSTEM, USER], FINE, words="for Bob", user="bob")
+    server.now += 20
+    draft = server.draft(SECOND_REQUEST, user="bob")
+    assert "for Bob" in server.text(draft)
+
+
 def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() -> None:
     server = Server(ledger_ttl_seconds=100.0)
     ledger = server.planner.ledger
