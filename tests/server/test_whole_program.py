@@ -20,6 +20,7 @@ import start_llm
 from litellm_stand_in import write_litellm_that_listens
 from nights import at_night
 from program import BODY_LIMIT, CHAT, FreshProgram, Program
+from refusals import WRONG, planted
 from server_fixture import (
     MAX_WAIT_SECONDS,
     SYSTEM,
@@ -222,76 +223,6 @@ def many_leave(port: int, end: int, *, seeds: range) -> None:
 
 # -- requests that are wrong -----------------------------------------------------------------------
 
-MESSAGES = [{"role": "user", "content": "Hello."}]
-WRONG_FIELDS: list[tuple[str, Any]] = [
-    ("messages", None),
-    ("messages", []),
-    ("messages", {}),
-    ("messages", "Hello."),
-    ("messages", [None]),
-    ("messages", [[]]),
-    ("messages", [{}]),
-    ("messages", [{"role": "robot", "content": "x"}]),
-    ("messages", [{"role": 7, "content": "x"}]),
-    ("messages", [{"role": "user"}]),
-    ("messages", [{"role": "user", "content": 7}]),
-    ("messages", [{"role": "user", "content": {"text": "x"}}]),
-    (
-        "messages",
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-    ),
-    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
-    ("messages", [{"role": "user", "content": ["x", 7]}]),
-    ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": "x"}]),
-    ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": 7}]}]),
-    ("messages", [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [7]}]),
-    ("temperature", "hot"),
-    ("temperature", -1),
-    ("temperature", 99),
-    ("temperature", [1]),
-    ("top_p", 7),
-    ("top_p", "x"),
-    ("top_k", "x"),
-    ("top_k", 1.5),
-    ("min_p", 2),
-    ("max_tokens", -5),
-    ("max_tokens", "many"),
-    ("max_tokens", 1.5),
-    ("max_completion_tokens", -1),
-    ("n", 2),
-    ("n", "one"),
-    ("stop", 7),
-    ("stop", [7]),
-    ("stop", {"a": 1}),
-    ("seed", "x"),
-    ("seed", 1.5),
-    ("stream", "maybe"),
-    ("stream", 7),
-    ("stream_options", 7),
-    ("logprobs", "x"),
-    ("top_logprobs", 1000),
-    ("top_logprobs", -1),
-    ("logit_bias", [1]),
-    ("logit_bias", {"x": 1}),
-    ("logit_bias", {"5": "x"}),
-    ("logit_bias", {"99999999": 1}),
-    ("presence_penalty", "x"),
-    ("frequency_penalty", [0]),
-    ("repetition_penalty", -1),
-    ("tools", "bash"),
-    ("tools", [7]),
-    ("tools", [{"type": "function"}]),
-    ("tools", [{"type": "function", "function": {"name": 7}}]),
-    ("tools", [{"type": "function", "function": {"parameters": {}}}]),
-    ("tool_choice", "sometimes"),
-    ("tool_choice", 7),
-    ("tool_choice", {"type": "function", "function": {"name": "unknown"}}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("response_format", 7),
-    ("audio", {"voice": "x"}),
-    ("modalities", ["audio"]),
-    ("chat_template_kwargs", 7),
-]
 WRONG_BODIES = [
     b"",
     b"{",
@@ -344,10 +275,7 @@ CUT_EMOJI = (
 
 def malformed() -> list[tuple[bytes, set[int]]]:
     """Requests nobody should send, each with the statuses that are a right answer."""
-    good = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
-    bodies = [
-        json.dumps({**good, name: value}).encode() for name, value in WRONG_FIELDS
-    ]
+    bodies = [json.dumps(planted(path, value)).encode() for path, value in WRONG]
     refused = [(http_bytes(body), {400}) for body in [*bodies, *WRONG_BODIES]]
     # JavaScript sends these; they can be read
     readable = (http_bytes(CUT_EMOJI), {200})
