@@ -80,31 +80,6 @@ def served(warm):
 # -- scenarios: each returns the exchanges that a cold server shall repeat -------------------------
 
 
-def append_only(served: Served) -> list[Exchange]:
-    talk = Talk(served, 1)
-    return [talk.step() for _ in range(12)][-2:]
-
-
-def append_only_not_streamed(served: Served) -> list[Exchange]:
-    talk = Talk(served, 2)
-    return [talk.step(stream=False) for _ in range(12)][-2:]
-
-
-def sub_agents_branch_and_return(served: Served) -> list[Exchange]:
-    """Some begin after the system prompt, some take the whole history with them."""
-    main = Talk(served, 3)
-    for turn in range(3):
-        main.step()
-        main.step()
-        for n_messages in (1, len(main.messages) - 1):
-            agent = main.branch(n_messages, seed=30 + turn)
-            agent.step()
-            agent.step()
-
-    main.step()
-    return served.exchanges[-3:]
-
-
 def edited_tool_result(served: Served) -> list[Exchange]:
     """In the middle; the edited conversation goes on, and so does the one that was not edited."""
     talk = Talk(served, 4)
@@ -208,13 +183,7 @@ SCENARIOS = [
     divergence_everywhere,
 ]
 # By day test_client_changes.py plays their like.
-AT_NIGHT = [
-    append_only,
-    append_only_not_streamed,
-    sub_agents_branch_and_return,
-    edited_tool_result,
-    five_last_messages,
-]
+AT_NIGHT = [edited_tool_result, five_last_messages]
 CASES = [
     *product(KINDS, SCENARIOS),
     *starmap(at_night, product(KINDS, AT_NIGHT)),

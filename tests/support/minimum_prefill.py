@@ -8,21 +8,13 @@ they were sent, the tokens of each request and its reply:
 A model with layers that cannot be cut back can only go on from a boundary that lies within that
 prefix: the end of the system prompt, the newest question, the generation prompt, the prompt's end
 minus one, the end of a reply, or where a cancelled prefill stood.
-
-    python minimum_prefill.py LOG.json
-
-LOG.json: {"turns": {"start": id, "system": [ids], "user": [ids], "tool": [ids]}, "rewinds": bool,
-"requests": [{"prompt": [ids], "reply": [ids], "reached": n or null}], "fed": [[position, [ids]]]}
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -145,34 +137,3 @@ def prefilled(fed: Sequence[Fed], requests: Sequence[Request]) -> int:
 
 def _is_part(model_input: Fed, prompt: Tokens) -> bool:
     return is_prefix(model_input.tokens, prompt[model_input.at :])
-
-
-def main() -> int:
-    log = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-
-    headers = log["turns"]
-    turns = Turns(
-        start=headers["start"],
-        system=tuple(headers["system"]),
-        user=tuple(headers["user"]),
-        tool=tuple(headers["tool"]),
-    )
-    requests = []
-    for entry in log["requests"]:
-        prompt = tuple(entry["prompt"])
-        reply = tuple(entry["reply"])
-        requests.append(Request(prompt, reply, entry["reached"]))
-    fed = [Fed(offset, tuple(tokens)) for offset, tokens in log["fed"]]
-
-    counts = fewest(requests, None if log["rewinds"] else turns)
-    minimum = sum(counts)
-    total = prefilled(fed, requests)
-    sys.stdout.write(
-        f"prefilled {total}, fewest {minimum}, ratio {total / minimum:.4f}\n"
-        f"fewest per request: {counts}\n"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

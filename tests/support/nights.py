@@ -9,7 +9,7 @@ At night, too:
   (status, structured output, tiny models)
 - large rows and much memory: two agents of a model with states, what is written to the disk
   before it goes, a small request beside a large one, six tests of engine limits
-- agents that test_client_changes.py has in other words: append_only, branches
+- agents that test_client_changes.py has in other words: an edited result, five last messages
 - an exception anywhere on the other kind of model, and at the fourth call
 - two of three steps in which an exception may come; scenarios of clients that another one is like
   (thinking left blank, moved, as text; arguments understood; two sessions; resent), and the bar of
