@@ -1950,6 +1950,7 @@ class ChatRequest:
     include_usage: bool = False  # at the end of a stream
     return_progress: bool = False  # of prefill, in a stream
     previous_message_id: str = ""  # of a reply: tell what changed since its request
+    can_wait: bool | None = None  # for others; None: the client does not say
     messages: OriginalMessages = OriginalMessages(())  # none if it is a completion
     # By digest of an image: the text and the tokens that stand for it.
     image_tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -2289,6 +2290,7 @@ class RequestBody(BaseModel, strict=True, extra="allow"):
     model: str | None = None
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: the prompt is only read
+    service_tier: str = ""  # "flex" or "priority"; all else says nothing
     # What we cannot do, with the values that do not ask for it.
     n: Literal[1] = 1
     best_of: Literal[1] = 1
@@ -2432,6 +2434,7 @@ def read_common(
         sampling=validate_fields(SamplingParams, fields),
         max_tokens=config.default_max_tokens if max_tokens is None else max_tokens,
         stream=parsed.stream,
+        can_wait={"flex": True, "priority": False}.get(parsed.service_tier),
     )
 
 
@@ -9933,6 +9936,8 @@ MIN_CHECKPOINTS: Final = 8  # per entry; any more go before KV does (L-77)
 SPARED_CHECKPOINTS: Final = 3  # of these: the first and the last two are never thinned
 DOUBLE_COST_DEPTH: Final = 32_768  # where attention has doubled the cost of a token
 HALF_CHANCE_SECONDS: Final = 300.0  # unused for so long: half as likely to be reused
+RECENT_SECONDS: Final = 300.0  # unused for less: no background request evicts it
+BACKGROUND_CHANCE: Final = 0.001  # of the chance of reuse that others have
 
 # What is reused, in the API's words. "line": a whole entry, whose buffers are taken
 # over; "branch" or, for models with state, "checkpoint": the beginning of an entry;
@@ -9972,6 +9977,7 @@ class CacheEntry:
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
+    is_background: bool = False  # only background requests have used it
     # How far files have it, or need not (DiskTier); None: look it up.
     saved_end: int | None = None
     last_used: float = 0.0  # seconds, by the cache's clock
@@ -10584,6 +10590,11 @@ class PrefixCache:
         entry.head_end = head_end
         return StartedEntry(entry, span)
 
+    def note_background(self, entry: CacheEntry, *, is_background: bool) -> None:
+        """Note who has started with an entry: if only background requests, it goes first."""
+        is_new = not entry.n_uses
+        entry.is_background = is_background and (entry.is_background or is_new)
+
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
 
@@ -10692,27 +10703,40 @@ class PrefixCache:
             self._tree.truncate(victim, 0)
             self._metrics_of(victim.owner).bump("evicted_for_room")
 
-    def evict_to_fit(self, extra_bytes: int, *, keep: PrefixMatch = NO_MATCH) -> bool:
+    def evict_to_fit(
+        self,
+        extra_bytes: int,
+        *,
+        keep: PrefixMatch = NO_MATCH,
+        spares_recent: bool = False,
+    ) -> bool:
         """Evict until `extra_bytes` more fit, but nothing a request will reuse (L-78).
 
         `keep`: what that request will reuse. `extra_bytes` includes those of its
         buffers that will be moved to the request, so they are not counted twice.
-        Returns False if nothing more can be evicted.
+        `spares_recent`: what was used in the last minutes stays, too. Returns False if
+        nothing more can be evicted.
         """
         while True:
             moved_bytes = keep.moved_tokens * self._spec.token_bytes
             lacking_bytes = self.nbytes - moved_bytes + extra_bytes - self.max_bytes
             if lacking_bytes <= 0:
                 return True
-            if not self._free_some(lacking_bytes, keep=keep):
+            if not self._free_some(
+                lacking_bytes, keep=keep, spares_recent=spares_recent
+            ):
                 return False
 
-    def _free_some(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
+    def _free_some(
+        self, lacking_bytes: int, *, keep: PrefixMatch, spares_recent: bool
+    ) -> bool:
         """Free checkpoints that are many, or else KV, or else any that can be spared.
 
         why(L-77, L-97): beyond a few, an entry's checkpoints are worth less than KV.
         """
         position = keep.cached_tokens
+        if spares_recent:
+            return self._evict_kv(lacking_bytes, keep=keep, spares_recent=True)
         if self._thin_largest(
             lacking_bytes, min_left=MIN_CHECKPOINTS, spared_position=position
         ):
@@ -10739,10 +10763,19 @@ class PrefixCache:
                 freed_bytes += bytes_before - entry.state_bytes
         return freed_bytes > 0
 
-    def _evict_kv(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
+    def _evict_kv(
+        self, lacking_bytes: int, *, keep: PrefixMatch, spares_recent: bool = False
+    ) -> bool:
         """Evict or shorten the entry whose KV saves least per byte, if one can be."""
         needed_depths = self._needed_depths(keep)
         savings = self._savings_per_byte(needed_depths)
+        if spares_recent:
+            used_before = self._clock() - RECENT_SECONDS
+            savings = {
+                entry: saving
+                for entry, saving in savings.items()
+                if entry.is_background or entry.last_used < used_before
+            }
         if not savings:
             return False
 
@@ -10793,6 +10826,8 @@ class PrefixCache:
         frequency = 1.0 + math.log1p(entry.n_uses)
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
         chance = frequency / (1.0 + wait_seconds / HALF_CHANCE_SECONDS)
+        if entry.is_background:  # a title is asked for once
+            chance *= BACKGROUND_CHANCE
         return work * chance
 
     def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
@@ -11940,16 +11975,19 @@ class DiskTier:
 
     def has_all(self, entry: CacheEntry) -> bool:
         """Whether files have an entry, but for less than is worth one."""
-        n_saved = self._find_saved(entry).depth
+        n_saved = self._look_up(entry).depth
         return n_saved > 0 and entry.end - n_saved < MIN_SEGMENT_TOKENS
 
     def _find_saved(self, entry: CacheEntry) -> DiskMatch:
-        """What files have of an entry."""
-        match = self.files.find(
-            entry.key._replace(tokens=entry.key.tokens[: entry.end])
-        )
+        """What files have of an entry, which is noted."""
+        match = self._look_up(entry)
         entry.saved_end = match.depth
         return match
+
+    def _look_up(self, entry: CacheEntry) -> DiskMatch:
+        """What files have of an entry."""
+        tokens = entry.key.tokens[: entry.end]
+        return self.files.find(entry.key._replace(tokens=tokens))
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
@@ -16481,6 +16519,9 @@ def _slices(ids: TokenIds, n_tokens: int) -> list[TokenIds]:
 #  6 Prefill       the model reads prompts, slice by slice, and keeps states on the way
 #  7 Scheduler     chooses: who ends, who starts, who prefills; and what a failure ends
 #
+# A background request (a title) waits for others, for ten seconds: it is read after
+# them, its reply pauses while they are read, and it evicts nothing used lately.
+#
 # A request that decodes alone does so in its own buffers. Requests of similar length
 # decode as one batch; a short one never pays for padding to the length of a long one.
 # A request joins a batch when it begins to decode, not later. Requests that have only a
@@ -16515,6 +16556,7 @@ class EngineRequest:
     images: tuple[tuple[int, ImageTokens], ...] = ()  # by position, ascending
     owner: RequestOwner = NO_OWNER
     request_id: str = ""  # shown to those who wait for its prefix
+    is_background: bool = False  # others come first, for BACKGROUND_SECONDS
     top_logprobs: int = -1  # how many of the most probable tokens; -1: no logprobs
     constraints: tuple[Constraint, ...] = ()
 
@@ -16681,9 +16723,25 @@ BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is 
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
 MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+# A background request waits for others, and is read in shorter slices, for so long.
+BACKGROUND_SECONDS: Final = 10.0
+BACKGROUND_SLICE_SECONDS: Final = 0.1
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
 MIN_WAIT_GAIN_TOKENS: Final = 64
+
+
+def is_in_background(request: RequestHandle | RunningRequest, now: float) -> bool:
+    """Whether others come before a request: a background one that came just now."""
+    age = now - request.submitted_at
+    return request.request.is_background and age < BACKGROUND_SECONDS
+
+
+def without_background(
+    requests: Sequence[RunningRequest], now: float
+) -> list[RunningRequest]:
+    """Those before which no other comes."""
+    return [request for request in requests if not is_in_background(request, now)]
 
 
 class SchedulingPolicy:
@@ -17012,6 +17070,7 @@ class RunningRequest:
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
+        cache.note_background(self.entry, is_background=request.is_background)
         if span is not None:
             try:
                 self.load_kv(span, match.state)
@@ -17551,12 +17610,14 @@ class MemoryBudget:
         requests: Sequence[RunningRequest],
         *,
         keep: PrefixMatch = NO_MATCH,
+        spares_recent: bool = False,
     ) -> bool:
         """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
 
-        Nothing of `keep` goes, and nothing at all if what runs leaves too little even
-        with an empty cache (L-97). What runs includes a few checkpoints of each of
-        these requests: the cache does not evict those.
+        Nothing of `keep` goes, nor with `spares_recent` of what was used lately, and
+        nothing at all if what runs leaves too little even with an empty cache (L-97).
+        What runs includes a few checkpoints of each of these requests: the cache does
+        not evict those.
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
         checkpoint_bytes = 0
@@ -17567,7 +17628,9 @@ class MemoryBudget:
             checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
-        return self._cache.evict_to_fit(needed_bytes, keep=keep)
+        return self._cache.evict_to_fit(
+            needed_bytes, keep=keep, spares_recent=spares_recent
+        )
 
     def make_room_to_merge(
         self, n_bytes: int, requests: Sequence[RunningRequest]
@@ -17935,6 +17998,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the next step: what waits has nothing to wait for.
+
+        Background requests alone may, for memory of what was used lately.
+        """
+        return 0.05 if self.waiting and not self.running else 0.0
+
+    @property
     def prefilling(self) -> list[RunningRequest]:
         """Running requests whose prompts are not read yet, or not to their end."""
         return [running for running in self.running if running.batch is None]
@@ -17983,9 +18054,20 @@ class Scheduler:
 
         began = self._now()
         for batch in self.batches:
-            self._decode(batch)
+            if not self._is_held(batch, now):
+                self._decode(batch)
         self.policy.charge_decode(self._now() - began)
-        self._prefill_next()
+        self._prefill_next(now)
+
+    def _is_held(self, batch: DecodeBatch, now: float) -> bool:
+        """Whether a batch waits: in the background, while another prompt is read."""
+        if without_background(batch.requests, now):
+            return False
+        return bool(without_background(self.prefilling, now))
+
+    def _is_decoding(self, now: float) -> bool:
+        """Whether a batch decodes that does not wait for others."""
+        return not all(self._is_held(batch, now) for batch in self.batches)
 
     # -- end ---------------------------------------------------------------------------
 
@@ -18107,7 +18189,8 @@ class Scheduler:
         What each of the others waits for is noted in its handle.
         """
         can_go_on = True
-        for index, handle in enumerate(list(self.waiting)):
+        ordered = sorted(self.waiting, key=lambda one: is_in_background(one, now))
+        for index, handle in enumerate(ordered):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
                 handle.begin(_QUEUE, now)
@@ -18128,21 +18211,30 @@ class Scheduler:
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
+        is_background = is_in_background(handle, now)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
-            request_id = self._let_slice_end_at(match)
-            handle.begin(WaitCause("prefix", request_id), now)
-            return True
+            reader = self._find_reader(match)
+            # One in the background may take long: nobody else waits for it.
+            if is_background or not is_in_background(reader, now):
+                last_position = reader.n_prompt - 1
+                reader.add_slice_ends([min(match.pending_tokens, last_position)])
+                cause = WaitCause("prefix", reader.request.request_id)
+                handle.begin(cause, now)
+                return True
 
         n_prompt = handle.request.n_prompt
         n_bytes = self.budget.prompt_bytes(n_prompt)
-        has_room = self.budget.make_room(n_bytes, self.running, keep=match)
-        if not has_room and not self.running:  # even its own cached prefix may go
+        has_room = self.budget.make_room(
+            n_bytes, self.running, keep=match, spares_recent=is_background
+        )
+        is_alone = not self.running and not is_background
+        if not has_room and is_alone:  # even its own cached prefix may go
             has_room = self.budget.make_room(n_bytes, self.running)
         if has_room:
             self._start(handle)
             self.waiting.remove(handle)
             return True
-        if self.running:
+        if not is_alone:
             handle.begin(_MEMORY, now)
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
@@ -18156,17 +18248,9 @@ class Scheduler:
             return NO_MATCH
         return self.cache.find(handle.request.key)
 
-    def _let_slice_end_at(self, match: PrefixMatch) -> str | None:
-        """Let a slice end where the prefix is complete that a request waits for.
-
-        Returns the id of the request that reads the prefix.
-        """
-        for running in self.running:
-            if running.entry is match.entry:
-                last_position = running.n_prompt - 1
-                running.add_slice_ends([min(match.pending_tokens, last_position)])
-                return running.request.request_id
-        return None
+    def _find_reader(self, match: PrefixMatch) -> RunningRequest:
+        """The request that reads what is pending."""
+        return next(r for r in self.running if r.entry is match.entry)
 
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
@@ -18276,19 +18360,30 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------
 
-    def _prefill_next(self) -> None:
+    def _prefill_next(self, now: float) -> None:
+        """Prefill what is next, for a slice or more."""
+        if without_background(self.prefilling, now):
+            self._prefill_others(now)
+        elif self.prefilling and (not self.batches or self.policy.decode_debt <= 0):
+            self.reader.estimate_speeds(self.prefilling)
+            running = self.policy.next_prefill(self.prefilling)
+            self._prefill([running], seconds=BACKGROUND_SLICE_SECONDS)
+
+    def _prefill_others(self, now: float) -> None:
         """Prefill one slice, or short prompts as long as others may pause (L-220).
 
-        For example A decodes, and may pause for 0.8 s. B and C take 0.3 s each: both
-        are read now, in one call if that can be, and decode from the next step on. D,
-        which takes 0.4 s, is read after that step; so is a slice of E, which is long.
+        Not those in the background. For example A decodes, and may pause for 0.8 s. B
+        and C take 0.3 s each: both are read now, in one call if that can be, and decode
+        from the next step on. D, which takes 0.4 s, is read after that step; so is a
+        slice of E, which is long.
         """
         pause_ends = self._now() + self.policy.pause_seconds
         has_read = False
-        while self.prefilling:
-            self.reader.estimate_speeds(self.prefilling)
-            running = self.policy.next_prefill(self.prefilling)
-            if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
+        while readers := without_background(self.prefilling, now):
+            self.reader.estimate_speeds(readers)
+            running = self.policy.next_prefill(readers)
+            is_decoding = self._is_decoding(now)
+            if not self.policy.may_prefill(running, is_decoding=is_decoding):
                 return
             pause_left = pause_ends - self._now()
             is_short = self.policy.is_short(running)
@@ -18298,11 +18393,13 @@ class Scheduler:
             has_company = len(self.running) + len(self.waiting) > 1
             seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
             joint_seconds = MAX_JOINT_SECONDS
-            if is_short and self.batches:
+            if is_short and is_decoding:
                 seconds = joint_seconds = pause_left
             companions: list[RunningRequest] = []
             with self.guard():  # it changes no KV: if it fails, this one reads alone
-                companions = self._find_companions(running, max_seconds=joint_seconds)
+                companions = self._find_companions(
+                    running, now, max_seconds=joint_seconds
+                )
             self._prefill([running, *companions], seconds=seconds)
             if running.batch is None:
                 return
@@ -18338,7 +18435,7 @@ class Scheduler:
             self._join_best_batch(chosen.batch)
 
     def _find_companions(
-        self, running: RunningRequest, *, max_seconds: float
+        self, running: RunningRequest, now: float, *, max_seconds: float
     ) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
 
@@ -18356,7 +18453,7 @@ class Scheduler:
             max_tokens = min(max_tokens, SHORT_TOKENS)
         others = [
             other
-            for other in self.prefilling
+            for other in without_background(self.prefilling, now)
             if other is not running and other.can_read_with_others
         ]
         companions = choose_companions(
@@ -18830,6 +18927,7 @@ def _write_request(handle: RequestHandle) -> JsonObject:
         "max_tokens": request.max_tokens,
         "owner": request.owner,
         "request_id": request.request_id,
+        "is_background": request.is_background,
         "submitted_at": handle.submitted_at,
     }
 
@@ -18848,6 +18946,7 @@ def _read_request(record: JsonObject, *, block_size: int) -> RequestHandle:
         sampling=SamplingParams(top_k=0, repetition_context_size=0, seed=None),
         owner=RequestOwner(*record["owner"]),
         request_id=record["request_id"],
+        is_background=record["is_background"],
     )
     return _FollowedHandle(request, record["submitted_at"])
 
@@ -19152,7 +19251,7 @@ class Engine:
         reported_at = worked_at
         can_rest = True  # nothing runs, and no KV is left to be saved
         while not self._has_ended.is_set():
-            wait_seconds = IDLE_SECONDS if can_rest else 0.0
+            wait_seconds = IDLE_SECONDS if can_rest else scheduler.pause_seconds
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._n_waiting = len(scheduler.waiting)
             idle_seconds = 0.0
@@ -23013,6 +23112,7 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         images=tuple((n, planned.images[int(rendered.ids[n])]) for n in starts),
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
         request_id=request.request_id[:8],  # as log and status show it
+        is_background=is_background(request),
         checkpoint_positions=rendered.positions.checkpoints(),
         checkpoint_ids=frozenset(call_end_ids if len(call_end_ids) == 1 else ()),
         # The first token comes with the last of the prompt, wanted or not.
@@ -23029,6 +23129,42 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         first_ids = rendered.ids[:64].tolist()
         logger.info("images at %s, tokens %s", starts, first_ids)
     return PreparedRequest(request, model, planned.plan, tool_format, engine_request)
+
+
+class SideRequest(NamedTuple):
+    """A request that a client sends beside the work of its user, to be recognized."""
+
+    client: str
+    start: str  # of its system prompt, or of the user's last text; "": any
+    schema_fields: frozenset[str] = frozenset()  # of the JSON that it demands
+
+
+# None of them has tools. Of others nobody is sure: they are as all requests are.
+SIDE_REQUESTS: Final = (
+    SideRequest("Claude Code: a title", "", frozenset({"title"})),
+    SideRequest("Claude Code: paths", "Extract any file paths that this command"),
+    SideRequest("opencode: a title", "You are a title generator"),
+    SideRequest("Open WebUI: a title", "### Task:\nGenerate a concise, 3-5 word title"),
+    SideRequest("Open WebUI: tags", "### Task:\nGenerate 1-3 broad tags"),
+    SideRequest("Open WebUI: questions", "### Task:\nSuggest 3-5 relevant follow-up"),
+)
+
+
+def is_background(request: ChatRequest) -> bool:
+    """Whether a request can wait for others: it says so, or is a known side request."""
+    if request.can_wait is not None:
+        return request.can_wait
+    if request.tools or request.deferred_tools:
+        return False
+    schema = request.json_schema or {}
+    properties = schema.get("properties")
+    fields = set(properties) if isinstance(properties, dict) else set()
+    texts = _list_texts(request, "system") + _list_texts(request, "user")[-1:]
+    return any(
+        fields == side.schema_fields
+        and any(text.lstrip().startswith(side.start) for text in texts)
+        for side in SIDE_REQUESTS
+    )
 
 
 def _find_call_forms(
