@@ -5,6 +5,7 @@ import time
 from contextlib import closing
 
 import numpy as np
+import openai
 import pytest
 import start_llm as s
 from engine_fixture import TOLERANCE, words
@@ -303,3 +304,29 @@ def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stre
         assert b"start_llm_second_tries_total 1.0" in s.metrics_text(served.state)
 
     assert "RuntimeError: planted" in caplog.text
+
+
+@pytest.mark.parametrize("n_tokens", [5, 60])
+def test_a_reply_that_fails_after_some_tokens_is_no_past(n_tokens, tmp_path_factory):
+    """In its thinking and in its text: neither tokens nor thinking are recorded (law 6)."""
+    with closing(Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))) as served:
+        stores = served.state.stores
+        served.ask([SYSTEM, user("A reply that ends.")])
+        known = stores.ledger.snapshot()
+        fail = FailingOnce(planted(), at_call=n_tokens)
+        fields = {"temperature": 0, "logit_bias": {str(served.scribe.end): -100}}
+
+        chunks = []
+        with (
+            served.holding(fail),
+            pytest.raises(openai.APIError),
+            served.stream([SYSTEM, user("Go on.")], max_tokens=90, **fields) as stream,
+        ):
+            chunks += stream
+
+        assert len(chunks) > 2
+        wait_until(lambda: not stores.live)
+        assert stores.recent[-1]["finish"] == "failed"
+        now_known = stores.ledger.snapshot()
+        for name in ("transcripts", "healing"):
+            assert now_known[name] == known[name]
