@@ -4215,22 +4215,31 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
     return members
 
 
-def _command_starts(message: Message) -> set[str]:
-    """What a client may cut off in front of the commands of a reply's calls.
+def _command_starts(message: Message) -> Iterator[str]:
+    """What a client may cut off in front of the commands of a reply's calls, in order.
 
     It has no part in the digest. But a client that sends it means this one: who has
     "cd a && ls" was not given "cd b && ls".
     """
-    starts = set()
     for call in message.get("tool_calls", ()):
         arguments = call["function"].get("arguments")
         with suppress(ValueError, RecursionError):
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            for text in value.values() if isinstance(value, dict) else ():
-                match = _COMMAND_START.match(text) if isinstance(text, str) else None
-                if match:
-                    starts.add(match[0])
-    return starts
+            for text in _texts_in(value):
+                if match := _COMMAND_START.match(text):
+                    yield match[0]
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """All texts in JSON, members by their names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name in sorted(value):
+            yield from _texts_in(value[name])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts_in(part)
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4384,7 +4393,7 @@ class Canonicalizer:
             canonical=content,
             digest=digest,
             thinking=thinking.strip(),
-            command_starts=tuple(sorted(_command_starts(original))),
+            command_starts=tuple(_command_starts(original)),
         )
 
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
@@ -7587,8 +7596,9 @@ def _has_same_replies(
             return False
     for part in transcript.transcripts():  # why(L-216): "cd a && " is no "cd b && "
         reply = messages[part.n_messages - 1]
-        if not set(reply.command_starts).issubset(part.command_starts):
-            return False
+        generated = iter(part.command_starts)
+        if not all(start in generated for start in reply.command_starts):
+            return False  # not in this order
     return True
 
 
@@ -16307,7 +16317,8 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #
 #     it is generated    its log-probabilities are noted at the last position of the
 #                        prompt, and after 1, 2, 4 ... 128 tokens of the reply
-#     it rests           prompt and reply wait here, as long as the cache has their KV
+#     it rests           prompt and reply wait here, as long as the cache has their KV:
+#                        what is forgotten of a conversation is forgotten here, too
 #     nobody waits       they are read from the first token on, slice by slice; then the
 #                        reply, token by token, as it was generated
 #
@@ -16320,18 +16331,10 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Uses     CONFIG, LOGGING, API TYPES, KV STATE, PREFIX CACHE, MODEL LOADING
 # Thread   model, mlx
 
-CHECKED_POSITIONS: Final = (
-    0,
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-    128,
-)  # tokens of the reply before
+# Tokens of the reply before it, ascending.
+CHECKED_POSITIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 CHECKED_TOKENS: Final = 20  # of a position, the most probable ones
+MAX_DIFFERENCE: Final = 1e9  # of log-probabilities, that is reported
 CHECK_AFTER_SECONDS: Final = 5.0  # without requests
 CHECK_SLICE_SECONDS: Final = 0.1  # for which a request that comes then may wait
 MAX_UNCHECKED: Final = 8  # replies that wait; then the oldest is dropped
@@ -16344,9 +16347,10 @@ class NotedLogprobs(NamedTuple):
     values: npt.NDArray[np.float32]
 
     def difference(self, logprobs: mx.array) -> float:
-        """The largest difference to other ones, `(vocab,)`."""
+        """The largest difference to other ones, `(vocab,)`; a NaN is MAX_DIFFERENCE."""
         others = np.array(logprobs.astype(mx.float32))[self.ids]
-        return float(np.abs(others - self.values).max())
+        differences = np.nan_to_num(np.abs(others - self.values), nan=np.inf)
+        return float(differences.clip(max=MAX_DIFFERENCE).max())
 
 
 @dataclass(eq=False, slots=True)
@@ -16404,7 +16408,8 @@ class ExactChecks:
         return WarmReply(key.tokens, entry, entry.owner)
 
     def add(self, reply: WarmReply) -> None:
-        """Have a reply checked that has ended well."""
+        """Have a reply checked that has ended well; none is being checked now."""
+        del reply.reply_ids[max(reply.noted) + 1 :]
         self.unchecked = [*self.unchecked, reply][-MAX_UNCHECKED:]
 
     def pause(self) -> None:

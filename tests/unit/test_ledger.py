@@ -839,6 +839,33 @@ def test_a_command_in_another_folder_is_another_one(
     assert is_replayed or f"{sent}ls" in server.text(draft)
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_replayed"),
+    [
+        (["cd a && ls", "cd b && ls"], True),
+        (["ls", "cd b && ls"], True),
+        (["cd b && ls", "cd a && ls"], False),
+        (["cd c && ls", "cd b && ls"], False),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_commands_in_other_folders_are_others_in_any_place(
+    sent: list[str], *, is_nested: bool, is_replayed: bool
+) -> None:
+    """Each command has its own folder, also one in an object of a call (L-216)."""
+
+    def asks_for(commands: list[str]) -> dict:
+        if not is_nested:
+            return asks(*commands)
+        steps = {"steps": [{"command": command} for command in commands]}
+        return said("assistant", "", tool_calls=[call(json.dumps(steps), n=0)])
+
+    server = Server()
+    past = server.answer([SYSTEM, USER], asks_for(["cd a && ls", "cd b && ls"]))
+    draft = server.draft([SYSTEM, USER, asks_for(sent), result("x")])
+    assert starts_with(draft, past) == is_replayed
+
+
 @pytest.mark.parametrize("knows_id", [True, False])
 def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -> None:
     """A client without session ids looks at its folder again when it is resumed (L-103)."""
