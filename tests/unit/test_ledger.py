@@ -1414,6 +1414,21 @@ def test_thinking_outlives_the_past_it_was_part_of() -> None:
     assert "because of it" in server.text(draft)
 
 
+def test_thinking_is_put_back_into_a_reply_after_the_replayed_past() -> None:
+    server = Server()
+    server.answer([SYSTEM, USER], FINE)
+    messages = [SYSTEM, USER, FINE, NEXT]
+    server.answer(
+        messages, said("assistant", "done", reasoning_content="because of it")
+    )
+    forget_transcripts(server)
+    past = server.answer([SYSTEM, USER], FINE)
+
+    draft = server.draft([*messages, said("assistant", "done"), NEXT])
+    assert starts_with(draft, past)
+    assert "because of it" in server.text(draft)
+
+
 def test_two_thoughts_under_one_reply_are_told_apart() -> None:
     server = Server()
     draft = server.draft([SYSTEM, USER])
