@@ -22352,7 +22352,10 @@ class ReplyReader:
 # call has any arguments, and a request with a strict tool is refused. Of foreign
 # formats and of MiniCPM's syntax no more than the opening of a call is known.
 #
-# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
+# Between tags `format` says nothing of a text, and oneOf is anyOf: a text that fits two
+# branches may be generated.
+#
+# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
 
 # Keywords that say more of the arguments than which there are: not between tags.
@@ -22365,6 +22368,10 @@ _UNTAGGED_KEYWORDS: Final = (
 _ANNOTATIONS: Final = {
     *("title", "description", "default", "examples", "$comment", "deprecated"),
     *("readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"),
+}
+# Keywords whose values have schemas by name.
+_SCHEMAS_BY_NAME: Final = {
+    *("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
 }
 # Keywords of a text that cannot be enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
@@ -22466,16 +22473,41 @@ class _TaggedForm:
         required = parameters.get("required") or []
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise _NoForm("'properties' or 'required' is of another type")
+        if not all(isinstance(key, str) for key in required):
+            raise _NoForm("'required' has an item that is no name")
         if not properties and parameters.get("additionalProperties", True):
             raise _NoForm("it names no properties")
 
         key_start, _, key_end = self._tags.key_spelling.partition("{key}")
         arguments: list[Argument] = []
-        for key in dict.fromkeys([*properties, *map(str, required)]):
+        for key in dict.fromkeys([*properties, *required]):
             choices = self._argument_choices(key, properties.get(key, {}))
             tag = key + key_end.format(gap=gap)
+            self._check_constants(key, choices, tag=key_start + tag, end=end)
             arguments.append(Argument(tag, tuple(choices), key in required))
         return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
+
+    def _check_constants(
+        self, key: str, choices: list[CallParts], *, tag: str, end: str
+    ) -> None:
+        """Raises _NoForm if a constant, with tags in it, is read as another value.
+
+        `tag`: of the key. `end`: of the call.
+        """
+        schema = SchemaPart.of_tool(self._parameters)
+        # <parameter=path>\na.md</parameter>, with a line break before the tag or none
+        for before_close in ("", "\n") if self._tags.is_on_lines else ("",):
+            for constant in (choice[0] for choice in choices):
+                if not isinstance(constant, str):
+                    continue
+                unread = UnreadText()
+                unread.text = f"{tag}{constant}{before_close}{self._tags.close}{end}\0"
+                reader = TaggedArguments(
+                    unread, self._tags, schema, start="", end_tag=self._tags.outer_end
+                )
+                value = value_as_json(constant, schema.member(key).types)
+                if reader.read() != f"{to_json(key)}: {value}" or reader.is_broken:
+                    raise _NoForm(f"{constant!r:.60} would be read as another value")
 
     def _argument_choices(self, key: str, schema: object) -> list[CallParts]:
         if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
@@ -22573,10 +22605,14 @@ class _TaggedForm:
         for keyword in _TEXT_KEYWORDS:
             if keyword in schema and not self._is_lenient:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
-        shortest, longest = schema.get("minLength"), schema.get("maxLength")
-        if not isinstance(shortest, int | None) or not isinstance(longest, int | None):
-            raise _NoForm("a length of a text is no integer")
-        lengths = f"{shortest or 0},{'' if longest is None else longest}"
+        for keyword in ("minLength", "maxLength"):
+            length = schema.get(keyword, 0)
+            if json_type(length) != "integer" or length < 0:
+                raise _NoForm(f"{keyword!r} is no integer of 0 or more")
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        if longest != "" and shortest > longest:
+            raise _NoForm("'minLength' is more than 'maxLength'")
+        lengths = f"{shortest},{longest}"
         return (self._value_end._replace(pattern=f"(?s:.{{{lengths}}})"),)
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
@@ -22606,19 +22642,28 @@ def _with_definitions(part: SchemaPart) -> dict[str, Any]:
     return {**copied, "$defs": definitions} if definitions else copied
 
 
-def _copy_schema(part: SchemaPart, names: dict[str, str]) -> Any:
-    """A copy in which references have names; new ones are added."""
+def _copy_schema(
+    part: SchemaPart, names: dict[str, str], *, is_by_name: bool = False
+) -> Any:
+    """A copy in which references have names; new ones are added.
+
+    `is_by_name`: its keys are names of schemas, and no keywords.
+    """
     if isinstance(part.schema, list):
         return [_copy_schema(part._replace(schema=s), names) for s in part.schema]
     if not isinstance(part.schema, dict):
         return part.schema
     copied = {}
     for key, item in part.schema.items():
-        is_value = key in ("enum", "const")
-        copied[key] = (
-            item if is_value else _copy_schema(part._replace(schema=item), names)
+        if key in ("enum", "const") and not is_by_name:
+            copied[key] = item
+            continue
+        copied[key] = _copy_schema(
+            part._replace(schema=item),
+            names,
+            is_by_name=key in _SCHEMAS_BY_NAME and not is_by_name,
         )
-    if part.reference is not None:
+    if part.reference is not None and not is_by_name:
         name = names.setdefault(part.reference, f"d{len(names)}")
         copied["$ref"] = f"#/$defs/{name}"
     return copied

@@ -173,6 +173,12 @@ def test_a_named_call_of_gemma_begins_with_its_name(start):
 
 
 TEXT = {"type": "string"}
+# Of GLM, Qwen and MiniMax.
+NEXT_ARGUMENT = (
+    "</arg_value><arg_key>q</arg_key><arg_value>"
+    "</parameter>\n<parameter=q>\n"
+    '</parameter><parameter name="q">'
+)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +191,11 @@ TEXT = {"type": "string"}
         ("a", {"anyOf": []}),
         ("a", {"$ref": "#/$defs/other"}),
         ("a", {"$ref": "#/$defs/itself"}),
+        ("a", {"type": "string", "minLength": 5, "maxLength": 3}),
+        ("a", {"type": "string", "minLength": -1}),
+        ("a", {"type": "string", "minLength": True}),
+        ("a", {"type": "string", "maxLength": None}),
+        ("a", {"enum": ["b", f"b{NEXT_ARGUMENT}c"]}),
     ],
 )
 @pytest.mark.parametrize("syntax", ["qwen", "glm", "minimax"])
@@ -227,6 +238,49 @@ def test_no_keyword_is_passed_over_if_the_tool_is_strict(schema):
     (strict,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
 
     assert strict.fault and not strict.parts
+
+
+def test_a_required_argument_has_a_name():
+    parameters = {"type": "object", "properties": {"a": TEXT}, "required": [1]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+
+    assert "'required'" in form.fault and not form.parts
+
+
+@pytest.mark.parametrize("text", ["b\n", "<parameter=a>\nb", "b\n</parameter>"])
+def test_a_constant_that_is_read_as_a_shorter_one_has_no_form(text):
+    parameters = {"type": "object", "properties": {"a": {"const": text}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+
+    assert form.fault and not form.parts
+
+
+def test_a_property_may_be_called_as_a_keyword_is(dense):
+    side = {"$ref": "#/$defs/side"}
+    names = ["enum", "const", "properties", "$ref"]
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(names, side),
+        "required": names,
+        "additionalProperties": False,
+    }
+    parameters = {
+        "type": "object",
+        "$defs": {"side": {"enum": ["up", "5"]}},
+        "properties": {"a": schema},
+        "required": ["a"],
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+    text = walk(dense, compile_forms(dense, forms), random.Random(1))
+
+    ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
+    jsonschema.validate(arguments, parameters)
 
 
 def test_a_reference_in_an_array_may_lead_to_any_place_of_the_schema(dense):
