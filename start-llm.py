@@ -19745,6 +19745,7 @@ PYTHON_STRING: Final = re.compile(
           | ' (?: [^'\\] | \\. )* ' )
     )''',
 )
+_STRING_OR_COMMENT: Final = re.compile(rf"\#[^\n]*|{PYTHON_STRING.pattern}")
 
 
 def to_json(value: object) -> str:
@@ -19822,11 +19823,15 @@ def parse_python(source: str) -> ast.expr:
     Raises ValueError if it is none, or if two texts stand in a row: Python joins them,
     and here a comma was forgotten.
     """
-    end = None
-    for string in PYTHON_STRING.finditer(source):
-        if end is not None and not source[end : string.start()].strip(" \t\r\nuU"):
+    end = None  # of the last string, or of a comment after it
+    for match in _STRING_OR_COMMENT.finditer(source):
+        is_comment = match[0].startswith("#")
+        follows_string = end is not None and not source[end : match.start()].strip(
+            " \t\r\n\\uU"
+        )
+        if follows_string and not is_comment:
             raise ValueError(source)
-        end = string.end()
+        end = match.end() if follows_string or not is_comment else None
     try:
         return ast.parse(source, mode="eval").body
     except (SyntaxError, MemoryError) as error:
@@ -20442,7 +20447,7 @@ COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
 _COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
 _GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
 _END_TAG: Final = (
-    r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s_section)?_end\|> | <\|call\|>"
+    r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s?_section)?_end\|> | <\|call\|>"
     r" | \[TOOL_CALLS\] )"
 )
 _END_TAG_BEFORE_BREAK: Final = regex.compile(rf"(?x) {_END_TAG} [ \t]{{0,9}} \Z")
@@ -20500,14 +20505,14 @@ _QUOTE: Final = {
     }.items()
 }
 
-# After the arguments: members of the call that are none, brackets, one too many or too
+# After the arguments: members of the call that are none, brackets, too many or one too
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
     {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
     \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
-    {_CALL_MEMBER}*+ {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
+    {_CALL_MEMBER}*+ (?P<brackets> (?: {_GAP} [}}\]] )*+ ) {_GAP}
     (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{{<\w] )
       | (?: < (?: / [\w:]{{0,20}} | [|] \w{{0,20}} )? )? (?= \0 )  # the reply was cut
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
@@ -20518,7 +20523,7 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
 # Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon,
 # quote or n": then it is one more argument, before which a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
-    {_GAP} (?P<brackets> [}}\]]*+ ) {_GAP}
+    (?P<brackets> (?: {_GAP} [}}\]] )*+ ) {_GAP}
     (?= [^\0\s\w,;:"'}}\]] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
       | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
@@ -21303,12 +21308,18 @@ class _MarkedCalls:
         return f"{{{', '.join(pairs)}}}"
 
     def _read_items(self, schema: SchemaPart) -> str:
-        """Read an array whose [ was taken; returns it as JSON."""
+        """Read an array whose [ was taken; returns it as JSON.
+
+        Raises ValueError if nothing stands between two commas; after the last item one
+        too many may come.
+        """
         items: list[str] = []
-        while not self._take(r"\s*\]"):
+        while not self._take(r"\s*+(?:,\s*+)?\]" if items else r"\s*\]"):
             if items:
                 self._require(r"\s*,")
             self._take(r"\s+")
+            if self._take(r"(?=[,\]])"):  # [1,,2]
+                raise ValueError(self._text[self._position :])
             items.append(self._read_value(schema.items, _ITEM_END))
         return f"[{', '.join(items)}]"
 
@@ -21948,7 +21959,8 @@ class ReplyReader:
         is_end = bool(tag) and self._format is not None and tag == self._format.end
         if is_end and self.in_call and tag and text.endswith(tag):
             self._advance(text.removesuffix(tag))
-            self._advance(tag, is_end=self.in_call)
+            if self.n_calls < self._max_calls:
+                self._advance(tag, is_end=self.in_call)
         else:
             self._advance(text, is_literal=tag == "")
         return self._reply.deltas[n_before:]
@@ -22154,8 +22166,8 @@ class ReplyReader:
             return
         self._state = ReplyState.DONE
         calls = read_whole_calls(self._format, body, self._tools)
-        self.has_more = len(calls) > n_left
         if all(call.name in self._offered for call in calls):
+            self.has_more = len(calls) > n_left
             for call in calls[:n_left]:
                 self._is_call = True
                 self._reply.emit_name(call.name, call.call_id)

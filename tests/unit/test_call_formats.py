@@ -180,6 +180,10 @@ E = "<escape>"
         (f"n:{Q}five{Q}", {"n": "five"}),
         (f"any:{Q}5{Q}", {"any": "5"}),
         ("items:[1, 2]", {"items": ["1", "2"]}),
+        ("items:[1, 2 , ]", {"items": ["1", "2"]}),
+        ("items:[1,,2]", {"items": "[1,,2]"}),
+        ("items:[,1]", {"items": "[,1]"}),
+        (f"items:[{Q}{Q},a]", {"items": ["", "a"]}),
         ("x:1e5,yes:True,any:None", {"x": 1e5, "yes": True, "any": None}),
         # Objects and arrays in each other, keys in quotes.
         (f"tree:{{a:[1,{{b:{Q}c{Q}}}]}}", {"tree": {"a": [1, {"b": "c"}]}}),

@@ -617,6 +617,8 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         # Another gap, a comment, or a member that is no argument.
         ("hermes", HERMES + '{"path": "x"} // why\n}\n</tool_call>', {"path": "x"}),
         ("hermes", HERMES + '{"path": "x"}, "id": 5}\n</tool_call>', {"path": "x"}),
+        ("hermes", HERMES + '{"path": "x"}\n}\n}\n</tool_call>', {"path": "x"}),
+        ("hermes", HERMES + '{"path": "x"}} }</tool_call>', {"path": "x"}),
         # Tags in a text.
         ("hermes", HERMES + '{"path": "</tool_call>", "n": 1}}\n</tool_call>',
          {"path": "</tool_call>", "n": 1}),

@@ -701,6 +701,11 @@ def value_of(text: str, schema: object) -> Any:
             "five",
         ),  # the client may say what is wrong with it
         ("[1, 2", {"type": "array"}, "[1, 2"),
+        # A comma was forgotten.
+        ("['a' # it's a\n 'b']", {"type": "array"}, "['a' # it's a\n 'b']"),
+        ("['a' # a\n # b\n 'b']", {"type": "array"}, "['a' # a\n # b\n 'b']"),
+        ("['a' \\\n 'b']", {"type": "array"}, "['a' \\\n 'b']"),
+        ("['a', # it's a\n 'b', # 'c'\n]", {"type": "array"}, ["a", "b"]),
         # In escapes, as if it stood in a string.
         (
             '[{\\"a\\": \\"say \\\\\\"x\\\\\\"\\"}]',
@@ -1544,6 +1549,30 @@ def test_of_several_calls_in_one_block_no_more_are_sent_than_may_be() -> None:
     reply = read("[[two]]", tool_format=bracketed, max_calls=1)
     assert calls_of(reply) == [("read", {"n": 1})]
     assert len(read("[[two]]", tool_format=bracketed).tool_calls) == 2
+
+
+def test_nothing_more_is_emitted_after_the_last_call_that_may_be() -> None:
+    reader = stream(max_calls=1)
+
+    reader.feed("<tool_call>", tag="<tool_call>")
+    reader.feed('{"name": "read", "arguments": {}}', tag="")
+    reader.feed("\n</tool_call></tool_call>", tag="</tool_call>")
+    reader.finish()
+
+    message = reader.message()
+    assert len(message["tool_calls"]) == 1
+    assert message["content"] is None
+
+
+def test_calls_of_tools_that_nobody_offered_are_not_too_many() -> None:
+    calls = '[{"name": "x", "arguments": {}}, {"name": "y", "arguments": {}}]'
+    reader = stream(max_calls=1)
+
+    reader.feed(f"<tool_call>{calls}</tool_call>")
+    reader.finish()
+
+    assert reader.n_calls == 0
+    assert not reader.has_more
 
 
 def test_a_foreign_format_without_an_end_ends_with_the_reply() -> None:
