@@ -16728,6 +16728,7 @@ BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is 
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
 MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+MAX_OLDEST_CREDIT: Final = 1.6  # seconds; short ones pass an oldest that must wait
 # A background request waits for others, and is read in shorter slices, for so long.
 BACKGROUND_SECONDS: Final = 10.0
 BACKGROUND_SLICE_SECONDS: Final = 0.1
@@ -16761,11 +16762,16 @@ class SchedulingPolicy:
                        for. Short ones may be read until these are BURST_SECONDS.
         oldest_credit  While it is positive, the oldest request is next: each second
                        that it reads takes several off. Else the one that ends first is
-                       next: each second adds one.
+                       next: each second adds one. If decoding bars the oldest, others
+                       pass it until the credit is MAX_OLDEST_CREDIT.
 
-    For example eight prompts come at once that take 0.6 s each. The first one decodes
-    after 0.6 s, in steps of 0.2 s. The others are not made to wait until it has had
-    1.2 s for each of them: two are read, then comes a step, and so on. Short prompts
+        who reads       is barred by                 which is paid off
+        a long prompt   a `decode_debt` above 0      by each second of decoding: 1
+        a short one     `burst_seconds` of 8         by each second of decoding: 0.5
+
+    For example eight prompts come at once that take 0.4 s each. The first one decodes
+    after 0.4 s, in steps of 0.2 s. The others are not made to wait until it has had
+    0.8 s for each of them: two are read, then comes a step, and so on. Short prompts
     that come without end have a third of the time, as long ones have.
 
     And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
@@ -16780,17 +16786,24 @@ class SchedulingPolicy:
         self.decode_debt = 0.0
         self.burst_seconds = 0.0
         self.oldest_credit = 0.0
+        self.is_turn_of_oldest = False  # `next_prefill` has chosen it by its credit
         self.step_seconds = 0.0  # of the last decode step of all batches
 
-    def next_prefill(self, candidates: Sequence[RunningRequest]) -> RunningRequest:
+    def next_prefill(
+        self, candidates: Sequence[RunningRequest], *, is_decoding: bool
+    ) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
 
         why(L-71): prompts that come together are not all answered last, and a long one
-        gets its share beside short ones without end.
+        gets its share beside short ones without end. If it is its turn, and decoding
+        has to catch up first, others may still pass it for MAX_OLDEST_CREDIT.
         """
-        if self.oldest_credit > 0:
-            return min(candidates, key=lambda candidate: candidate.submitted_at)
-        return min(candidates, key=lambda candidate: candidate.n_to_prefill)
+        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
+        oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
+        may_read = self.may_prefill(oldest, is_decoding=is_decoding)
+        min_credit = 0.0 if may_read else MAX_OLDEST_CREDIT
+        self.is_turn_of_oldest = self.oldest_credit > min_credit
+        return oldest if self.is_turn_of_oldest else first
 
     def is_short(self, candidate: RunningRequest) -> bool:
         """Whether so little of a prompt is left that others wait for it (L-68).
@@ -16846,7 +16859,7 @@ class SchedulingPolicy:
         """
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
-        elif self.oldest_credit > 0:
+        elif self.is_turn_of_oldest:
             seconds_in_all = seconds + reader.seconds_left
             others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
@@ -18371,8 +18384,11 @@ class Scheduler:
             self._prefill_others(now)
         elif self.prefilling and (not self.batches or self.policy.decode_debt <= 0):
             self.reader.estimate_speeds(self.prefilling)
-            running = self.policy.next_prefill(self.prefilling)
-            self._prefill([running], seconds=BACKGROUND_SLICE_SECONDS)
+            is_decoding = bool(self.batches)
+            running = self.policy.next_prefill(self.prefilling, is_decoding=is_decoding)
+            self._prefill(
+                [running], seconds=BACKGROUND_SLICE_SECONDS, is_decoding=is_decoding
+            )
 
     def _prefill_others(self, now: float) -> None:
         """Prefill one slice, or short prompts as long as others may pause (L-220).
@@ -18386,8 +18402,8 @@ class Scheduler:
         has_read = False
         while readers := without_background(self.prefilling, now):
             self.reader.estimate_speeds(readers)
-            running = self.policy.next_prefill(readers)
             is_decoding = self._is_decoding(now)
+            running = self.policy.next_prefill(readers, is_decoding=is_decoding)
             if not self.policy.may_prefill(running, is_decoding=is_decoding):
                 return
             pause_left = pause_ends - self._now()
@@ -18405,16 +18421,24 @@ class Scheduler:
                 companions = self._find_companions(
                     running, now, max_seconds=joint_seconds
                 )
-            self._prefill([running, *companions], seconds=seconds)
+            self._prefill(
+                [running, *companions], seconds=seconds, is_decoding=is_decoding
+            )
             if running.batch is None:
                 return
             has_read = True
 
-    def _prefill(self, requests: Sequence[RunningRequest], *, seconds: float) -> None:
+    def _prefill(
+        self,
+        requests: Sequence[RunningRequest],
+        *,
+        seconds: float,
+        is_decoding: bool,
+    ) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
         Those whose prompts need no further slice decode from now on, as one batch.
-        `seconds`: of the slice.
+        `seconds`: of the slice. `is_decoding`: others decode, and pause for it.
         """
         chosen = requests[0]
         began = self._now()
@@ -18432,7 +18456,6 @@ class Scheduler:
 
             # The rests that a new batch has read count, too.
             seconds_taken = self._now() - began
-            is_decoding = any(batch is not chosen.batch for batch in self.batches)
             self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
             is_alone = all(running in requests for running in self.prefilling)
             self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)

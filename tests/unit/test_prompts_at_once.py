@@ -105,13 +105,14 @@ class Desk:
         )
         self.rng = np.random.default_rng(1)
 
-    def submit(self, n_prompt, max_tokens):
+    def submit(self, n_prompt, max_tokens, *, is_background=False):
         ids = self.rng.integers(10, VOCAB, n_prompt).astype(np.int32)
         request = s.EngineRequest(
             key=s.TokenKey(b"r", ids, s.block_hashes(ids, 16, root=b"r")),
             checkpoint_positions=(),
             max_tokens=max_tokens,
             sampling=GREEDY,
+            is_background=is_background,
         )
         handle = TimedHandle(self.model, request)
         self.scheduler.waiting.append(handle)
@@ -185,3 +186,33 @@ def test_short_prompts_beside_a_long_one_do_not_wait_for_its_end():
 
     last_first = max(handle.first_token for handle in shorts)
     assert last_first < 3 * 8 * costs.reading(100) < long.first_token
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_that_has_to_wait_itself():
+    """When the turn of the oldest comes, and decoding has yet to be paid for it."""
+    costs = Costs(step=0.049, row=0.001, call=0.0, token=0.001)
+    desk = Desk(costs)
+    desk.submit(40, 2000)  # decodes all the time
+    desk.step(3)
+    desk.submit(60_000, 5)
+    desk.step(20)
+    began = desk.model.now
+    shorts = [desk.submit(400, 20) for _ in range(8)]
+
+    while any(not handle.token_times for handle in shorts):
+        desk.step()
+
+    reading = 8 * costs.reading(400)
+    assert desk.model.now - began <= 1.3 * reading + 2 * costs.step
+
+
+def test_prefill_beside_a_reply_that_pauses_is_owed_nothing():
+    """A title decodes: nobody paused for what is read, so a short prompt may be read."""
+    desk = Desk(Costs(step=0.049, row=0.001, call=0.0, token=0.001))
+    desk.submit(40, 2000, is_background=True)
+    desk.step(3)
+    long = desk.submit(9000, 400)
+    while not long.token_times:
+        desk.step()
+
+    assert desk.scheduler.policy.burst_seconds < 1.0

@@ -32,7 +32,7 @@ class Prefill:
 
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
     """Let the next candidate prefill for so long, as Scheduler does; returns it."""
-    chosen = policy.next_prefill(candidates)
+    chosen = policy.next_prefill(candidates, is_decoding=is_decoding)
     chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
     policy.charge_slice(seconds, is_decoding=is_decoding)
     policy.charge_prefill(chosen, seconds, is_alone=len(candidates) == 1)
@@ -99,7 +99,7 @@ def test_policy_first_prefills_what_ends_first():
     old = Prefill(0.0, 5000)
     short = Prefill(9.0, 300)
 
-    assert policy.next_prefill([old, short]) is short
+    assert policy.next_prefill([old, short], is_decoding=False) is short
 
 
 def test_policy_gives_the_oldest_a_ninth_of_the_time():
@@ -142,7 +142,8 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
         policy.charge_decode(0.03)
         now += 0.03
         candidates = [old, Prefill(now, 100)]
-        if policy.may_prefill(policy.next_prefill(candidates), is_decoding=True):
+        chosen = policy.next_prefill(candidates, is_decoding=True)
+        if policy.may_prefill(chosen, is_decoding=True):
             run_slice(policy, candidates, seconds=0.1, is_decoding=True)
             now += 0.1
 
