@@ -16525,7 +16525,8 @@ def _slices(ids: TokenIds, n_tokens: int) -> list[TokenIds]:
 #  7 Scheduler     chooses: who ends, who starts, who prefills; and what a failure ends
 #
 # A background request (a title) waits for others, for ten seconds: it is read after
-# them, its reply pauses while they are read, and it evicts nothing used lately.
+# them, and it evicts nothing used lately. Its reply pauses while they are read, unless
+# its batch has been merged with one of theirs.
 #
 # A request that decodes alone does so in its own buffers. Requests of similar length
 # decode as one batch; a short one never pays for padding to the length of a long one.
@@ -16708,14 +16709,15 @@ class RequestHandle:
 
 
 # -- 2 policy --------------------------------------------------------------------------
-# Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_prompt`, `n_to_prefill` and `seconds_left`: test_scheduler_policy.py stands in.
+# Pure: no model, no thread, no clock; who calls passes the time. Of a running request
+# SchedulingPolicy reads `submitted_at`, `n_to_prefill` and `seconds_left`,
+# choose_companions `n_prompt` and `n_to_prefill`: test_scheduler_policy.py stands in.
+# is_in_background reads `submitted_at` and `request.is_background`.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
 LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
-SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
 SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
@@ -16850,14 +16852,14 @@ class SchedulingPolicy:
         self.burst_seconds += seconds
 
     def charge_prefill(
-        self, reader: RunningRequest, seconds: float, *, is_alone: bool
+        self, reader: RunningRequest, seconds: float, *, is_only_reader: bool
     ) -> None:
-        """`reader` has read, for so long. `is_alone`: no other one is prefilling.
+        """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
 
         One that is alone takes no time from anybody. But it has had a slice: a shorter
         prompt that comes now is read before the next one (L-71).
         """
-        if is_alone:
+        if is_only_reader:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.is_turn_of_oldest:
             seconds_in_all = seconds + reader.seconds_left
@@ -16932,98 +16934,6 @@ def affordable_tokens(
     return float(working_bytes / max(2 * predicted, 1.0))
 
 
-class TimedSlice(NamedTuple):
-    """How long a prefill slice took."""
-
-    n_tokens: int
-    depth: float  # position of its middle
-    seconds: float
-
-
-class PrefillCurve(NamedTuple):
-    """What reading a prompt costs; attention costs more with each token's depth."""
-
-    slice_seconds: float  # each slice costs, however short
-    token_seconds: float
-    depth_seconds: float  # each token costs, times its depth
-
-    def seconds(self, start: int, end: int, *, slice_tokens: int) -> float:
-        """What the tokens from `start` to `end` cost, in slices of so many."""
-        n_slices = math.ceil((end - start) / slice_tokens)
-        depths = (end**2 - start**2) / 2  # the sum of all
-        seconds = n_slices * self.slice_seconds + (end - start) * self.token_seconds
-        return seconds + depths * self.depth_seconds
-
-
-class PrefillTimes:
-    """How long prompts take to read, by the slices that were timed.
-
-    In a warm session slices are short and deep, and a token of them costs up to ten
-    times what it costs in a cold prompt. So three costs are told apart: of a slice, of
-    a token, and of its depth. Kept is the fastest slice of each size and depth, in
-    powers of two: a slow one waited for something else.
-    """
-
-    def __init__(self, slice_tokens: int) -> None:
-        self._slice_tokens = slice_tokens
-        self._fastest: dict[tuple[int, int], TimedSlice] = {}
-        # The curves that explain all slices, the best one first; immutable, since other
-        # threads read it.
-        self._curves: tuple[PrefillCurve, ...] = ()
-
-    def add(self, timed: TimedSlice) -> None:
-        """Learn from a slice."""
-        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
-        fastest = self._fastest.get(kind, timed)
-        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
-            self._fastest[kind] = timed
-            self._curves = fit_prefill_curves([*self._fastest.values()])
-
-    def expected_seconds(self, start: int, end: int) -> float | None:
-        """What reading from `start` to `end` takes; None: no slice was timed."""
-        if not self._curves:
-            return None
-        return self._curves[0].seconds(start, end, slice_tokens=self._slice_tokens)
-
-    def cold_seconds(self, n_tokens: int) -> float | None:
-        """What reading a prompt takes of which nothing is cached, at the least.
-
-        Where few slices were timed, several curves explain them: the lowest counts.
-        """
-        return min(
-            (
-                curve.seconds(0, n_tokens, slice_tokens=self._slice_tokens)
-                for curve in self._curves
-            ),
-            default=None,
-        )
-
-
-def fit_prefill_curves(slices: Sequence[TimedSlice]) -> tuple[PrefillCurve, ...]:
-    """The curves that explain these slices about equally well, the best one first.
-
-    No cost is negative: so each choice of costs that are zero is tried (least squares
-    of the relative errors).
-    """
-    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
-    table /= np.array([[s.seconds] for s in slices])
-    curves: list[tuple[float, PrefillCurve]] = []
-    for n_costs in range(1, min(len(slices), 3) + 1):
-        for used in combinations(range(3), n_costs):
-            scale = table[:, used].max(axis=0)
-            ones = np.ones(len(slices))
-            solution = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
-            if solution.min() < 0:
-                continue
-            costs = np.zeros(3)
-            costs[list(used)] = solution
-            error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
-            curves.append((error, PrefillCurve(*costs.tolist())))
-    curves.sort(key=lambda pair: pair[0])
-    best_error = curves[0][0]
-    return tuple(c for error, c in curves if error <= best_error + SAME_FIT_ERROR)
-
-
 def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
     """Where a slice from `start` ends: at `stop`, or before, but not inside an image.
 
@@ -17066,7 +16976,7 @@ class RunningRequest:
         self.handle = handle
         self.request = request
         self.lockstep = loaded.lockstep
-        # why(L-09): no max.
+        # why(L-09): without `max_kv_size`, with which the model forgets.
         self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
@@ -17422,7 +17332,8 @@ class DecodeBatch:
         if others:
             return None
         n_fed = running.num_computed_tokens - running.n_prompt
-        # y counts, and one more is sampled in a step of its own.
+        # Not counted yet: y, the token sampled last, and one that is sampled in a step
+        # of its own.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in running.drafters:
             if len(self._generator.pending_ids) > drafter.max_pending_tokens:
@@ -17436,7 +17347,7 @@ class DecodeBatch:
         return None
 
     def _wait_for_y(self) -> int:
-        """The token sampled last, when it is computed."""
+        """The id of y, when it is computed."""
         self._launched_at = -math.inf
         (token,) = self._generator.next_tokens()
         return token.token_id
@@ -17446,7 +17357,9 @@ class DecodeBatch:
         has_pending = bool(self._generator.pending_ids)
         rows = [[token] for token in self._generator.step()]
         ended = time.monotonic()
-        # Else the device was done before, or had something else to do.
+        # For example launched 2 ms before this step, and waited for 8 ms in it: the
+        # device was at work for all of that. If it was launched 30 ms before, it may
+        # have been done long ago, or had something else to do.
         has_waited = ended - began > began - self._launched_at
         if len(rows) == 1 and has_waited:
             if self._wrong_drafter is not None:
@@ -17763,6 +17676,103 @@ def _reserve(running: RunningRequest) -> None:
     reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
 
 
+# What prompts cost is learned from their slices, for reports: the policy does not use it.
+
+SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
+
+
+class TimedSlice(NamedTuple):
+    """How long a prefill slice took."""
+
+    n_tokens: int
+    depth: float  # position of its middle
+    seconds: float
+
+
+class PrefillCurve(NamedTuple):
+    """What reading a prompt costs; attention costs more with each token's depth."""
+
+    slice_seconds: float  # each slice costs, however short
+    token_seconds: float
+    depth_seconds: float  # each token costs, times its depth
+
+    def seconds(self, start: int, end: int, *, slice_tokens: int) -> float:
+        """What the tokens from `start` to `end` cost, in slices of so many."""
+        n_slices = math.ceil((end - start) / slice_tokens)
+        depths = (end**2 - start**2) / 2  # the sum of all
+        seconds = n_slices * self.slice_seconds + (end - start) * self.token_seconds
+        return seconds + depths * self.depth_seconds
+
+
+class PrefillTimes:
+    """How long prompts take to read, by the slices that were timed.
+
+    In a warm session slices are short and deep, and a token of them costs up to ten
+    times what it costs in a cold prompt. So three costs are told apart: of a slice, of
+    a token, and of its depth. Kept is the fastest slice of each size and depth, in
+    powers of two: a slow one waited for something else.
+    """
+
+    def __init__(self, slice_tokens: int) -> None:
+        self._slice_tokens = slice_tokens
+        self._fastest: dict[tuple[int, int], TimedSlice] = {}
+        # The curves that explain all slices, the best one first; immutable, since other
+        # threads read it.
+        self._curves: tuple[PrefillCurve, ...] = ()
+
+    def add(self, timed: TimedSlice) -> None:
+        """Learn from a slice."""
+        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
+        fastest = self._fastest.get(kind, timed)
+        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
+            self._fastest[kind] = timed
+            self._curves = fit_prefill_curves([*self._fastest.values()])
+
+    def expected_seconds(self, start: int, end: int) -> float | None:
+        """What reading from `start` to `end` takes; None: no slice was timed."""
+        if not self._curves:
+            return None
+        return self._curves[0].seconds(start, end, slice_tokens=self._slice_tokens)
+
+    def cold_seconds(self, n_tokens: int) -> float | None:
+        """What reading a prompt takes of which nothing is cached, at the least.
+
+        Where few slices were timed, several curves explain them: the lowest counts.
+        """
+        return min(
+            (
+                curve.seconds(0, n_tokens, slice_tokens=self._slice_tokens)
+                for curve in self._curves
+            ),
+            default=None,
+        )
+
+
+def fit_prefill_curves(slices: Sequence[TimedSlice]) -> tuple[PrefillCurve, ...]:
+    """The curves that explain these slices about equally well, the best one first.
+
+    No cost is negative: so each choice of costs that are zero is tried (least squares
+    of the relative errors).
+    """
+    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
+    table /= np.array([[s.seconds] for s in slices])
+    curves: list[tuple[float, PrefillCurve]] = []
+    for n_costs in range(1, min(len(slices), 3) + 1):
+        for used in combinations(range(3), n_costs):
+            scale = table[:, used].max(axis=0)
+            ones = np.ones(len(slices))
+            solution = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if solution.min() < 0:
+                continue
+            costs = np.zeros(3)
+            costs[list(used)] = solution
+            error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+            curves.append((error, PrefillCurve(*costs.tolist())))
+    curves.sort(key=lambda pair: pair[0])
+    best_error = curves[0][0]
+    return tuple(c for error, c in curves if error <= best_error + SAME_FIT_ERROR)
+
+
 class PromptReader:
     """Lets the model read prompts, and measures what a slice costs.
 
@@ -18016,10 +18026,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def pause_seconds(self) -> float:
-        """How long to wait before the next step: what waits has nothing to wait for.
+    def idle_seconds(self) -> float:
+        """How long ENGINE sleeps before the next step: more than 0 if nobody runs.
 
-        Background requests alone may, for memory of what was used lately.
+        Then background requests wait, for memory of what was used lately; or a second
+        try has yet to begin.
         """
         return 0.05 if self.waiting and not self.running else 0.0
 
@@ -18395,8 +18406,8 @@ class Scheduler:
 
         Not those in the background. For example A decodes, and may pause for 0.8 s. B
         and C take 0.3 s each: both are read now, in one call if that can be, and decode
-        from the next step on. D, which takes 0.4 s, is read after that step; so is a
-        slice of E, which is long.
+        from the next step on. D, which takes 0.4 s, is read after that step. E is long:
+        its next slice is read when decoding has had the 2 s that it is owed for them.
         """
         pause_ends = self._now() + self.policy.pause_seconds
         has_read = False
@@ -18457,8 +18468,10 @@ class Scheduler:
             # The rests that a new batch has read count, too.
             seconds_taken = self._now() - began
             self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
-            is_alone = all(running in requests for running in self.prefilling)
-            self.policy.charge_prefill(chosen, seconds_taken, is_alone=is_alone)
+            is_only_reader = all(running in requests for running in self.prefilling)
+            self.policy.charge_prefill(
+                chosen, seconds_taken, is_only_reader=is_only_reader
+            )
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
 
@@ -18641,6 +18654,15 @@ class Scheduler:
         handle.begin_again(self._now())
         self.waiting.insert(0, handle)
 
+    def _free_memory(self, error: Exception) -> None:
+        """If memory ran out, half of what is cached goes."""
+        if not _is_out_of_memory(error):
+            return
+        kept_bytes = self.cache.nbytes // 2
+        self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
+
+    # -- between steps: for ENGINE -----------------------------------------------------
+
     def save_some(self, *, is_closing: bool = False) -> bool:
         """Bring some KV to the disk; whether there is more to do.
 
@@ -18721,15 +18743,10 @@ class Scheduler:
         if self.disk is not None:
             n_files, fault = self.disk.forget(tenant, session)
         elif tenant or session is not None:
-            fault = self.disk_fault  # where all goes, STATUS deletes the folders
+            # The folder cannot be opened, so its files stay. If all is to be forgotten,
+            # STATUS deletes the folders themselves.
+            fault = self.disk_fault
         return DroppedKV(n_entries, n_files, fault)
-
-    def _free_memory(self, error: Exception) -> None:
-        """If memory ran out, half of what is cached goes."""
-        if not _is_out_of_memory(error):
-            return
-        kept_bytes = self.cache.nbytes // 2
-        self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
 
 
 def _explain_failure(error: Exception) -> ServerError:
@@ -19279,7 +19296,7 @@ class Engine:
         reported_at = worked_at
         can_rest = True  # nothing runs, and no KV is left to be saved
         while not self._has_ended.is_set():
-            wait_seconds = IDLE_SECONDS if can_rest else scheduler.pause_seconds
+            wait_seconds = IDLE_SECONDS if can_rest else scheduler.idle_seconds
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._n_waiting = len(scheduler.waiting)
             idle_seconds = 0.0

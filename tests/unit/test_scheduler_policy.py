@@ -35,7 +35,7 @@ def run_slice(policy, candidates, *, seconds, is_decoding=False):
     chosen = policy.next_prefill(candidates, is_decoding=is_decoding)
     chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
     policy.charge_slice(seconds, is_decoding=is_decoding)
-    policy.charge_prefill(chosen, seconds, is_alone=len(candidates) == 1)
+    policy.charge_prefill(chosen, seconds, is_only_reader=len(candidates) == 1)
     return chosen
 
 
