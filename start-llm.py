@@ -14956,8 +14956,14 @@ class TokenGenerator:
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
 # A value ends at </parameter> only where the syntax goes on, as for who reads the call:
-# here with </function>; if another argument could follow, with <parameter= too, by a
-# value of its own. So these belong to the end of the value.
+# here with </function>. So that tag belongs to the end of the value. If an argument n
+# could follow, there would be a value for each of the two next tags:
+#
+#     keys0_0: "path>\n" ((value2 keys0_1 | value3 "\n" <[1111]>))
+#     value2 ends with     </parameter>[blanks]<parameter=      and n follows
+#     value3 ends with     </parameter>[blanks]</function>      and nothing follows
+#
+# Both read over the first </parameter> of "a </parameter> b\n</parameter>\n</function>".
 #
 # So a reply is thinking, without a token that would end it or start a call; </think>;
 # and one call or more. Tags are written as tokens, and so is the opening of a call, as
@@ -15026,7 +15032,15 @@ class ArgumentList(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """How a call of one tool is written."""
+    """How a call of one tool is written.
+
+    parts   fault   schema_path   its arguments
+    given   ""      ""            fit the schema, or are free where that is too much
+    given   ""      given         fit the schema, or the request is refused
+    None    ""      any           are free: this syntax is not described
+    None    given   ""            are free: this schema cannot be enforced
+    None    given   given         are not written: the request is refused
+    """
 
     opening: str  # up to its arguments, as the model's tokenizer cuts it
     parts: CallParts | None = None  # what follows; None: anything
@@ -15240,14 +15254,18 @@ class _GrammarText:
     def _argument_list(self, part: ArgumentList) -> str:
         """Arguments, each of which may be the last if no other has to follow.
 
-        For path, which is required, and n, which is not; a rule follows <parameter=
+        For ls(path, n) of which only path is required, <tool_call> and </tool_call>
+        being the tokens 1 and 2, the rules are, from the last argument to the first:
 
-            keys0_0: "path>\\n" (value0 keys0_1 | value1 "\\n</tool_call>")
-            keys0_1: "n>\\n" (value2 "\\n</tool_call>")
+            arguments0: "<parameter=" keys0_0
+            keys0_1: "n>\\n" ((value1 "\\n" <[2]>))
+            keys0_0: "path>\\n" ((value2 keys0_1 | value3 "\\n" <[2]>))
 
-        where value0 ends with </parameter>\\n<parameter= and value1 with
-        </parameter>\\n</function>. If the end tag of the call is a token, a value ends
-        with its closing tag.
+        where value2 ends with </parameter> and <parameter=, value1 and value3 with
+        </parameter> and </function>. In GLM's syntax, with the tokens 3 to 6 for the
+        tags of keys and values, a value ends with its closing tag alone:
+
+            keys0_0: "path" <[4]> <[5]> (VALUE2_TEXT <[6]> BLANKS? (<[3]> keys0_1 | ...
         """
         name = f"keys{next(self._numbers)}"
         end_tag, bracket, rest = part.end.partition(">")
@@ -15287,7 +15305,8 @@ class _GrammarText:
         written = [self._part(first_part) for first_part in first_parts]
         ways = []
         if any(map(self._is_token, next_rules)):
-            written.append(self._part(value._replace(end=f"{close}\n")))
+            # White space is no part of the end: a lazy rule would stop before it.
+            written += [self._part(value._replace(end=close)), "BLANKS?"]
             ways = [f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items()]
         else:
             for tag, rule in next_rules.items():
@@ -15309,10 +15328,11 @@ class _GrammarText:
         return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
 
     def _text_value(self, value: TextValue) -> str:
-        """A text, and its end. Let </arg_value> be the token 11, and </parameter> none:
+        """A text, and its end. Let </arg_value> be the token 6, and </parameter> none:
 
-        ends with "</arg_value>\n"     VALUE0_TEXT <[11]> BLANKS?
-        ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
+        ends with </arg_value>                  VALUE0_TEXT <[6]>
+        ends with </parameter>\\n</function>     value0, the shortest of
+                                                VALUE0_TEXT VALUE0_END
         """
         name = f"VALUE{next(self._numbers)}"
         text = f"/{value.pattern}/"
@@ -15457,7 +15477,8 @@ def make_constraints(
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
     elif grammars.has_strict_calls and form.call_id:
-        # Where several tokens open a call, nobody sees in time that it is one.
+        # Where several tokens open a call, nobody sees in time that it is one: there
+        # `strict` does nothing (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
         constraints.append(partial(watch_for_call, openings, grammar))
@@ -15465,7 +15486,10 @@ def make_constraints(
 
 
 def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint | None:
-    """The thinking budget of a request; None if nothing has to be done to keep it."""
+    """The thinking budget of a request; None if nothing has to be done to keep it.
+
+    None, too, where several tokens end thinking: there the budget is not kept.
+    """
     if request.thinking_budget is None or not form.may_think:
         return None
     budget = max(request.thinking_budget, 1)
@@ -15486,7 +15510,8 @@ class _ReplyGrammars:
     What llguidance cannot compile is weakened step by step (`compile_calls`). What is
     strict is never weakened: the request is refused. That is a schema in
     `response_format`, and that of a strict tool whose calls can be described at all
-    (CallForm.is_strict).
+    (CallForm.is_strict). Calls that the model makes by itself, with a tag of several
+    tokens, are not enforced at all (`make_constraints`).
     """
 
     def __init__(
@@ -15528,11 +15553,11 @@ class _ReplyGrammars:
         """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
 
         Tried in this order, until one compiles; raises BadRequest if none does, or if a
-        step would free the arguments of a strict tool:
+        strict tool does not compile by itself:
 
             the arguments of each call fit the schema of its tool
             a call that does not compile by itself may have any arguments
-            each call may have any arguments, but only these tools may be called
+            only those of strict tools must fit, but only these tools may be called
         """
         calls = self._calls
         try:
@@ -15544,27 +15569,37 @@ class _ReplyGrammars:
             with suppress(_GrammarFault):
                 return self._compile(start, calls, schema)
 
-        reason = "with the other tools it is too large to be enforced"
-        free_calls = [self._free(call, reason) for call in calls]
+        calls = [
+            call if call.is_strict else call._replace(parts=None) for call in calls
+        ]
         try:
-            return self._compile(start, free_calls, schema)
-        except _GrammarFault:
-            sentence = "the tools are too many for a call to be forced"
-            raise BadRequest(sentence, field="tool_choice") from None
+            return self._compile(start, calls, schema)
+        except _GrammarFault as fault:
+            raise self._refusal(calls, fault) from None
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
         try:
             self._compile("calls", [call])
         except _GrammarFault as fault:
-            return self._free(call, str(fault))
+            if call.is_strict:
+                raise call.refusal(str(fault)) from None
+            return call._replace(parts=None)
         return call
 
-    def _free(self, call: CallForm, fault: str) -> CallForm:
-        """The call with any arguments. Raises BadRequest with `fault`: it is strict."""
-        if call.is_strict:
-            raise call.refusal(fault)
-        return call._replace(parts=None)
+    def _refusal(self, calls: Sequence[CallForm], fault: _GrammarFault) -> BadRequest:
+        """The error for calls of which only the strict ones must fit their schemas."""
+        strict_calls = [call for call in calls if call.is_strict]
+        if not strict_calls:
+            sentence = "the tools are too many for a call to be forced"
+            return BadRequest(sentence, field="tool_choice")
+        if fault.is_too_large:
+            sentence = "with the other tools it is too large to be enforced"
+            return strict_calls[0].refusal(sentence)
+
+        for call in strict_calls:
+            self._free_if_faulty(call)  # raises, if the fault is that of this tool
+        return strict_calls[0].refusal(f"with the other tools: {fault}")
 
     def _compile(
         self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
@@ -19015,6 +19050,8 @@ def _do_record(record: JsonObject, scheduler: Scheduler) -> None:
             scheduler.waiting.append(_read_request(record, block_size=block_size))
         case "drop_kv":
             scheduler.drop_kv(record["tenant"], record["session"])
+        case task:
+            raise AssertionError(f"rank 0 has sent an unknown task: {task}")
 
 
 class Engine:

@@ -580,6 +580,23 @@ def test_a_forced_value_may_have_closing_tags_in_it(dense):
         assert matcher.is_accepting()
 
 
+@pytest.mark.parametrize("blanks", ["", "\n", "\n  \n"], ids=repr)
+def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
+    dense, blanks
+):
+    """Here </arg_value> is several tokens, and </tool_call> is one."""
+    parameters = {"properties": {"a": TEXT}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    forms = s.call_forms(SYNTAXES["glm"], tools, strict_tools={})
+    matcher = compile_forms(dense, forms)
+
+    call = f"<arg_key>a</arg_key><arg_value>x</arg_value>{blanks}</tool_call>"
+    ids = dense.scribe.ids(f"{forms[0].opening}{call}")
+
+    assert all(map(matcher.consume_token, ids))
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize(
     ("other", "text"),
     [

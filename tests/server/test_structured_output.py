@@ -1,5 +1,6 @@
 """What a request demands of its reply: a form of JSON, a call, no call, an end of its thinking."""
 
+import inspect
 import json
 import logging
 import sys
@@ -102,6 +103,30 @@ def write(*parts: s.CallPart, token_ids: dict[str, int]) -> list[str]:
     form = s.CallForm("<tool_call>", parts)
     grammar = s._GrammarText("calls", [form], schema=None, encode=encode)
     return str(grammar).split("\n")
+
+
+def test_the_printed_rules_of_arguments_are_those_of_two_syntaxes():
+    """The example in the docstring of `_argument_list`: Qwen's syntax, then GLM's."""
+    properties = {"path": {"type": "string"}, "n": {"type": "string"}}
+    parameters = {"properties": properties, "required": ["path"]}
+    tools = [{"function": {"name": "ls", "parameters": parameters}}]
+    call_tags = ("<tool_call>", "</tool_call>")
+    value_tags = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    rules = []
+    for syntax, tokens in (("qwen", call_tags), ("glm", (*call_tags, *value_tags))):
+        blanks = "\n" if syntax == "qwen" else ""
+        tool_format = s.ToolCallFormat(*call_tags, syntax, blanks)
+        (form,) = s.call_forms(tool_format, tools, strict_tools={})
+        token_ids = {tag: n for n, tag in enumerate(tokens, 1)}
+        rules += write(*form.parts or (), token_ids=token_ids)
+
+    lines = inspect.getdoc(s._GrammarText._argument_list).split("\n")
+    printed = [line.strip() for line in lines if line.startswith("    ")]
+
+    assert len(printed) == 4
+    for line in printed:
+        start = line.removesuffix("...")
+        assert any(rule.startswith(start) for rule in rules), line
 
 
 def test_the_end_of_a_text_is_written_whole_if_it_begins_with_a_token():
@@ -418,9 +443,28 @@ def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
     constraints(dense, tools=tools, tool_choice="required")
     assert max(map(len, compiled)) < 1_000
 
-    tools[0]["function"] = {**functions[0], "strict": True}
+    for tool, function in zip(tools, functions, strict=True):
+        tool["function"] = {**function, "strict": True}
     with pytest.raises(s.BadRequest, match="with the other tools"):
         constraints(dense, tools=tools, tool_choice="required")
+
+
+def test_only_tools_that_are_not_strict_give_way_to_one_that_is(
+    dense, compiled, monkeypatch
+):
+    monkeypatch.setattr(s, "MAX_GRAMMAR_CHARACTERS", 8_000)
+    schema = property_of(enum=[f"strict {n}" for n in range(20)])
+    functions = [{"name": f"g{n}", "parameters": schema} for n in range(3)]
+    functions[1]["strict"] = True
+    tools = [{"type": "function", "function": function} for function in functions]
+
+    constraints(dense, tools=tools, tool_choice="required")
+
+    grammar = compiled[-1]
+    assert "arguments0: <[*]>*" in grammar
+    assert "arguments1: <[*]>*" not in grammar
+    assert "strict 19" in grammar
+    assert "arguments2: <[*]>*" in grammar
 
 
 def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatch):
@@ -439,14 +483,18 @@ def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatc
     (constraint,) = constraints(dense, tools=free, tool_choice="required")
     assert constraint
 
-    strict = [free[0], {**free[1], "function": {**functions[1], "strict": True}}]
+    strict = [
+        {**tool, "function": {**tool["function"], "strict": True}} for tool in free
+    ]
+    (constraint,) = constraints(
+        dense, tools=[free[0], strict[1]], tool_choice="required"
+    )
+    assert constraint, "the tool that is not strict gives way"
+
     for choice in ("required", "auto"):
-        if choice == "auto":
-            strict = [
-                {**t, "function": {**t["function"], "strict": True}} for t in strict
-            ]
-        with pytest.raises(s.BadRequest, match="with the other tools"):
+        with pytest.raises(s.BadRequest, match="with the other tools: ") as refused:
             constraints(dense, tools=strict, tool_choice=choice)
+        assert "too large" not in str(refused.value)
 
 
 def test_compiled_schemas_are_bounded_in_bytes(dense):
