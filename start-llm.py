@@ -10406,7 +10406,7 @@ def _bytes_from(entry: CacheEntry, depth: int) -> int:
     return entry.nbytes * (entry.end - max(depth, entry.start)) // n_own
 
 
-def _image_start(tokens: TokenIds, depth: int) -> int:
+def retreat_from_image(tokens: TokenIds, depth: int) -> int:
     """`depth`, or where the image begins that a cut there would part."""
     if not is_inside_image(tokens, depth):
         return depth
@@ -10521,7 +10521,7 @@ class PrefixCache:
         # The key of a running entry is its whole prompt, which will have been read.
         n_pending = n_common if entry.is_running and n_common > entry.end else 0
         depth = min(n_common, entry.end)
-        n_matched = _image_start(key.tokens, depth)
+        n_matched = retreat_from_image(key.tokens, depth)
 
         # State cannot be rewound: with it, a request can only go on from a checkpoint.
         checkpoints = entry.path_checkpoints(n_matched)
@@ -10862,7 +10862,7 @@ class PrefixCache:
         freed_bytes = max(lacking_bytes, entry.nbytes // 8)
         freed_tokens = freed_bytes // token_bytes + 1
         # A cut inside an image would make each lookup retreat (L-57).
-        depth = _image_start(entry.key.tokens, max(0, entry.end - freed_tokens))
+        depth = retreat_from_image(entry.key.tokens, max(0, entry.end - freed_tokens))
         if self._spec.has_state:
             depth = max(entry.path_checkpoints(depth), default=0)
         max_tokens = self.max_bytes // 2 // token_bytes
@@ -10945,7 +10945,6 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
-_DISK_FORMAT: Final = 4  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
@@ -10969,7 +10968,7 @@ class DiskError(Exception):
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[4] = _DISK_FORMAT
+    format: Literal[4] = 4  # of the file; another one is refused
     name: _SegmentName  # of the tokens [0, end)
     parent: _SegmentName  # has the KV before `start`; a root's is the name of no tokens
     start: int = Field(ge=0)
@@ -11199,9 +11198,9 @@ class DiskCache:
         self.image_secret = self._read_secret()
 
     def close(self) -> None:
-        """Let another server have the folder."""
-        self._executor.shutdown(wait=False)
-        self._lock_file.close()
+        """Let another server have the folder, once the last file is written."""
+        self._executor.submit(self._lock_file.close)
+        self._executor.shutdown(wait=not self.is_writing)
 
     # -- the folder --------------------------------------------------------------------
 
@@ -11430,7 +11429,7 @@ class DiskCache:
             continues it                  [700 .. 800 .. end)       800
         """
         depths = {name_segment(key, 0): 0}  # by name: where a segment leaves the prompt
-        for segment in self._segments.values():
+        for segment in self._segments.values():  # a parent before what continues it
             if segment.start > depths.get(segment.parent, -1):
                 continue  # it continues tokens that the prompt does not have
             wanted = key.tokens[segment.start : segment.end]
@@ -11439,11 +11438,23 @@ class DiskCache:
                 depths[segment.name] = segment.start + n_common
         last_name = max(depths, key=depths.__getitem__)
         path = self._path_to(last_name)
-        for segment in path:
-            if not self._path_of(segment).exists():
-                self._note_fault(segment, DiskError("somebody has deleted its file"))
-                return self.find(key)
-        return DiskMatch(path, depths[last_name])
+        if not any(self._is_lost(segment) for segment in path):
+            return DiskMatch(path, depths[last_name])
+        lost_names = [s.name for s in self._segments.values() if self._is_lost(s)]
+        logger.warning("disk cache: somebody has deleted %d files", len(lost_names))
+        self._remove(lost_names)
+        return self.find(key)
+
+    def _is_lost(self, segment: Segment) -> bool:
+        """Whether somebody has deleted its file; false if nobody can say that now."""
+        try:
+            self.folder.stat()  # a disk that is gone may come back with the file
+            with suppress(FileNotFoundError):
+                self._path_of(segment).lstat()
+                return False
+        except OSError:
+            return False
+        return True
 
     def _path_to(self, name: str) -> tuple[Segment, ...]:
         """A segment and what is before it, from the root on; () for no tokens."""
@@ -11457,9 +11468,11 @@ class DiskCache:
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
         """Delete a damaged segment; one that cannot be read just now stays."""
         # why(L-217): safetensors says of any file that it cannot open that it is gone.
-        if isinstance(fault, DiskError) or not self._path_of(segment).exists():
+        if isinstance(fault, DiskError) or self._is_lost(segment):
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
             self._remove([segment.name])
+        else:
+            logger.warning("disk cache: %s cannot be read now: %s", segment.name, fault)
 
     def read(self, match: DiskMatch) -> LoadedKV | None:
         """The KV of a match, with the states where requests will go on.
@@ -11668,7 +11681,7 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         raise DiskError(fault.strerror or str(fault)) from fault
     logger.info(
         "disk cache: %d files, %s of %s, in %s",
-        len(disk._segments),
+        disk.report()["files"],
         in_bytes(disk.nbytes),
         in_bytes(max_bytes),
         folder,
@@ -11685,7 +11698,7 @@ def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
     folders = [root / identity]
     folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
     own_folders = [f for f in folders if _find_last_port(f) == config.mlx_port]
-    for folder in [*own_folders, *folders]:
+    for folder in dict.fromkeys([*own_folders, *folders]):
         # The server that had this port before may still be writing its last files.
         is_own = folder in own_folders
         patience = _LOCK_SECONDS if is_own else 0.0
@@ -11767,7 +11780,7 @@ def _find_folders(root: Path) -> list[Path]:
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> int:
-    """Delete the folders of other models, the least recently used first, to a limit.
+    """Delete the folders of other models that have no room beside those used later.
 
     Returns the bytes of those that stay. Raises OSError.
     """
@@ -11873,7 +11886,7 @@ class DiskTier:
             span=loaded.span,
             checkpoints=loaded.states,
             owner=owner,
-            head_end=found.segments[0].head_end,
+            head_end=found.segments[-1].head_end,
         )
         self._cache.add_loaded(entry)
         return self._cache.find(key)
@@ -11884,7 +11897,8 @@ class DiskTier:
         if n_known - match.depth < MIN_LOADED_TOKENS:
             return None  # memory has it: nothing is looked up
         found = self.files.find(key)
-        found = found._replace(depth=min(found.depth, n_known))
+        depth = retreat_from_image(key.tokens, min(found.depth, n_known))
+        found = found._replace(depth=depth)
         if self._spec.has_state:
             positions = [
                 position
@@ -12000,19 +12014,26 @@ class DiskTier:
         return self.files.find(entry.key._replace(tokens=tokens))
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
-        """Begin to write what the disk lacks of an entry; its parent comes first."""
+        """Begin to write what the disk lacks of an entry; its parent comes first.
+
+        Returns None if nothing can be written of it: now, or, if it is given up, until
+        it has run again.
+        """
         match = self._find_saved(entry)
-        if match.depth < entry.start:
+        if not entry.start and match.depth < MIN_PREFIX_TOKENS:
+            # why(L-211): else its file would go with that of another conversation.
+            match = DiskMatch((), 0)
+        if match.depth < entry.start:  # its parent is not written yet
             parent = entry.parent
             assert parent is not None
             if parent.is_running:
                 return None
             job = self._begin(parent)
-            if parent.saved_end == parent.end:  # given up
+            if parent.saved_end == parent.end:  # given up, so this one is, too
                 entry.saved_end = entry.end
             return job
         end = min(entry.end, match.depth + self._max_tokens)
-        if end <= match.depth:  # its parent, which was written meanwhile, has it all
+        if end <= match.depth:  # files that were written meanwhile have all of it
             return None
         n_bytes = (end - match.depth) * self._spec.token_bytes
         for position in _states_to_write(entry, match.depth, end):
@@ -12051,7 +12072,7 @@ class DiskTier:
             states=states,
         )
         kv_names = [f"kv.{number}" for number in range(len(entry.rested_span().arrays))]
-        copies: dict[str, npt.NDArray[Any]] = {"tokens": key.tokens[start:end]}
+        copies: dict[str, npt.NDArray[Any]] = {"tokens": key.tokens[start:end].copy()}
 
         for number, name in enumerate([*kv_names, *state_arrays]):
             yield

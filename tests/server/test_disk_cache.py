@@ -212,6 +212,21 @@ def test_disk_has_more_of_a_prompt_than_memory_shares_with_another_one(
     assert bench.metrics.snapshot()["disk_tokens"] == 699 - n_shared
 
 
+def test_part_of_an_image_is_not_loaded(restart, tmp_path, monkeypatch):
+    """Each lookup would retreat from it (L-57)."""
+    bench = restart(tiny_model("qwen3", tmp_path))
+    text = np.arange(1, 1001, dtype=np.int32)
+    tokens = s.inject_image_markers(text, slice(300, 900), digest="ab" * 32)
+    segment = s.Segment(name="0" * 32, parent="0" * 32, start=0, end=700)
+    match = s.DiskMatch((segment,), 700)
+
+    def find_more(disk):
+        monkeypatch.setattr(disk.files, "find", lambda _key: match)
+        return disk.find_more(s.TokenKey(b"", tokens, []), s.NO_MATCH)
+
+    assert on_model_thread(bench, find_more).depth == 300
+
+
 def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
     rng = np.random.default_rng(9)
     path = tiny_model("qwen3", tmp_path)
@@ -352,7 +367,9 @@ def test_branch_that_has_read_nothing_is_not_written(restart, tmp_path):
     assert segments(bench) == [(0, 1501)]
 
 
-def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypatch):
+def test_file_that_cannot_be_read_now_is_not_deleted(
+    restart, tmp_path, monkeypatch, caplog
+):
     rng = np.random.default_rng(22)
     path = tiny_model("qwen3", tmp_path)
     prompt = words(rng, 700)
@@ -366,8 +383,60 @@ def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypa
         patch.setattr(s, "safe_open", refuse)
         assert difference(bench, prompt[:650], n=1)[:2] == (0, 0.0)
 
+    assert "cannot be read now" in caplog.text
     bench = restart(path)
     assert difference(bench, prompt, n=1)[0] >= 699
+
+
+def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, tmp_path):
+    """As a first token, or what a template begins with: to forget one keeps the other."""
+    rng = np.random.default_rng(41)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 3)
+    for session, n_more in (("a", 900), ("b", 600)):
+        owner = s.RequestOwner("", session)
+        bench.ask(head + words(rng, n_more), n=1, owner=owner)
+        save(bench)
+    assert segments(bench) == [(0, 604), (0, 904)]
+
+    on_model_thread(bench, lambda disk: disk.files.remove_session("", "a"))
+
+    assert segments(bench) == [(0, 604)]
+
+
+def test_loaded_entry_has_the_head_of_its_own_conversation(restart, tmp_path):
+    rng = np.random.default_rng(42)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    shared = words(rng, 300)
+    for head_end in (100, 280):
+        prompt = shared + words(rng, 600)
+        bench.ask(prompt, n=1, boundaries=[head_end, len(prompt) - 2])
+        save(bench)
+    assert segments(bench) == [(0, 901), (300, 901)]
+
+    def load_again(scheduler):
+        cache = scheduler.cache
+        (key,) = [entry.key for entry in cache.entries if entry.head_end == 280]
+        cache.evict_session("", None)
+        match = scheduler.disk.load(key, cache.find(key), owner=s.NO_OWNER)
+        return match.entry.head_end
+
+    assert bench.engine.call(load_again) == 280
+
+
+def test_index_keeps_the_tokens_of_a_file_and_not_of_its_prompt(restart, tmp_path):
+    rng = np.random.default_rng(43)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 600)
+    ids, _, _ = bench.ask(prompt, n=1)
+    save(bench)
+    bench.ask(prompt + ids + words(rng, 300), n=1)
+    save(bench)
+
+    tokens = on_model_thread(bench, lambda disk: list(disk.files._tokens.values()))
+
+    assert len(tokens) == 2
+    assert all(array.base is None for array in tokens)
 
 
 def test_parent_of_what_is_used_is_used(restart, tmp_path):
@@ -835,6 +904,39 @@ def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(servers, tm
     assert disk.folder == folder
 
 
+def test_folder_that_another_server_keeps_is_waited_for_once(
+    servers, tmp_path, monkeypatch
+):
+    folder = on_model_thread(servers(8101), lambda disk: disk.files.folder)
+    take_lock = s._take_lock
+    waits = []
+
+    def note_wait(folder, *, patience=0.0):
+        waits.append(patience)
+        return take_lock(folder)
+
+    monkeypatch.setattr(s, "_take_lock", note_wait)
+    config = s.Config(cache_disk_folder=str(tmp_path / "kv"), mlx_port=8101)
+    s.open_disk_cache(config, folder.name).close()
+
+    assert waits == [s._LOCK_SECONDS, 0.0]
+
+
+def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
+    own_folder = s._OwnFolder(tmp_path, s._take_lock(tmp_path))
+    files = s.DiskCache(own_folder, max_bytes=1 << 20, max_bytes_per_day=1 << 20)
+    may_go_on = threading.Event()
+    monkeypatch.setattr(s, "write_segment", lambda *_arguments: may_go_on.wait(60.0))
+    files.write(None, {})
+
+    files.close()
+
+    with pytest.raises(BlockingIOError):
+        s._take_lock(tmp_path)
+    may_go_on.set()
+    s._take_lock(tmp_path, patience=10.0).close()
+
+
 def test_second_server_may_write_though_the_first_has_filled_the_space(servers):
     first = servers(8101, cache_disk_max_bytes=400_000)
     first.ask(words(np.random.default_rng(1), 700), n=1)
@@ -1270,6 +1372,55 @@ def test_files_on_a_disk_that_is_gone_are_forgotten_when_it_is_back(restart, tmp
 
     assert "No such file" in dropped.fault
     assert files_in(tmp_path / "kv") == []
+
+
+@pytest.mark.parametrize("fault", ["the disk is gone", "EACCES", "EIO", "ESTALE"])
+def test_file_that_cannot_be_looked_at_now_is_kept(
+    fault, restart, tmp_path, monkeypatch
+):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+    (file,) = files_in(tmp_path / "kv")
+    key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
+
+    def look_at(path, **_options):
+        code = getattr(errno, fault)
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        if fault == "the disk is gone":
+            file.parent.rename(tmp_path / "gone")
+        else:
+            patch.setattr(s.Path, "stat", look_at)
+        match = on_model_thread(bench, lambda disk: disk.files.find(key))
+        assert on_model_thread(bench, lambda disk: disk.files.read(match)) is None
+    if fault == "the disk is gone":
+        (tmp_path / "gone").rename(file.parent)
+    on_model_thread(bench, lambda disk: disk.files.retry_deletions())
+
+    assert file.exists()
+    assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601
+
+
+def test_files_that_somebody_has_deleted_are_said_in_one_line(
+    restart, tmp_path, caplog
+):
+    """Another lookup for each of them was a RecursionError where they were many."""
+    rng = np.random.default_rng(44)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    first = words(rng, 1)
+    for _ in range(3):
+        bench.ask(first + words(rng, 600), n=1)
+    save(bench)
+    assert len(files_in(tmp_path / "kv")) == 3
+    key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
+    for file in files_in(tmp_path / "kv"):
+        file.unlink()
+
+    assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 0
+    assert segments(bench) == []
+    assert caplog.text.count("somebody has deleted") == 1
 
 
 def test_files_that_were_forgotten_are_counted(restart, tmp_path):
