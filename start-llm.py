@@ -18937,8 +18937,9 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #                                      |
 #     RequestHandle.next_event  <-------+-------> memory, report, cache_entries
 #
-# Other threads never touch the scheduler or MLX. They put tasks into the inbox, which
-# the model thread does between two steps; and they read what it publishes.
+# Other threads never touch MLX or change the scheduler. They put tasks into the inbox,
+# which the model thread does between two steps; and they read what it publishes. (Only
+# `abandon`, when the model thread may wait for ever, reads who runs and who waits.)
 #
 # For example submit() puts a task into the inbox that appends a handle to
 # `scheduler.waiting`, and returns the handle. The model thread finds it before its next
@@ -18947,12 +18948,18 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
 # which sends the others a record of each that changes anything.
 #
+#     state      the thread                         until
+#     "loading"  loads, warms up, opens the disk    _open() lets requests in
+#     "ready"    steps or rests                     IDLE_UNLOAD_SECONDS at rest
+#     "asleep"   waits, without weights             a request comes, then "ready" again
+#     "dead"     refuses all, saves KV, ends        after stop(), abandon() or a failure
+#
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
-IDLE_SECONDS: Final = 1.0  # at rest: between two reports; until memory is given back
-IDLE_SECONDS_WITH_KV: Final = 60.0  # the second of these while KV is cached (L-67)
+IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports
+IDLE_SECONDS_WITH_KV: Final = 60.0  # at rest with KV: until memory is given back (L-67)
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
 CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the model thread lives
 _GONE: Final = "the model cannot be used any more; the server's log says why"
@@ -19076,7 +19083,7 @@ def _do_record(record: JsonObject, scheduler: Scheduler) -> None:
 
 
 class Engine:
-    """The model thread and its inbox. Any thread may call any method."""
+    """The model thread and its inbox. Any other thread may call any public method."""
 
     def __init__(
         self,
@@ -19105,6 +19112,8 @@ class Engine:
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._faults = FaultLog()  # of what no request waits for
+        # When a request last ran, and bytes of KV, as memory was given back.
+        self._given_back_at: tuple[float, int] | None = None
 
         # The thread loads the weights, warms up, then lets requests in.
         self._is_loading = True  # the weights
@@ -19223,6 +19232,7 @@ class Engine:
         `write`: of a _SharedTask. Raises what the function raises. Raises NotReady if
         no model is loaded, or if the thread ends before it begins with the function.
         """
+        assert threading.current_thread() is not self._thread, "it would wait for ever"
         self._check_ready()
         result: Future[T] = Future()
 
@@ -19274,6 +19284,7 @@ class Engine:
             logger.exception("the model thread died")
             self.failure = "the model thread died; the log says why"
         finally:
+            self._is_loading = False
             self._has_ended.set()
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
@@ -19316,13 +19327,17 @@ class Engine:
             scheduler.loaded.vision.secret = disk.image_secret
 
     def _save_all(self, scheduler: Scheduler) -> None:
-        """Write to the disk what only memory has, as far as there is time."""
-        if scheduler.disk is None or self.failure is not None:
+        """Write to the disk what only memory has, as far as there is time.
+
+        After a failure nothing is written: the KV in memory may be wrong.
+        """
+        if scheduler.disk is None:
             return
-        try:
-            scheduler.disk.save_all(self._config.shutdown_grace_seconds)
-        except Exception:
-            logger.exception("disk cache: not all of it was written")
+        if self.failure is None:
+            try:
+                scheduler.disk.save_all(self._config.shutdown_grace_seconds)
+            except Exception:
+                logger.exception("disk cache: not all of it was written")
         scheduler.disk.files.close()
 
     def _open(self, scheduler: Scheduler) -> None:
@@ -19347,7 +19362,16 @@ class Engine:
         )
 
     def _serve(self, scheduler: Scheduler) -> None:
-        """Step as long as there is something to do; look around now and then."""
+        """Step as long as there is something to do; look around now and then.
+
+        With several ranks each makes these decisions as rank 0 does: whether to step,
+        and with which tasks (_receive); what the scheduler does in it; what is evicted,
+        and when. So time is rank 0's (`lockstep.now`), and a fault that another rank
+        may not have met ends all. A rank may rest, publish and save by itself.
+
+        Faults of `step` end the thread, but for those of single requests, which it
+        handles itself, as `save_some` and `check_some` do theirs.
+        """
         lockstep = scheduler.loaded.lockstep
         lockstep.begin_steps()
         worked_at = lockstep.now()
@@ -19363,7 +19387,9 @@ class Engine:
                 worked_at = lockstep.now()
             else:
                 idle_seconds = lockstep.now() - worked_at
-                self._faults.guard(partial(self._rest, scheduler, idle_seconds))
+                self._faults.guard(
+                    partial(self._rest, scheduler, worked_at, idle_seconds)
+                )
             has_more_to_do = scheduler.save_some() or scheduler.check_some(idle_seconds)
             can_rest = not (has_more_to_do or scheduler.is_busy)
 
@@ -19383,6 +19409,8 @@ class Engine:
                 _do_record(record, scheduler)
             return
 
+        # Should `abandon` come before they are in `_tasks`, _share_tasks raises its
+        # RanksEnd, and _run refuses them.
         self._tasks = self._take_tasks(wait_seconds)
         if lockstep.n_ranks > 1:
             _share_tasks(self._tasks, scheduler)
@@ -19398,9 +19426,12 @@ class Engine:
                 tasks.append(self._inbox.get_nowait())
         return tasks
 
-    def _rest(self, scheduler: Scheduler, idle_seconds: float) -> None:
+    def _rest(
+        self, scheduler: Scheduler, worked_at: float, idle_seconds: float
+    ) -> None:
         """Give memory back that nobody has used for a while (L-53).
 
+        That is done once a rest, and again if KV was dropped since.
         why(L-67): while KV is cached, somebody will come back and need the buffers.
         """
         if scheduler.cache.entries and idle_seconds <= IDLE_SECONDS_WITH_KV:
@@ -19408,7 +19439,10 @@ class Engine:
         if not scheduler.cache.entries:
             # why(L-56): without KV, what memos save is little beside prefill.
             scheduler.loaded.template.clear_memos()
-        _give_memory_back()
+        given_back_at = (worked_at, scheduler.cache.nbytes)
+        if given_back_at != self._given_back_at:
+            _give_memory_back()
+            self._given_back_at = given_back_at
 
     def _sleep_if_due(
         self, scheduler: Scheduler, idle_seconds: float, *, can_rest: bool
@@ -19420,6 +19454,7 @@ class Engine:
         max_seconds = self._config.idle_unload_seconds
         if not max_seconds or idle_seconds < max_seconds or not can_rest:
             return
+        assert scheduler.loaded.lockstep.n_ranks == 1, "CONFIG refuses it with ranks"
         while self._inbox.empty() and scheduler.save_some(is_closing=True):
             pass
         if not self._inbox.empty():

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -1115,6 +1116,73 @@ def test_engine_goes_on_if_what_it_does_beside_requests_fails(
     assert b.engine.state == "ready"
     n_logged = sum("planted" in str(record.exc_info) for record in caplog.records)
     assert n_logged == 1, "the same fault fills the log"
+
+
+def test_memory_is_given_back_once_a_rest(bench, monkeypatch):
+    b = bench("qwen3")
+    rests, given_back = [], []
+    rest = s.Engine._rest
+
+    def note_rest(*args, **fields):
+        rest(*args, **fields)
+        rests.append(1)
+
+    def run_and_rest():
+        given_back.clear()
+        b.ask(words(np.random.default_rng(10), 100))
+        rests.clear()
+        wait_until(lambda: len(rests) > 5)
+        return len(given_back)
+
+    monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(s, "IDLE_SECONDS_WITH_KV", 0.0)
+    monkeypatch.setattr(s.Engine, "_rest", note_rest)
+    monkeypatch.setattr(s, "_give_memory_back", lambda: given_back.append(1))
+
+    assert [run_and_rest(), run_and_rest()] == [1, 1]
+    b.engine.drop_kv("", None)
+    rests.clear()
+    wait_until(lambda: len(rests) > 5)
+    assert len(given_back) == 2, "KV that is dropped at rest is given back, too"
+
+
+def test_the_folder_of_kv_is_free_once_the_model_thread_is_dead(
+    bench, monkeypatch, tmp_path
+):
+    b = bench("qwen3", cache_disk="on", cache_disk_folder=str(tmp_path))
+    disk = b.engine.call(lambda scheduler: scheduler.disk)
+    assert not disk.files._lock_file.closed
+
+    def fail(_self):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.Scheduler, "step", fail)
+    b.outcome(b.submit(words(np.random.default_rng(10), 100)), 10)
+    b.engine._thread.join(MAX_WAIT_SECONDS)
+
+    assert disk.files._lock_file.closed
+
+
+def test_a_thread_does_not_wait_for_itself(bench):
+    b = bench("qwen3")
+
+    with pytest.raises(AssertionError, match="for ever"):
+        b.engine.call(lambda _scheduler: b.engine.call(lambda _: None))
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_other_ranks_once():
+    failures = []
+    cluster = SimpleNamespace(leave=failures.append)
+
+    def load():
+        raise s.ModelError("planted")
+
+    engine = s.Engine(s.Config(), s.CacheMetrics(), load=load, cluster=cluster)
+    engine.start()
+    wait_until(lambda: failures)
+    engine.stop()
+
+    assert failures == ["planted"]
 
 
 def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
