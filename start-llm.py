@@ -10302,17 +10302,20 @@ class EntryTree:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
 
         All KV that is evicted goes through here. No branch at rest may need this KV.
+        Without memory for a copy of what stays, the whole entry goes.
         """
-        for branch in self.branches_of(entry):
-            if branch.start > depth:
-                self._reattach(branch, entry, depth=depth)
+        span: KVSpan | None = None
         if depth:
-            # Without memory for a copy of what stays, the whole entry goes.
             with suppress(RuntimeError, MemoryError):
                 span = entry.rested_span().cut(0, depth - entry.start)
-                self._shorten(entry, depth, span=span)
-                return
-        self.drop(entry)
+        kept_depth = 0 if span is None else depth
+        for branch in self.branches_of(entry):
+            if branch.is_running and branch.start > kept_depth:
+                self._reattach(branch, entry, depth=kept_depth)
+        if span is None:
+            self.drop(entry)
+        else:
+            self._shorten(entry, depth, span=span)
 
     def _detach(self, branch: CacheEntry) -> None:
         """Make a running branch a root: its request holds the KV of the whole path."""
@@ -10371,7 +10374,7 @@ class SessionPauses:
         self._times = LRUCache(self.MAX_SESSIONS)
 
     def begin(self, owner: RequestOwner, now: float) -> None:
-        """A request of a session begins to run."""
+        """A request of a session begins to run, and no other one of it runs."""
         if owner in self._times:
             rested_at, *pauses = self._times[owner]
             pauses.append(now - rested_at)
@@ -10576,12 +10579,6 @@ class PrefixCache:
         copy of KV [0, n) of the request. Raises MemoryError or RuntimeError if there is
         no memory for a copy: there is no entry then, and what was moved is dropped.
         """
-        if self._lacks_checkpoint(match):
-            self._metrics_of(owner).bump("hybrid_trim_miss")
-        if match.parts_image:
-            self._metrics_of(owner).bump("vlm_retreat")
-        self._pauses.begin(owner, self._clock())
-
         source, depth = match.kv_owner, match.cached_tokens
         span: KVSpan | None = None
         if source is not None and match.is_movable:
@@ -10598,12 +10595,23 @@ class PrefixCache:
         self._tree.run(entry, key, end=depth, read_span=read_span)
         entry.owner = owner
         entry.head_end = head_end
+        if self._lacks_checkpoint(match):
+            self._metrics_of(owner).bump("hybrid_trim_miss")
+        if match.parts_image:
+            self._metrics_of(owner).bump("vlm_retreat")
         return StartedEntry(entry, span)
 
-    def note_background(self, entry: CacheEntry, *, is_background: bool) -> None:
-        """Note who has started with an entry: if only background requests, it goes first."""
+    def note_start(self, entry: CacheEntry, *, is_background: bool) -> None:
+        """Note who has started with an entry: if only background requests, it goes first.
+
+        A title, or a sub-agent beside others, is no return of its session (L-119).
+        """
         is_new = not entry.n_uses
         entry.is_background = is_background and (entry.is_background or is_new)
+        owner = entry.owner
+        running = [e for e in self.entries if e.is_running and e.owner == owner]
+        if not is_background and all(e is entry or e.is_background for e in running):
+            self._pauses.begin(owner, self._clock())
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -10641,7 +10649,8 @@ class PrefixCache:
         raises; the entry is dropped then.
         """
         self._tree.rest(entry, key, span)
-        self._pauses.end(entry.owner, entry.last_used)
+        if not entry.is_background:
+            self._pauses.end(entry.owner, entry.last_used)
         self._enforce_entry_limit(newest=entry)
         self.evict_to_fit(0)
 
@@ -17054,7 +17063,7 @@ class RunningRequest:
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
-        cache.note_background(self.entry, is_background=request.is_background)
+        cache.note_start(self.entry, is_background=request.is_background)
         if span is not None:
             try:
                 self.load_kv(span, match.state)

@@ -112,7 +112,7 @@ def cached_tokens(cache, tokens):
     return cache.find(prompt_of(tokens)).cached_tokens
 
 
-def begin(cache, tokens, *, head_end=0, session=""):
+def begin(cache, tokens, *, head_end=0, session="", is_background=False):
     prompt = prompt_of(tokens)
     reuse = cache.find(prompt)
     row = Running(list(tokens))
@@ -121,6 +121,7 @@ def begin(cache, tokens, *, head_end=0, session=""):
     row.line, span = cache.start(
         reuse, prompt, read_span=row.read_span, owner=owner, head_end=head_end
     )
+    cache.note_start(row.line, is_background=is_background)
     if span is not None:
         row.load_kv(span, reuse.state)
     assert len(row.filled) == reuse.cached_tokens == row.line.end
@@ -847,6 +848,95 @@ def test_who_works_keeps_its_past_while_others_take_turns():
         sessions.take_turn(turn % 12, seconds=5)
 
     assert min(found[1:]) == 1.0
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_requests_beside_others_of_a_session_are_no_return_of_it(is_background):
+    """Sub-agents beside the request of a turn; titles there, and after it."""
+    clock = StillClock()
+    cache = make_cache(clock=clock)
+    others = iter(range(10_000, 20_000))
+
+    def ask_meanwhile():
+        clock.now += 0.1
+        tokens = [next(others)] * 300
+        row, _ = begin(cache, tokens, session="a", is_background=is_background)
+        advance(cache, row, 300)
+        clock.now += 0.1
+        end(cache, row)
+
+    past = list(range(600))
+    for _turn in range(4):
+        clock.now += 20
+        row, _ = begin(cache, [*past, next(others)], session="a")
+        for _ in range(3):
+            ask_meanwhile()
+        advance(cache, row, 700)
+        past = end(cache, row, [5])
+        if is_background:
+            ask_meanwhile()
+
+    clock.now = row.line.last_used + 5
+    assert cache._pauses.expected_wait(row.line, clock.now) == pytest.approx(
+        15, abs=0.3
+    )
+
+
+def test_request_that_has_no_memory_for_its_copy_is_counted_when_it_starts(monkeypatch):
+    clock = StillClock()
+    cache = make_cache(has_state=True, clock=clock)
+    past = list(range(2000))
+    row, _ = begin(cache, past, session="a")
+    for count in (400, 1600):
+        advance(cache, row, count, checkpoint=True)
+    end(cache, row)
+    branch = [*past[:1000], *range(5000, 5100)]
+    cut = s.KVSpan.cut
+
+    def fail(*_):
+        raise MemoryError
+
+    clock.now += 20
+    monkeypatch.setattr(s.KVSpan, "cut", fail)
+    with pytest.raises(MemoryError):
+        begin(cache, branch, session="a")
+    assert cache.metrics.snapshot()["hybrid_trim_miss"] == 0
+    monkeypatch.setattr(s.KVSpan, "cut", cut)
+    clock.now += 10
+    row, _ = begin(cache, branch, session="a")
+    assert cache.metrics.snapshot()["hybrid_trim_miss"] == 1
+    advance(cache, row, 2000)
+    end(cache, row)
+
+    assert cache._pauses.expected_wait(row.line, clock.now) == 30
+
+
+def test_a_running_branch_takes_the_checkpoints_of_a_line_that_cannot_be_shortened(
+    monkeypatch,
+):
+    cache = make_cache(has_state=True)
+    past = list(range(9000))
+    row, _ = begin(cache, past, head_end=2000)
+    for count in (2000, 2000, 5000):
+        advance(cache, row, count, checkpoint=True)
+    end(cache, row)
+    branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
+    assert reuse.cached_tokens == 4000
+    advance(cache, branch, 400)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.KVSpan, "cut", fail)
+        cache._tree.truncate(row.line, 3000)
+    assert cache.entries == [branch.line]
+    advance(cache, branch, 100)
+    end(cache, branch)
+
+    for depth in (2000, 4000):
+        tokens = [*past[:depth], *range(30_000, 30_100)]
+        assert cached_tokens(cache, tokens) == depth
 
 
 def test_who_has_left_gives_way_to_those_who_return():
