@@ -19627,6 +19627,8 @@ def _can_write_states(model: Any) -> bool:
 #                   \n             a partial match: either may follow, so wait
 #                   x              None: neither is there
 #
+#               The regex library tells a partial match: the text ends where a pattern
+#               could go on. A pattern that must end with \0 has no other until the end.
 #  2 Schemas    What types an argument may have, by the schema of its tool.
 #  3 Values     Between tags a value is bare text; its types say what it means.
 #
@@ -19834,7 +19836,18 @@ class SchemaPart(NamedTuple):
         return self._replace(schema=self._keyword("additionalProperties"))
 
     def _keyword(self, name: str) -> Any:
-        return _member_of(self.resolved, name)
+        """Its own, or that of the only branch that has it: of (array or null)."""
+        schema = self.resolved
+        own_value = _member_of(schema, name)
+        if own_value is not None:
+            return own_value
+        values = []
+        for key in ("anyOf", "oneOf"):
+            for branch in as_list(_member_of(schema, key)):
+                part = self._replace(schema=branch)
+                values.append(_member_of(part.resolved, name))
+        values = [value for value in values if value is not None]
+        return values[0] if len(values) == 1 else None
 
 
 def _member_of(schema: object, step: str) -> object:
@@ -20037,9 +20050,10 @@ def escape_json(text: str) -> str:
 # certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
-# and its tag to CALL_START; an end tag after JSON also to _END_TAG, _LEFT_OPEN and
-# _CALL_END of CALL ARGUMENTS. To add a foreign format, add one to FOREIGN_FORMATS, or
-# nothing if mlx-lm's parser reads it.
+# and its tag to CALL_START. In CALL ARGUMENTS add its end tag to _LEFT_OPEN, tags around
+# its arguments to _LATE_TAG; an end tag after JSON also to _END_TAG and _CALL_END. To
+# add a foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads
+# it.
 #
 # Uses     CALL TEXT
 # Thread   any; pure
@@ -20324,7 +20338,7 @@ def key_pattern(tags: ArgumentTags) -> Any:
     key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
     return compile_pattern(rf"""(?x:
         \s*
-        (?: (?P<tag> {key} ) {tags.gap}          # <parameter=path> and a line break
+        (?: {key} {tags.gap}                     # <parameter=path> and a line break
           | {tags.inner_end}                     # </function>
           | (?P<end>
                 {tags.outer_end} | \0            # </tool_call>
@@ -20361,31 +20375,33 @@ def value_end_pattern(
         (?P<closed> {tags.before_close} {close} (?: \s* {close} )? )
         (?= \s*
           (?: (?: {tags.key_start} )                         # <parameter=
-            | (?: {inner_end} \s* ){{0,2}}                   # </function></tool_call>
-              (?: {end_as_text} (?= [^"'`] ) | (?: {outer_end} \s* )? \0 )
-            | {inner_end} \s* {next_call}                    # and another call
-            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]      # </function> Done.
+            | (?: {inner_end} \s* ){{0,2}}
+              (?: {end_as_text} (?= [^"'`] )                 # </function></tool_call>.
+                | (?: {outer_end} \s* )? \0 )                # the call's end, as \0
+            | {inner_end} \s* {next_call}                    # </function>, a call
+            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]      # \n</function>\nDone.
           ) )
       | (?P<broken> {close} [ \t\r\n]{{401}} )
     )"""
-    # Never closed, where the call ends.
+    # Never closed, where the call ends. After a.md:
     at_end = rf"""(?x:
         {tags.before_close}
-        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0
-          | </ [\w:]{{0,20}} \0                             # cut in a tag
-          | {inner_end} \s* (?: {end_as_text} \s* )? {next_call}
-          | {end_as_text} \s* \n {next_call} )
+        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0  # </function> and the end
+          | </ [\w:]{{0,20}} \0                                # </para and the end
+          | {inner_end} \s* (?: {end_as_text} \s* )? {next_call}  # </function>, a call
+          | {end_as_text} \s* \n {next_call} )                 # </tool_call>\n, a call
     )"""
-    # Never closed, before a line that is a tag.
+    # Never closed, before a line that is a tag. After a.md:
     at_line = rf"""(?x:
-        \n (?= (?: {inner_end} \s* )? {end_as_text} [ \t]{{0,9}} \n
-             | \s* {next_key} [ \t]{{0,9}} \n )
+        \n (?= (?: {inner_end} \s* )?
+                 {end_as_text} [ \t]{{0,9}} \n      # \n</function>\n</tool_call>\n
+             | \s* {next_key} [ \t]{{0,9}} \n )    # \n<parameter=n>\n
       | (?P<quoted> (?!) )
     )"""
     # Never closed, before the tag of a key, which in quotes or after a blank is text.
     at_key = rf"""(?x:
-        (?P<quoted> ["'`\x20] {next_key} )
-      | \n? (?= {next_key} )
+        (?P<quoted> ["'`\x20] {next_key} )         # say `<parameter name="n">`
+      | \n? (?= {next_key} )                       # a.md<parameter name="n">5
     )"""
     at_tag = at_line if tags.is_on_lines else at_key
     return compile_pattern(f"{closed}|{at_end}|{at_tag}")
@@ -21144,16 +21160,15 @@ class TaggedValue:
     def _is_loose(self, tag: Any, text: str) -> bool:
         """Whether a tag in the text shows that the value ended before it, perhaps.
 
-            value      tag                   is loose
-            on lines   of a key              at an edge of a line
-            any        any other, or x <t>   after a blank never
-            on lines   any other             where a line begins; where one ends, if it
-                                             closes nothing in that line
-            other      of a key              always
-            other      any other             at an edge (see inner_tag_pattern); before
-                                             a number or bracket: </parameter>5
-
-        At </parameter>5 the tag of the 5 is missing.
+        value      tag            is loose (the first row that fits counts)
+        on lines   of a key       at an edge of a line
+        any        x <t>          never: it follows a blank
+        on lines   any other      where a line begins; where one ends, if it closes
+                                  nothing in that line
+        other      of a key       always
+        other      any other      at an edge (see inner_tag_pattern); a closing tag
+                                  of a value also before a number or bracket:
+                                  at </parameter>5 the tag of the 5 is missing
         """
         begins, ends = tag["begins"] is not None, tag["ends"] is not None
         is_key = tag["key"] is not None
@@ -21176,15 +21191,16 @@ class TaggedValue:
     def _is_unreadable(self, value: str, closing: str) -> bool:
         """Whether nobody can tell where the value ends that has just ended.
 
-            closing tag   value              is unreadable if
-            none          any                it is blank, or has a tag
-            twice         blank              always: a tag may be the value
-            none or any   a number ...       it reads as a text: it has a tag, or the
-                                             next value in it
-            any           any                a tag is loose, at its edge, or not closed
-
-        The tag of its key may come twice, too: then it must be closed once, and have
-        text of its own, but no tag.
+        closing tag   value         is unreadable (the first row that fits counts)
+        any           any           if the tag of its key came twice, but when it
+                                    is closed once, and not blank, and has no tag
+        none          any           if it is blank, or has a tag
+        twice         blank         always: a tag may be the value
+        once          blank         never
+        any           no string     if it has a tag or was never closed, and reads
+                                    as a text: the next value may be in it
+        any           any           if a tag is loose, at its edge, or not closed;
+                                    not in <![CDATA[
         """
         is_blank = not value.strip()
         has_tag = "<" in value or value.rstrip().endswith(">")
@@ -21248,7 +21264,10 @@ _KNOWN_MEMBERS: Final = {
 
 
 def _parse_json_call(call: Any) -> WholeCall:
-    """Raises ValueError if it has no name or arguments under these keys."""
+    """The call that a JSON value is; without arguments it has none: {"name": "ls"}.
+
+    Raises ValueError if it has no name, or a member that may be an argument.
+    """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(call)
     if not call.keys() <= _KNOWN_MEMBERS:  # an argument, perhaps
@@ -21256,10 +21275,8 @@ def _parse_json_call(call: Any) -> WholeCall:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = load_value(arguments or "{}")
-    if arguments == []:
+    if arguments is None or arguments == []:
         arguments = {}  # nothing was written that would be lost
-    if arguments is None:
-        arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(call)
     call_id = call.get("id")
@@ -21764,8 +21781,8 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 # to find out where it ends. A name that was emitted cannot be taken back. So where
 # nobody can tell what was meant (CALL ARGUMENTS), the arguments stay open, and the
 # reply ends there like one that was cut. An argument after the end of its call would be
-# seen too late if the arguments were closed at once. So their last bracket is emitted
-# when the next text has come, or the reply is over.
+# seen too late if the arguments were closed at once: {"path": "x"}}</tool_call>, "n": 5
+# So their last bracket is emitted when the next text has come, or the reply is over.
 #
 # Where tokens are known, the end tag as a token ends its call, whatever stands open,
 # but for a string or value in which it may be a quotation; the same letters in other
@@ -21919,8 +21936,8 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
     any_tag = "|".join(groups) or NO_PATTERN
 
     # Literal text has no tag of a call, but perhaps the ``` line before one. That line
-    # is held back until the tag comes: without \0 the line fits its pattern in part, as
-    # the beginning of something longer.
+    # is held back until the tag comes: its pattern goes on with a \0, which never comes
+    # here, so that a match of it is always partial.
     untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
     if tags.tool_start:
         untagged += rf"|{FENCE_START}\0"
@@ -22006,11 +22023,12 @@ _MISTRAL_ID: Final = re.compile(r"\[CALL_ID\]([A-Za-z0-9]{9})(?=\[|\s|\{)")
 class ReplyReader:
     """Reads one reply: `feed` it as it is generated, then `finish` it.
 
-        TEXT --> NAME --> ARGUMENTS --> ENDED --> TEXT    a call
-             --> WHOLE_CALLS -----------> TEXT            as many as the parser finds
-                      -----------------> TEXT             none: its tag is text
+        TEXT --> NAME --> ARGUMENTS --> ENDED --> DONE --> TEXT   a call
+                 NAME --> WHOLE_CALLS ----------> DONE --> TEXT   as many as are found
+        TEXT -----------> WHOLE_CALLS                             the same: a foreign one
+                 NAME --------------------------> DONE --> TEXT   none: its tag is text
 
-    Once `is_broken`, or after `max_calls`, nothing more is emitted.
+    Once `is_broken`, it stays DONE. Then, or after `max_calls`, nothing is emitted.
     """
 
     def __init__(  # noqa: PLR0913 - what is known of a reply before it comes
@@ -22171,6 +22189,7 @@ class ReplyReader:
             unread.text += "\0"
         call_text = unread.text
 
+        # Several states in one text: {"name": "read", "arguments": {}}
         if self._state is ReplyState.NAME:
             self._read_name()
         if self._state is ReplyState.ARGUMENTS:
@@ -22182,7 +22201,7 @@ class ReplyReader:
         if self._state is ReplyState.ENDED:
             self._read_late_argument()
 
-        if not self._is_call:
+        if not self._is_call:  # nobody offered it: all that was read of it is text
             self._emit_text(call_text[:n_taken].removesuffix("\0"))
         has_ended = self._state is ReplyState.DONE and not self.is_broken
         return self._end_call(unread.text) if has_ended else None
@@ -22200,7 +22219,11 @@ class ReplyReader:
         return rest
 
     def _take_end_token(self) -> bool:
-        """Tell the open call that its end tag comes as a token; False: it is text."""
+        """Tell the open call that its end tag comes as a token; False: it is text.
+
+        So it is for JSON within a string, for a value between tags that is not closed,
+        and for a BodyReader always: it has noted where the body ends.
+        """
         if self._state is ReplyState.ENDED:
             return False
         reader = self._body or self._arguments
@@ -22318,7 +22341,14 @@ class ReplyReader:
     # The text around calls
 
     def _emit_text(self, text: str) -> None:
-        """Take text in which nothing is a tag, as part of what the reply is in now."""
+        """Take text in which nothing is a tag, as part of what the reply is in now.
+
+        after a tag            it begins
+        the first of its kind  without line breaks
+        a message of gpt-oss   with two line breaks: its channel had one before
+        any other              with what was dropped before the tag, if it does not
+                               begin with a line break itself
+        """
         text = self._held + text
         is_first = self._kind not in self._emitted_kinds
         begins_message = self.after_tag and self._has_channels
@@ -22609,7 +22639,8 @@ class _TaggedForm:
         self._tags = tags
         self._parameters = parameters
         self._is_lenient = is_lenient
-        # What ends JSON or a constant: the tag that ends a text, after no text.
+        # What ends JSON or a constant: the tag that ends a text, after no text. Of
+        # Qwen's 5\n</parameter>\n<parameter=n> it is all but the 5 and the next tag.
         self._value_end = TextValue(
             tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
         )
@@ -22685,7 +22716,8 @@ class _TaggedForm:
             const, enum      these texts
             string           any text of its length
 
-        `types`: of the argument, by which what is written will be read.
+        `types`: of the argument, by which what is written will be read. The schema may
+        be a branch of it, of fewer types. Both sets are empty if any type is allowed.
         """
         own_types = SchemaPart(schema, self._parameters).types
         if own_types and "string" not in own_types:

@@ -213,8 +213,10 @@ REFERRING_PARAMETERS = {
         "path": {"$ref": "#/$defs/text"},
         "items": {"type": "array", "items": {"$ref": "#/$defs/text"}},
         "tree": {"$ref": "#/$defs/tree"},
+        "lists": {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "null"}]},
     },
     "$defs": {
+        "list": {"type": "array", "items": {"type": "string"}},
         "text": {"type": "string"},
         "tree": {"type": "object", "properties": {"path": {"$ref": "#/$defs/text"}}},
     },
@@ -240,13 +242,18 @@ def test_gemma_arguments_have_the_types_that_a_schema_refers_to(name: str) -> No
         "gemma": ("<|tool_call>", "<tool_call|>"),
         "function_gemma": ("<start_function_call>", "<end_function_call>"),
     }[name]
-    text = f"{start}call:read{{path:5,items:[6,true],tree:{{path:7}}}}{end}"
+    values = "path:5,items:[6,true],tree:{path:7},lists:[8,a]"
+    text = f"{start}call:read{{{values}}}{end}"
     tools = [tool_named_read(REFERRING_PARAMETERS)]
 
     message = read_message(name, [text], tools=tools)
 
-    arguments = {"path": "5", "items": ["6", "true"], "tree": {"path": "7"}}
-    assert arguments_of(message) == arguments
+    assert arguments_of(message) == {
+        "path": "5",
+        "items": ["6", "true"],
+        "tree": {"path": "7"},
+        "lists": ["8", "a"],
+    }
 
 
 def test_a_schema_may_refer_to_itself_in_a_union() -> None:
