@@ -16795,7 +16795,8 @@ BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is 
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
 MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
-MAX_OLDEST_CREDIT: Final = 1.6  # seconds; short ones pass an oldest that must wait
+# Decoding bars the oldest, and it is its turn: others read for one turn more.
+MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
 # A background request waits for others, and is read in shorter slices, for so long.
 BACKGROUND_SECONDS: Final = 10.0
 BACKGROUND_SLICE_SECONDS: Final = 0.1
