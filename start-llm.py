@@ -9988,7 +9988,7 @@ class CacheEntry:
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
     is_background: bool = False  # only background requests have used it
-    # How far files have it, or need not (DiskTier); None: look it up.
+    # How far files have it, or need not; None: look it up. See DiskTier.
     saved_end: int | None = None
     last_used: float = 0.0  # seconds, by the cache's clock
     n_uses: int = 0
@@ -10318,7 +10318,10 @@ class EntryTree:
             self._shorten(entry, depth, span=span)
 
     def _detach(self, branch: CacheEntry) -> None:
-        """Make a running branch a root: its request holds the KV of the whole path."""
+        """Make a running branch a root: its request holds the KV of the whole path.
+
+        It has its own checkpoints alone: those of a path that is dropped may be wrong.
+        """
         branch.parent = None
         branch.start = 0
 
@@ -10507,15 +10510,15 @@ class PrefixCache:
         system prompt most are passed over: a lookup takes 2 ms, and 13 ms without this.
         """
         if not self._config.cache_use_block_index:
-            return True
+            return True  # there are no hashes: each entry is compared
         n_blocks = depth // self._config.prompt_cache_block_size
         hashes = entry.key.block_hashes
         if n_blocks > len(hashes):
-            return False
+            return False  # it is shorter
         if n_blocks and hashes[n_blocks - 1] != key.block_hashes[n_blocks - 1]:
-            return False
+            return False  # it parts from the prompt before
         if entry.end <= depth or best.cached_tokens < depth:
-            return True
+            return True  # as deep as the best, it may be the better one
         return bool(entry.key.tokens[depth] == key.tokens[depth])
 
     def _match(self, entry: CacheEntry, key: TokenKey) -> PrefixMatch:
@@ -10735,6 +10738,9 @@ class PrefixCache:
         buffers that will be moved to the request, so they are not counted twice.
         `spares_recent`: what was used in the last minutes stays, too. Returns False if
         nothing more can be evicted.
+
+        Of 100 MB 90 are used. A request needs 30, of which it takes 25 over from an
+        entry: 90 - 25 + 30 = 95, so nothing is evicted. It would be 20 without that.
         """
         while True:
             moved_bytes = keep.moved_tokens * self._spec.token_bytes
@@ -10865,7 +10871,8 @@ class PrefixCache:
         """The depth to which a victim may stay although nobody needs it (L-87).
 
         Its newest tokens go, an eighth at least. What stays has to be copied: 0 if that
-        is too little to be worth a copy, or too much to exist twice.
+        is too little to be worth a copy, or too much to exist twice. Of a root of 8,000
+        tokens, where room for 500 is lacking, [0, 6,999) stay.
         """
         token_bytes = self._spec.token_bytes or 1  # 0: no layer has attention
         freed_bytes = max(lacking_bytes, entry.nbytes // 8)
@@ -10883,7 +10890,7 @@ class PrefixCache:
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
         """For each entry its tenant, and what the status page shows of it."""
-        now = time.monotonic()  # of this rank: what others do not read is not sent
+        now = time.monotonic()  # self._clock would send it to the other ranks
         reports: list[tuple[str, EntryReport]] = []
         for entry in self.entries:
             report: EntryReport = {
@@ -10938,7 +10945,7 @@ class PrefixCache:
 #
 # Uses     CONFIG, LOGGING, API TYPES, SAVED RECORDS, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE
-# Thread   model, mlx; write_segment: a thread of its own
+# Thread   model; mlx; write_segment: a thread of its own
 
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
 MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
@@ -10952,7 +10959,7 @@ LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
 FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
-SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
+SPILL_PART: Final = 4  # a prompt of 1/4 of the memory pushes it out: it is spilled
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
@@ -11856,6 +11863,13 @@ class DiskTier:
 
     Where memory is short, what will be evicted next is written as soon as it rests
     (L-163). An eviction itself waits for no file.
+
+    `saved_end` of an entry is set where it changes what is due:
+
+        EntryTree   it rests, or is the tail that was cut off    None: look it up
+        forget      files of a session are deleted               None
+        _find_saved an entry may be due, or is begun             what files have
+        _begin      given up: no room for its files              `end`: nothing is due
     """
 
     def __init__(self, disk: DiskCache, cache: PrefixCache, spec: KVSpec) -> None:
@@ -11902,6 +11916,8 @@ class DiskTier:
 
     def find_more(self, key: TokenKey, match: PrefixMatch) -> DiskMatch | None:
         """What load() would load; None if it would load nothing."""
+        # Of a prompt of 9,001 tokens, files have 8,900, and memory 300: [300, 8,900).
+        # With state, and the last one in files at 8,000: [300, 8,000).
         n_known = len(key.tokens) - 1
         if n_known - match.depth < MIN_LOADED_TOKENS:
             return None  # memory has it: nothing is looked up
