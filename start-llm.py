@@ -14565,9 +14565,10 @@ def _find_candidates(
 
     if sampling.top_p < 1:
         # `top_p` is a share of all tokens, and mlx-lm's apply_top_p() takes a share of
-        # those that it is given; if that comes to more than 1, all of them stay.
-        total_by_kept = mx.exp(log_total - mx.logsumexp(values))
-        values = apply_top_p(values, max(sampling.top_p, _MIN_TOP_P) * total_by_kept)
+        # those that it is given. If these have 0.95 of the probability, a `top_p` of
+        # 0.9 is a share of 0.9 / 0.95 of them; of more than 1, all of them stay.
+        kept_share = mx.exp(mx.logsumexp(values) - log_total)
+        values = apply_top_p(values, max(sampling.top_p, _MIN_TOP_P) / kept_share)
     if sampling.min_p > 0:
         values = apply_min_p(values, sampling.min_p)
     return values, ids
@@ -14603,7 +14604,7 @@ class AllowedTokens(NamedTuple):
 
     flags: npt.NDArray[np.bool_] = np.empty(0, np.bool_)  # of each id, from 0 on
     others: bool = True  # whether ids beyond the flags may come
-    n_steps: int = 1
+    n_steps: int = 1  # at least 1
 
     def mask(self, n_vocab: int) -> mx.array | None:
         """Of each id that the model knows, whether it may come; None: all may.
@@ -14618,7 +14619,8 @@ class AllowedTokens(NamedTuple):
         return mx.array(mask)
 
 
-# Yields what may come next; is sent the tokens that came since.
+# Yields what may come next; is sent the tokens that came since. It never returns while a
+# reply goes on, which would fail the step of all rows: the last one is for _FOREVER.
 type ConstraintSteps = Generator[AllowedTokens, list[int]]
 type Constraint = Callable[[], ConstraintSteps]  # begins at the first token of a reply
 
@@ -14674,16 +14676,15 @@ def watch_for_call(openings: Sequence[Sequence[int]], grammar: Any) -> Constrain
     the name of a tool follows, as the template writes it. All tokens are read, so no
     step begins before the token of the last is computed.
     """
-    beginnings = {tuple(ids[:n]) for ids in openings for n in range(1, len(ids) + 1)}
+    # The empty one is among them. After A A of the opening A A B, a third A leaves A A.
+    beginnings = {tuple(ids[:n]) for ids in openings for n in range(len(ids) + 1)}
     opened: tuple[int, ...] = ()  # the beginning of an opening, or nothing
     while True:
         new_ids = yield AllowedTokens()
         for n_read, token_id in enumerate(new_ids, 1):
             opened = (*opened, token_id)
-            if opened not in beginnings:
-                opened = (token_id,)
-            if opened not in beginnings:
-                opened = ()
+            while opened not in beginnings:
+                opened = opened[1:]
             if opened in map(tuple, openings):
                 yield from follow_grammar(grammar, [*opened, *new_ids[n_read:]])
 
@@ -14820,8 +14821,8 @@ class TokenGenerator:
         """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
 
         `layer_caches`: of more than one row in upstream's batch form. `agree`: what
-        makes the tokens of another rank of those sampled here. `tap`: of the model,
-        where a head is to guess from its states.
+        makes the tokens of another rank of those sampled here. `tap`: reads the states
+        of the model's last layer, from which a head guesses what follows (DRAFTS).
         """
         self._model = model
         self._choices = list(choices)
@@ -14830,7 +14831,9 @@ class TokenGenerator:
         # Of a single row, `(1, n, size)` each, the newest last: of the tokens fed last.
         self.states: list[mx.array] = []
         self.layer_caches = layer_caches
-        self.pending_ids: list[int] = []  # of a single row: to be fed again
+        # Of a single row: to be fed again. Wrong drafts in a row add to them, until the
+        # DraftBudget is spent: a step feeds them all.
+        self.pending_ids: list[int] = []
         self._launch(tokens)
 
     def _launch(self, tokens: mx.array) -> None:
@@ -14898,6 +14901,13 @@ class TokenGenerator:
 
         Returns the token sampled last and those of the draft that would be sampled. If
         the first token of the draft is wrong, that is what `step` returns.
+
+        Of y a b c d, of which y a b were right, with z pending from the draft before:
+
+            all right                     nothing is taken back, nothing is pending
+            all KV can be cut             KV is trimmed by c d; nothing is pending
+            some leaves can be put back   these are as before z, and all KV that can be
+                                          cut is trimmed by z y a b c d; z y a b pend
         """
         assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
         (first,) = self.next_tokens()

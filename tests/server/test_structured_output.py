@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 import start_llm as s
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nights import at_night
 from server_fixture import SYSTEM, Served, Talk, user
@@ -773,6 +774,29 @@ def test_a_constraint_reads_the_reply_only_when_it_must():
         processor(Unread(size), mx.zeros((1, 8)))
     with pytest.raises(TypeError):  # now it looks
         processor(Unread(8), mx.zeros((1, 8)))
+
+
+@given(
+    st.lists(st.integers(1, 2), min_size=1, max_size=4),
+    st.lists(st.integers(1, 3), max_size=12),
+)
+@example([1, 1, 2], [1, 1, 1, 2])
+def test_a_call_is_opened_wherever_its_tokens_stand(opening, reply):
+    consumed: list[list[int]] = []
+    grammar = SimpleNamespace(
+        deep_copy=lambda: grammar,
+        consume_tokens=consumed.append,
+        compute_logit_bias=lambda: bytes(8),
+        is_error=lambda: False,
+        is_stopped=lambda: False,
+    )
+    steps = s.watch_for_call([opening], grammar)
+    next(steps)
+    for token_id in reply:
+        steps.send([token_id])
+
+    text = "".join(map(str, reply))
+    assert bool(consumed) == ("".join(map(str, opening)) in text)
 
 
 def test_a_token_that_a_grammar_refuses_ends_it_and_raises_nothing(dense):

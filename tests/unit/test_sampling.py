@@ -89,6 +89,18 @@ def test_the_candidates_are_those_that_mlx_lm_leaves(vocab, masked, dtype):
     assert n_compared > 18, "nothing was compared"
 
 
+@pytest.mark.parametrize(
+    ("top_p", "n_kept"), [(0.5, 1), (0.6, 2), (0.85, 2), (0.95, 3), (1.2, 3)]
+)
+def test_mlx_lm_takes_top_p_of_the_tokens_that_it_is_given(top_p, n_kept):
+    """Of 0.5, 0.3 and 0.1, which are 0.9 in all; _find_candidates counts on it."""
+    logprobs = mx.log(mx.array([0.3, 0.5, 0.1]))
+
+    kept = np.array(apply_top_p(logprobs, top_p)) > NONE
+
+    assert kept.sum() == n_kept
+
+
 @pytest.mark.parametrize("size", [0, 1, 1000])
 def test_a_penalty_looks_back_on_as_many_tokens_as_it_says(size):
     """On none, too: upstream would look back on all of them then."""
