@@ -22876,7 +22876,7 @@ def _copy_schema(
             names,
             is_by_name=key in _SCHEMAS_BY_NAME and not is_by_name,
         )
-    if part.reference is not None and not is_by_name:
+    if part.reference is not None:
         name = names.setdefault(part.reference, f"d{len(names)}")
         copied["$ref"] = f"#/$defs/{name}"
     return copied
