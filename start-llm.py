@@ -19403,7 +19403,8 @@ class Engine:
         With several ranks each makes these decisions as rank 0 does: whether to step,
         and with which tasks (_receive); what the scheduler does in it; what is evicted,
         and when. So time is rank 0's (`lockstep.now`), and a fault that another rank
-        may not have met ends all. A rank may rest, publish and save by itself.
+        may not have met ends all. Nothing is saved or checked then (both are off), so
+        `can_rest` is the same, too. What a rank gives back and publishes is its own.
 
         Faults of `step` end the thread, but for those of single requests, which it
         handles itself, as `save_some` and `check_some` do theirs.
