@@ -9179,6 +9179,7 @@ HEAD_TARGETS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
+# Pinned by test_draft_head.py
 def has_own_head(path: Path) -> bool:
     """Whether the weights of a model contain those of a head, as its makers save them."""
     index_file = path / "model.safetensors.index.json"
@@ -9192,6 +9193,7 @@ def has_own_head(path: Path) -> bool:
     return any(name.startswith("mtp.") for name in names)
 
 
+# Pinned by test_draft_head.py
 class StateTap(Module):  # type: ignore[misc]
     """In the place of a model's final norm: keeps what that makes, in one call."""
 
@@ -17068,7 +17070,7 @@ class RunningRequest:
         self.handle = handle
         self.request = request
         self.lockstep = loaded.lockstep
-        # why(L-09): without `max_kv_size`, with which the model forgets.
+        # why(L-09): without a maximum size, with which the model forgets.
         self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
         self.batch: DecodeBatch | None = None
         self.num_computed_tokens = match.cached_tokens
