@@ -14151,7 +14151,8 @@ def _load_draft_head(
         return _read_head(path, loaded, config)
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
-        reason = f"{setting} cannot be loaded by mlx-vlm: {error!r}"[:500]
+        why = _explain_error(error)
+        reason = f"{setting} cannot be loaded by mlx-vlm: {why}"[:500]
     raise ModelError(reason)
 
 
@@ -14165,7 +14166,8 @@ def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | Non
             return None
         return _read_head(loaded.path, loaded, config)
     except Exception as error:  # noqa: BLE001 - mlx and transformers raise what they like
-        logger.warning("the head in the model's files cannot be used: %r", error)
+        why = _explain_error(error)
+        logger.warning("the head in the model's files cannot be used: %s", why)
         return None
 
 

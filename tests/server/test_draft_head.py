@@ -17,6 +17,8 @@ from drafting import (
     count_guesses,
     follow,
     forced,
+    load_with,
+    refusal,
 )
 from engine_fixture import Bench, words
 from mlx.utils import tree_flatten
@@ -427,17 +429,6 @@ def test_a_long_draft_is_made_after_one_that_was_right(draft_head):
 
 
 # -- loading -------------------------------------------------------------------------------
-
-
-def load_with(folder, head_folder, **settings):
-    config = s.Config(model_path=str(folder), draft_model=str(head_folder), **settings)
-    return s.load_model(folder, config)
-
-
-def refusal(*folders):
-    with pytest.raises(s.ModelError) as caught:
-        load_with(*folders)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,8 @@ from drafting import (
     count_guesses,
     follow,
     forced,
+    load_with,
+    refusal,
 )
 from engine_fixture import words
 from mlx_lm.models.cache import make_prompt_cache
@@ -416,17 +418,6 @@ def test_two_conversations_in_turn_do_not_make_it_read_for_ever(counting, monkey
 
 
 # -- loading -------------------------------------------------------------------------------
-
-
-def load_with(folder, draft_folder, **settings):
-    config = s.Config(model_path=str(folder), draft_model=str(draft_folder), **settings)
-    return s.load_model(folder, config)
-
-
-def refusal(*folders):
-    with pytest.raises(s.ModelError) as caught:
-        load_with(*folders)
-    return str(caught.value)
 
 
 def test_a_draft_model_is_loaded_beside_the_model(models):

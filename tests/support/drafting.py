@@ -4,10 +4,23 @@ import time
 
 import mlx.core as mx
 import numpy as np
+import pytest
 import start_llm as s
 from engine_fixture import VOCAB, Bench, words
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
+
+
+def load_with(folder, draft_folder, **settings):
+    config = s.Config(model_path=str(folder), draft_model=str(draft_folder), **settings)
+    return s.load_model(folder, config)
+
+
+def refusal(*folders):
+    """What the start says of a folder and a DRAFT_MODEL that does not suit it."""
+    with pytest.raises(s.ModelError) as caught:
+        load_with(*folders)
+    return str(caught.value)
 
 
 def forced(reply, *, n_others=0):

@@ -464,27 +464,32 @@ def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
         assert len(cache.entries) <= 24
 
 
-@pytest.mark.parametrize("head", [0, 2000])
-def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head):
-    """It has that KV in its own buffers, and brings it back: others still begin behind it."""
+def branched(*, head_end):
+    """A line of 9,000 tokens with states that rests, and a running branch at 4,000."""
     cache = make_cache(has_state=True)
     past = list(range(9000))
-    row, _ = begin(cache, past, head_end=head)
+    row, _ = begin(cache, past, head_end=head_end)
     for count in (2000, 2000, 5000):
         advance(cache, row, count, checkpoint=True)
     end(cache, row)
 
     branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
     assert reuse.cached_tokens == 4000
-
     advance(cache, branch, 400)
+    return cache, row, branch
+
+
+@pytest.mark.parametrize("head", [0, 2000])
+def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head):
+    """It has that KV in its own buffers, and brings it back: others still begin behind it."""
+    cache, _, branch = branched(head_end=head)
     cache.max_bytes = 10_000
     cache.evict_to_fit(5000)
     cache.max_bytes = 1 << 30
     advance(cache, branch, 100)
     end(cache, branch)
     for depth in (2000, 4000):
-        tokens = [*past[:depth], *range(30_000, 30_100)]
+        tokens = [*range(depth), *range(30_000, 30_100)]
         assert cached_tokens(cache, tokens) == depth
 
 
@@ -914,15 +919,7 @@ def test_request_that_has_no_memory_for_its_copy_is_counted_when_it_starts(monke
 def test_a_running_branch_takes_the_checkpoints_of_a_line_that_cannot_be_shortened(
     monkeypatch,
 ):
-    cache = make_cache(has_state=True)
-    past = list(range(9000))
-    row, _ = begin(cache, past, head_end=2000)
-    for count in (2000, 2000, 5000):
-        advance(cache, row, count, checkpoint=True)
-    end(cache, row)
-    branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
-    assert reuse.cached_tokens == 4000
-    advance(cache, branch, 400)
+    cache, row, branch = branched(head_end=2000)
 
     def fail(*_):
         raise MemoryError
@@ -935,7 +932,7 @@ def test_a_running_branch_takes_the_checkpoints_of_a_line_that_cannot_be_shorten
     end(cache, branch)
 
     for depth in (2000, 4000):
-        tokens = [*past[:depth], *range(30_000, 30_100)]
+        tokens = [*range(depth), *range(30_000, 30_100)]
         assert cached_tokens(cache, tokens) == depth
 
 
