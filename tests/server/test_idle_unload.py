@@ -119,21 +119,21 @@ def test_nothing_but_a_request_for_the_model_wakes_it(served):
 
 def test_who_comes_while_it_falls_asleep_is_served(served, monkeypatch):
     served.say()
-    replies = []
+    handle = s.RequestHandle(make_request(served))
+    unasked = [handle]
     save_some = s.Scheduler.save_some
 
     def save_and_be_asked(scheduler, *, is_closing=False):
-        if is_closing and not replies:
-            replies.append(None)
-            handle = s.RequestHandle(make_request(served))
+        if is_closing and unasked:
+            unasked.clear()
             served.state.engine._inbox.put(lambda sched: sched.waiting.append(handle))
-            replies[0] = handle
         return save_some(scheduler, is_closing=is_closing)
 
     monkeypatch.setattr(s.Scheduler, "save_some", save_and_be_asked)
     served.set_seconds(0.01)
-    wait_until(lambda: replies and replies[0].times.activity == "ended")
+    wait_until(lambda: handle.times.activity == "ended")
     served.set_seconds(NEVER)
+    assert not unasked
 
 
 def make_request(served):
