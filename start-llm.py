@@ -4738,7 +4738,7 @@ class SavedRecord(NamedTuple):
     key: bytes  # b"": it is a parent, and found no more
     session_id: str
     last_used: float  # seconds, on the clock of time.monotonic()
-    value: bytes
+    value: bytes = b""
 
 
 class RecordFile:
@@ -5007,13 +5007,11 @@ class TenantRecords:
         insert = "INSERT OR REPLACE INTO records VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
         self._file.change((insert, values))
 
-    def update(
-        self, record_id: bytes, *, key: bytes, session_id: str, last_used: float
-    ) -> None:
-        """Change a record in all but its value and its parent."""
-        used_at = time.time() - (time.monotonic() - last_used)
+    def update(self, record: SavedRecord) -> None:
+        """Change a record that is there, in all but its value and its parent."""
+        used_at = time.time() - (time.monotonic() - record.last_used)
         update = "UPDATE records SET key = ?, session_id = ?, used_at = ? WHERE id = ?"
-        self._file.change((update, (key, session_id, used_at, record_id)))
+        self._file.change((update, (record.key, record.session_id, used_at, record.id)))
 
     def remove(self, record_id: bytes) -> None:
         """Remove a record."""
@@ -7103,46 +7101,39 @@ type _PinnedTexts = Annotated[
 
 
 class StatedValues(NamedTuple):
-    """The volatile values that the model has read by the end of a prompt."""
+    """The volatile values that the model reads in a prompt, or in the next part of it.
+
+    A part has only what it changes.
+    """
 
     # The last ones at each place: a message has one place for all fields of a rule.
     pinned: _PinnedTexts
-    notes: tuple[str, ...]  # in the order in which they were stated
-    private: frozenset[PrivateValue]  # all that were ever stated
+    withdrawn: frozenset[str]  # notes of the parts before it, which count no more
+    notes: tuple[str, ...]  # in the order in which they are stated
+    private: frozenset[PrivateValue]
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
-    def since(self, earlier: StatedValues) -> StatedChanges:
-        """What the messages after `earlier` have changed."""
-        withdrawn = frozenset(earlier.notes).difference(self.notes)
-        n_kept = sum(text not in withdrawn for text in earlier.notes)
-        return StatedChanges(
-            pinned={
-                place: texts
-                for place, texts in self.pinned.items()
-                if earlier.pinned.get(place) != texts
-            },
-            withdrawn=withdrawn,
-            new_notes=self.notes[n_kept:],
-            private=self.private - earlier.private,
-        )
+
+NOTHING_STATED: Final = StatedValues({}, frozenset(), (), frozenset())
 
 
-class StatedChanges(NamedTuple):
-    """How a part of a prompt changes what the prompt states."""
-
-    pinned: _PinnedTexts  # in the place of older ones
-    withdrawn: frozenset[str]  # notes that were stated, and count no more
-    new_notes: tuple[str, ...]
-    private: frozenset[PrivateValue]
-
-
-NOTHING_STATED: Final = StatedValues({}, (), frozenset())
+def join_stated(parts: Iterable[StatedValues]) -> StatedValues:
+    """What a prompt states that has these parts."""
+    pinned: dict[FieldPlace, set[str]] = {}
+    notes: list[str] = []
+    private: set[PrivateValue] = set()
+    for part in parts:
+        pinned.update(part.pinned)
+        notes = [text for text in notes if text not in part.withdrawn]
+        notes += part.notes
+        private |= part.private
+    return StatedValues(pinned, frozenset(), tuple(notes), frozenset(private))
 
 
 class Restated(NamedTuple):
-    """Messages to render, and what the prompt states once they are rendered."""
+    """Messages to render, and what they add to what the prompt states."""
 
     messages: list[Message]
     stated: StatedValues
@@ -7186,22 +7177,26 @@ def restate_messages(
         copies.append({**message.original, "content": content})
         new_notes += dict.fromkeys(stated_here)  # each once
 
-    old_notes = stated.notes
+    withdrawn: frozenset[str] = frozenset()
     if added_notes:
         # why(L-98): the client replaces its notes, so those that it no longer sends are
         # withdrawn: if one returns, state it again. Without added notes, a note that it
         # no longer sends is only an old one.
-        sent_notes = set(_note_texts(messages))
-        old_notes = tuple(text for text in old_notes if text in sent_notes)
+        withdrawn = frozenset(stated.notes).difference(_note_texts(messages))
     newest_pinned: dict[FieldPlace, set[str]] = {}
     for place, pinned in _pinned_fields(messages):
         newest_pinned.setdefault(place, set()).add(pinned.value)
-    now_stated = StatedValues(
-        pinned={**stated.pinned, **newest_pinned},
-        notes=(*old_notes, *new_notes),
-        private=stated.private | _private_values(messages),
+    new_stated = StatedValues(
+        pinned={
+            place: texts
+            for place, texts in newest_pinned.items()
+            if stated.pinned.get(place) != texts
+        },
+        withdrawn=withdrawn,
+        notes=tuple(new_notes),
+        private=_private_values(messages) - stated.private,
     )
-    return Restated(copies, now_stated)
+    return Restated(copies, new_stated)
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -7398,7 +7393,7 @@ class Transcript(LedgerRecord):
     prompt_ids: _SavedIds  # without those of its parent
     reply: GeneratedReply
     positions: PromptPositions  # of the whole prompt
-    changes: StatedChanges  # of what the prompt of its parent states
+    new_stated: StatedValues  # by the prompt, and not by that of its parent
     n_messages: int  # of the conversation, with the reply
     # Of each message after its parent's, and of the reply: as sent, or as it was put
     # back (L-137), or "".
@@ -7437,16 +7432,7 @@ class Transcript(LedgerRecord):
 
     def stated(self) -> StatedValues:
         """What its prompt states. why(L-215): that of its parents is theirs."""
-        pinned: dict[FieldPlace, set[str]] = {}
-        notes: list[str] = []
-        private: set[PrivateValue] = set()
-        for transcript in self.transcripts():
-            changes = transcript.changes
-            pinned.update(changes.pinned)
-            notes = [text for text in notes if text not in changes.withdrawn]
-            notes += changes.new_notes
-            private |= changes.private
-        return StatedValues(pinned, tuple(notes), frozenset(private))
+        return join_stated(part.new_stated for part in self.transcripts())
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
@@ -7523,30 +7509,8 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 # -- 4 whose is it? --------------------------------------------------------------------
 # Pure functions. All conversations that begin with the same words have the same keys:
-# Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
-# be replayed for Ann? What is not part of the key decides: sessions, thinking, notes
-# and private values.
-#
-# "The last call" is the last one that was generated in the transcript. Its id is random
-# and not part of the key, so a client that sends it was given it in this conversation,
-# and may have changed what comes before it (L-103). But whoever clones a chat has the
-# ids of its calls, too (L-106): they count less in a request with "another head", a
-# system prompt with a private value that the transcript has never stated.
-#
-# Of any session thinking, and the "cd" before a command, may be dropped by the client,
-# but not be changed. Nothing else is checked where the transcript is of the session of
-# the request. Elsewhere:
-#
-#                                        has to be   in messages
-#     a note that the request has        stated      from the last call on
-#     a note that was stated             sent        all, if there is no last call and
-#                                                    one of both sessions has a name
-#     a private value that was stated    sent        from the last call on; all, if the
-#                                                    request has a session, or another
-#                                                    head
-#
-# Without a last call, all are from it on. A note that is not sent may be for somebody
-# else (L-216); but of two anonymous ones, a client drops notes as they grow old.
+# Ann and Bob both say "hi" and are told "Hello!". May Bob's transcript be replayed for
+# Ann? What is in no key decides: sessions, thinking, notes and private values.
 #
 # Of other records the key says for whom they are:
 #
@@ -7558,7 +7522,16 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 
 
 def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
-    """Whether a transcript with a key of this conversation may be replayed for it."""
+    """Whether a transcript with a key of this conversation may be replayed for it.
+
+    Bob's prompt was: his chat's id (a private value) | "hi" | the reminder "plan".
+
+        a request of another session, or of none    his transcript is
+        Ann: her chat's id | "hi"                   not replayed, as Ann's id differs
+        the same, with a call of his reply          replayed: Bob, with a new id
+        his id | "hi" | the reminder "edit"         not replayed: it lacks this one
+        his id | "hi"                               replayed if both are anonymous
+    """
     messages = conversation.messages
     session = conversation.session
     if not _has_same_replies(transcript, messages):
@@ -7566,19 +7539,23 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     if is_same_session(session, transcript.session):
         return True
 
-    # why(L-85): without one of the request's notes it is somebody else's. It may have
-    # stated more: clients drop notes as they grow old.
+    # why(L-103): who sends a call that was generated in the transcript was given it in
+    # this conversation, and may have changed what comes before it.
     call_index = _find_last_call(transcript, messages)
+    # why(L-85): without one of the request's notes it is somebody else's.
     stated = transcript.stated()
     notes = _note_texts(messages[call_index : transcript.n_messages])
     if not set(notes).issubset(stated.notes):
         return False
-    # why(L-216): nor may a prompt have a note of a session that is known to be another.
+    # why(L-216): a note that is not sent may be for another session. (If both are
+    # anonymous, it has grown old: clients drop such notes.)
     unsent_notes = set(stated.notes).difference(_note_texts(messages))
     if unsent_notes and call_index == 0 and (session or transcript.session):
         return False
 
-    # why(L-106): no prompt has a private value that somebody else has sent.
+    # why(L-106): no prompt has a private value that somebody else has sent. Whoever
+    # clones a chat has the ids of its calls, too: they count for nothing in a session,
+    # or below a system prompt with another private value.
     unsent = stated.private - _private_values(messages)
     head_values = _private_values(messages[: conversation.n_system])
     has_other_head = not head_values.issubset(stated.private)
@@ -7590,7 +7567,10 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
 def _has_same_replies(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> bool:
-    """Whether no reply of the client has other thinking, or another "cd", than these."""
+    """Whether no reply of the client has other thinking, or another "cd", than these.
+
+    It may have none: clients drop both.
+    """
     for message, thinking in zip(messages, transcript.thinking(), strict=False):
         if message.thinking not in ("", thinking):
             return False
@@ -7605,7 +7585,10 @@ def _has_same_replies(
 def _find_last_call(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> int:
-    """The index of the message with the last call generated in it; 0 if none has it."""
+    """The index of the message with the last call generated in it; 0 if none has it.
+
+    The id of a call is random, and no part of a key.
+    """
     call_id = transcript.last_call_id
     for index in reversed(range(transcript.n_messages)):
         calls = messages[index].original.get("tool_calls", ())
@@ -7750,8 +7733,7 @@ class Ledger:
     def choose_tools(
         self,
         tools: tuple[JsonObject, ...],
-        messages: Sequence[CanonicalMessage],
-        contexts: Sequence[ReplyContext],
+        conversation: Conversation,
     ) -> Chosen[tuple[JsonObject, ...]]:
         """The tools to show for a request with these tools and messages.
 
@@ -7761,32 +7743,29 @@ class Ledger:
         tools of its conversation. Clients ask for summaries like this.
         """
         conversation_key = b""  # of the first call, where it has one
-        for message, context in zip(messages, contexts[1:], strict=True):
+        contexts = conversation.contexts[1:]
+        for message, context in zip(conversation.messages, contexts, strict=True):
             if "tool_calls" in message.original:
                 conversation_key = _digest("tools", context.all_messages)
                 break
-        if not tools:
-            with self._ledger_lock:
-                start = self._find_start(conversation_key, RenderedTools)
-            if start is None:
-                return Chosen((), {})
-            keys = filter(None, (start.key, conversation_key))
-            return Chosen(tuple(from_json(start.text)), dict.fromkeys(keys, start))
-
-        texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
-        start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
+        start_key = conversation_key
+        if tools:
+            texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
+            start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
         # Version 2: equal bytes for equal tools with the same order of members.
         digest = sha256(marshal.dumps(tools, 2)).hexdigest()
         with self._ledger_lock:
             start = self._find_start(start_key, RenderedTools)
-            if start is None:
+            if start is None and tools:
                 text = json.dumps(tools, ensure_ascii=False)
                 start = RenderedTools(text=text, digest=digest)
                 self._planned[start_key] = start
+        if start is None:
+            return Chosen((), {})
         shown_tools = tools
         if start.digest != digest:
             shown_tools = tuple(from_json(start.text))
-        keys = filter(None, (start_key, conversation_key))
+        keys = filter(None, (start.key, start_key, conversation_key))
         return Chosen(shown_tools, dict.fromkeys(keys, start))
 
     def find_thinking(self, reply: Message, context: ReplyContext) -> str:
@@ -7827,7 +7806,7 @@ class Ledger:
                 self._add_key(key, start, session_id=session_id, now=now)
             if transcript is not None:
                 self._mark_used(transcript.part_of or transcript, now)
-            self._mark_past_used(plan.conversation)
+                transcript.part_of = None  # a part that is continued keeps no whole
             self._expire(now)
 
     def record(
@@ -7845,11 +7824,9 @@ class Ledger:
         key of its prompt.
         """
         last_call_id = ""
-        stated_before = NOTHING_STATED
         n_hashes = 0
         if plan.transcript:
             last_call_id = plan.transcript.last_call_id
-            stated_before = plan.transcript.stated()
             n_hashes = len(plan.transcript.block_hashes())
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
@@ -7861,7 +7838,7 @@ class Ledger:
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
             reply=replace(generated, block_hashes=new_hashes),
             positions=plan.rendered.positions,
-            changes=plan.stated.since(stated_before),
+            new_stated=plan.new_stated,
             n_messages=len(plan.conversation.messages) + 1,
             new_thinking=(*plan.new_thinking, reply.thinking),
             is_named=bool(plan.conversation.session),
@@ -7879,7 +7856,6 @@ class Ledger:
             else:
                 transcripts.sort(key=lambda transcript: transcript.last_used)
                 self._put(key, [*transcripts[1 - self.MAX_ALTERNATIVES :], new])
-            self._mark_past_used(plan.conversation)
             self._expire(now)
 
     def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
@@ -8016,8 +7992,14 @@ class Ledger:
     def _mark_used(self, record: LedgerRecord, now: float) -> None:
         record.last_used = now
         if record.key:
-            self._records.move_to_end(record.key)
+            self._move_to_end(record)
             self._save(record)
+
+    def _move_to_end(self, record: LedgerRecord) -> None:
+        """Let it be the last to be dropped, and after it what it continues and holds."""
+        for each in record.lineage():
+            if each.key in self._records:
+                self._records.move_to_end(each.key)
 
     def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
         """Replace the records under a key, in the file, too; [] removes it.
@@ -8043,6 +8025,7 @@ class Ledger:
                 self._let_go(record)
         if kept:
             self._records[key] = kept
+            self._move_to_end(kept[-1])
 
     def _hold(self, record: LedgerRecord | None) -> None:
         """Count a record that gets a holder, and its parents, if it is the first."""
@@ -8070,45 +8053,27 @@ class Ledger:
         file_number = self._saved.file_number
         if not file_number:
             return
-        if record.saved_in == file_number:  # and so are its parents
-            session_id = record.session_id if record.key else ""
-            self._saved.update(
-                record.id,
-                key=record.key,
-                session_id=session_id,
-                last_used=record.last_used,
-            )
-            return
-
         for each in reversed(record.lineage()):
-            if each.saved_in == file_number:
+            is_saved = each.saved_in == file_number
+            if is_saved and each is not record:
                 continue
+            row = SavedRecord(
+                id=each.id,
+                parent_id=each.parent.id if each.parent else b"",
+                key=each.key,
+                session_id=each.session_id if each.key else "",
+                last_used=each.last_used,
+            )
+            if is_saved:
+                self._saved.update(row)
+                return
             try:
                 value = _SAVED_VALUE.dump_json(each, exclude=_NOT_IN_VALUE)
             except ValueError as fault:  # half a character, which UTF-8 has not
                 logger.warning("records: one is not saved: %s", fault)
                 return
             each.saved_in = file_number
-            self._saved.put(
-                SavedRecord(
-                    id=each.id,
-                    parent_id=each.parent.id if each.parent else b"",
-                    key=each.key,
-                    session_id=each.session_id if each.key else "",
-                    last_used=each.last_used,
-                    value=value,
-                )
-            )
-
-    def _mark_past_used(self, conversation: Conversation) -> None:
-        """Move the transcripts of a conversation to the end, the shortest last.
-
-        So a transcript goes after those that continue it, and hold it, though its own
-        `last_used` may be older.
-        """
-        for key in reversed(conversation.prefix_keys):
-            if key in self._records:
-                self._records.move_to_end(key)
+            self._saved.put(row._replace(value=value))
 
     def _expire(self, now: float) -> None:
         """Drop the least recently used while they are too old, or all are too large."""
@@ -8133,7 +8098,7 @@ class PromptPlan:
 
     rendered: RenderedPrompt
     conversation: Conversation = field(default_factory=Conversation)
-    stated: StatedValues = NOTHING_STATED
+    new_stated: StatedValues = NOTHING_STATED  # by all that follows `transcript`
     tools: tuple[JsonObject, ...] = ()  # as the prompt shows them
     transcript: Transcript | None = None  # that is replayed
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
@@ -8173,10 +8138,12 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        contexts = reply_contexts(messages, request.session.session_id or "")
-        chosen = self.ledger.choose_tools(sent_tools, messages, contexts)
+        session = request.session.session_id or ""
+        contexts = tuple(reply_contexts(messages, session))
+        conversation = Conversation(messages, session=session, contexts=contexts)
+        chosen = self.ledger.choose_tools(sent_tools, conversation)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages, contexts)
+        plan = self._plan_unlimited(request, template, conversation)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -8184,7 +8151,7 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages, contexts)
+            plan = self._plan_unlimited(request, template, conversation)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
@@ -8218,16 +8185,17 @@ class PromptPlanner:
         self,
         request: ChatRequest,
         template: ChatTemplate,
-        messages: tuple[CanonicalMessage, ...],
-        contexts: Sequence[ReplyContext],
+        conversation: Conversation,
     ) -> PromptPlan:
-        """Replay the longest transcript that can be, or render all as sent."""
+        """Replay the longest transcript that can be, or render all as sent.
+
+        `conversation`: has no keys yet.
+        """
         keys = [template.render_context_key(request)]
-        for message in messages:
+        for message in conversation.messages:
             keys.append(_extend_key(keys[-1], message))
-        messages = template.pin_head_mode(messages, request)
-        session = request.session.session_id or ""
-        conversation = Conversation(messages, tuple(keys), session, tuple(contexts))
+        messages = template.pin_head_mode(conversation.messages, request)
+        conversation = conversation._replace(messages=messages, prefix_keys=tuple(keys))
         plan = None
         refusals: list[str] = []
         n_tries = 0
@@ -8267,7 +8235,9 @@ class PromptPlanner:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
         n_past = transcript.n_messages
         messages = conversation.messages
-        new_messages, stated = restate_messages(messages, n_past, transcript.stated())
+        new_messages, new_stated = restate_messages(
+            messages, n_past, transcript.stated()
+        )
         healed = self._heal(new_messages, conversation)
         recorded_ids = transcript.token_ids()
         splice = Splice(
@@ -8283,7 +8253,7 @@ class PromptPlanner:
         return PromptPlan(
             rendered=splice.render() if guess is None else guess,
             conversation=conversation,
-            stated=stated,
+            new_stated=new_stated,
             transcript=transcript,
             n_replayed=len(recorded_ids),
             new_thinking=_thinking_of(healed),
@@ -8312,7 +8282,7 @@ class PromptPlanner:
         if head.stated.pinned and can_restate:
             head, starts = self.ledger.choose_head(conversation, head)
 
-        later_messages, stated = restate_messages(messages, n_system, head.stated)
+        later_messages, later_stated = restate_messages(messages, n_system, head.stated)
         if drops_thinking:
             user_indices = [n for n, m in enumerate(messages) if m.role == "user"]
             n_past = max(user_indices, default=n_system) - n_system
@@ -8326,7 +8296,7 @@ class PromptPlanner:
         return PromptPlan(
             rendered=template.render_prompt(request, [*head.messages, *later_messages]),
             conversation=conversation,
-            stated=stated,
+            new_stated=join_stated([head.stated, later_stated]),
             starts=starts,
             new_thinking=thinking,
         )

@@ -1314,6 +1314,9 @@ def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
     for key, records in list(ledger._records.items()):
         if any(record.reply.shown_ends for record in transcripts(records)):
             ledger._put(key, [])
+    found = chain.from_iterable(ledger._records.values())
+    held = chain.from_iterable(record.lineage() for record in found)
+    assert not any(record.part_of for record in held)
     assert not server.draft(messages).transcript
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
     assert server.n_bytes() == counted(ledger)
@@ -2428,6 +2431,22 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
         fill(server, n, turns=3 + n % 5)
         found = {*chain.from_iterable(server.planner.ledger._records.values())}
         assert all(found.issuperset(record.lineage()) for record in found)
+
+
+def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_it(
+    tmp_path: Path,
+) -> None:
+    server = Server()
+    server.restart(tmp_path / "records")
+    for n in range(3):
+        fill(server, n, turns=4)
+    server.restart(tmp_path / "records")
+    ledger = server.planner.ledger
+    assert ledger.snapshot()["transcripts"] == 12
+    while ledger._records:
+        found = {*chain.from_iterable(ledger._records.values())}
+        assert all(found.issuperset(record.lineage()) for record in found)
+        ledger.drop_oldest()
 
 
 def test_of_a_past_conversation_only_the_end_is_forgotten_at_first() -> None:

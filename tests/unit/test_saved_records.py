@@ -40,6 +40,20 @@ def put(
     )
 
 
+def update(
+    records: s.TenantRecords, name: str, *, last_used: float, session_id: str = ""
+) -> None:
+    records.update(
+        s.SavedRecord(
+            id=name.encode(),
+            parent_id=b"",
+            key=b"",
+            session_id=session_id,
+            last_used=last_used,
+        )
+    )
+
+
 def loaded(path: Path, tenant: str = "") -> dict[str, str]:
     """The texts of all records by name, in order, as the next server finds them."""
     records = open_records(path).of_tenant(tenant).load()
@@ -55,7 +69,7 @@ def test_records_are_there_for_the_next_server(tmp_path: Path) -> None:
     put(records, "c", "three", parent="a")
     put(records, "d", "four", parent="c")
     records.remove(b"b")
-    records.update(b"c", key=b"", session_id="another", last_used=time.monotonic())
+    update(records, "c", session_id="another", last_used=time.monotonic())
     assert file.flush(10.0)
 
     first, third, fourth = open_records(path).of_tenant("").load()
@@ -85,7 +99,7 @@ def test_age_survives(tmp_path: Path) -> None:
     put(records, "new", "new", age=10.0)
     put(records, "old", "old", age=100.0)
     put(records, "used", "used", age=100.0)
-    records.update(b"used", key=b"", session_id="", last_used=time.monotonic() - 50.0)
+    update(records, "used", last_used=time.monotonic() - 50.0)
     assert file.flush(10.0)
 
     found = open_records(path).of_tenant("").load()
@@ -106,7 +120,7 @@ def test_what_was_not_used_for_too_long_is_dropped_at_the_start(tmp_path: Path) 
     put(records, "new", "new", parent="second")
     put(records, "old", "text of the old", age=1e6)
     put(records, "touched", "touched", age=1e6)
-    records.update(b"touched", key=b"", session_id="", last_used=time.monotonic())
+    update(records, "touched", last_used=time.monotonic())
     assert file.flush(10.0)
 
     again = open_records(path, ttl_seconds=1e5)
@@ -128,8 +142,8 @@ def test_forgotten_text_is_nowhere_in_the_folder(tmp_path: Path) -> None:
     assert b"a secret" in b"".join(p.read_bytes() for p in tmp_path.iterdir())
 
     records.remove(b"a")
-    records.update(b"b", key=b"", session_id="", last_used=0.0)
-    records.update(b"c", key=b"", session_id="", last_used=0.0)
+    update(records, "b", last_used=0.0)
+    update(records, "c", last_used=0.0)
     assert file.flush(10.0)
 
     left = b"".join(p.read_bytes() for p in tmp_path.iterdir())
