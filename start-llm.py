@@ -204,6 +204,7 @@ from itertools import (
     count,
     groupby,
     islice,
+    product,
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -4113,33 +4114,27 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     in it. A note is left out, with the line breaks around it, which come and go with
     it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
     """
-    pieces: list[str] = []
+    texts: list[str] = []  # up to each note
+    pieces: list[str] = []  # of the text after the last note
     end = 0
     for volatile in fields:
         if volatile.start < end:
             continue  # in a block
         pieces.append(text[end : volatile.start])
         end = volatile.end
-        if isinstance(volatile, PinnedValue):
-            if not volatile.block:
-                pieces.append(f"__STABLE_{volatile.rule.upper()}__")
-            continue
+        if isinstance(volatile, Note):
+            texts.append("".join(pieces))
+            pieces = []
+        elif not volatile.block:
+            pieces.append(f"__STABLE_{volatile.rule.upper()}__")
+    last = "".join([*pieces, text[end:]])
+    if not texts:
+        return last
 
-        while text.startswith("\n", end):
-            end += 1
-        _strip_line_breaks(pieces)
-        if pieces and end < len(text):
-            pieces.append("\n\n")
-    return "".join([*pieces, text[end:]])
-
-
-def _strip_line_breaks(pieces: list[str]) -> None:
-    """Take line breaks, and pieces that are nothing else, off the end of a text."""
-    while pieces:
-        last = pieces.pop().rstrip("\n")
-        if last:
-            pieces.append(last)
-            return
+    first, *middle = texts
+    stripped = [text.strip("\n") for text in middle]
+    around_notes = [first.rstrip("\n"), *stripped, last.lstrip("\n")]
+    return "\n\n".join(filter(None, around_notes))
 
 
 def wrap_reminder(text: str) -> str:
@@ -4195,10 +4190,9 @@ def _canonical_float(digits: str) -> int | float:
 
 # A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
 # members differ. The look at the character before finds each run of blanks only once.
-_COMMAND_START: Final = re.compile(r"\A(?:cd \S+ && )+")
-_CLAUDE_CODE_CUTS: Final = re.compile(
-    rf"(?m){_COMMAND_START.pattern}|(?<![ \t])[ \t]++$"
-)
+_COMMAND_START: Final = r"(?:cd \S+ && )+"
+_CLAUDE_CODE_CUTS: Final = re.compile(rf"(?m)\A{_COMMAND_START}|(?<![ \t])[ \t]++$")
+_COMMAND_STARTS_IN_JSON: Final = re.compile(rf'(?<!\\)"({_COMMAND_START})')
 
 
 def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -4225,21 +4219,8 @@ def _command_starts(message: Message) -> Iterator[str]:
         arguments = call["function"].get("arguments")
         with suppress(ValueError, RecursionError):
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            for text in _texts_in(value):
-                if match := _COMMAND_START.match(text):
-                    yield match[0]
-
-
-def _texts_in(value: object) -> Iterator[str]:
-    """All texts in JSON, members by their names."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name in sorted(value):
-            yield from _texts_in(value[name])
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts_in(part)
+            in_order = json.dumps(value, sort_keys=True)
+            yield from _COMMAND_STARTS_IN_JSON.findall(in_order)
 
 
 # -- one message -----------------------------------------------------------------------
@@ -4573,73 +4554,61 @@ def canonicalize_messages(
     return folding.fold()
 
 
-@dataclass(slots=True)
-class _OpenMessage:
-    """A message to which notes may be added: in linear work (L-113), so not a tuple."""
-
-    message: CanonicalMessage
-    notes_above: list[Note] = field(default_factory=list)
-    notes_below: list[Note] = field(default_factory=list)
-
-    def close(self) -> CanonicalMessage:
-        if not self.notes_above and not self.notes_below:
-            return self.message  # nearly all: a copy of each took half of the work
-        return replace(
-            self.message,
-            notes_above=tuple(self.notes_above),
-            notes_below=tuple(self.notes_below),
-        )
-
-
 class _NoteFolding:
     """The messages of a conversation so far, and where the next notes go."""
 
     def __init__(self) -> None:
-        self._messages: list[_OpenMessage] = []
-        self.first: _OpenMessage | None = None  # that is no system message
+        self._messages: list[CanonicalMessage] = []
+        self.first: int | None = None  # index of the first that is no system message
         self._has_reply = False
         # The notes of each message of notes after a reply, or after a late system
         # message. They go into the question that follows (L-101).
         self._waiting: list[tuple[Note, ...]] = []
+        # By the index of their message, to which each is added in linear work (L-113).
+        self._above: defaultdict[int, list[Note]] = defaultdict(list)
+        self._below: defaultdict[int, list[Note]] = defaultdict(list)
 
     def add_message(self, message: CanonicalMessage) -> None:
-        added = _OpenMessage(message)
-        if message.role == "user":
-            added.notes_above += chain.from_iterable(self._waiting)
+        if self._waiting and message.role == "user":
+            self._above[len(self._messages)] += chain.from_iterable(self._waiting)
             self._waiting = []
         self._close_waiting()
-        self._messages.append(added)
         if self.first is None and message.role not in SYSTEM_ROLES:
-            self.first = added
+            self.first = len(self._messages)
         self._has_reply = self._has_reply or message.role == "assistant"
+        self._messages.append(message)
 
     def add_notes(self, notes: tuple[Note, ...]) -> None:
         """Add the notes of a message after the first that is no system message."""
-        last = self._messages[-1]
         if notes[0].rule == _LATE_SYSTEM and not self._has_reply:
             # So system prompt, tools and environment are one prefix for all sessions.
             # why(L-43): a client sends its environment after the user's first words.
             assert self.first is not None
-            self.first.notes_above += notes
-        elif not self._waiting and last.message.role in ("user", "tool"):
+            self._above[self.first] += notes
+        elif not self._waiting and self._messages[-1].role in ("user", "tool"):
             # why(L-43): there, a note keeps the whole prompt before it a prefix.
-            last.notes_below += notes
+            self._below[len(self._messages) - 1] += notes
         else:
             self._waiting.append(notes)
 
     def fold(self) -> tuple[CanonicalMessage, ...]:
         """All messages, with the notes that belong to them."""
         self._close_waiting()
-        return tuple(opened.close() for opened in self._messages)
+        for index in self._above.keys() | self._below.keys():
+            self._messages[index] = replace(
+                self._messages[index],
+                notes_above=tuple(self._above[index]),
+                notes_below=tuple(self._below[index]),
+            )
+        return tuple(self._messages)
 
     def _close_waiting(self) -> None:
         """Make a message of the user's of notes that no question has followed."""
         if self._waiting:
             first, *others = self._waiting
             text = "\n\n".join(note.text for note in first)
-            message = _make_input({"role": "user", "content": text}, text)
-            below = [*chain.from_iterable(others)]
-            self._messages.append(_OpenMessage(message, notes_below=below))
+            self._below[len(self._messages)] += chain.from_iterable(others)
+            self._messages.append(_make_input({"role": "user", "content": text}, text))
             self._waiting = []
 
 
@@ -5179,7 +5148,7 @@ def break_markup(value: Any, markup: re.Pattern[str]) -> Any:
     """A copy of a JSON value with a break in all markup, in keys as well."""
     match value:
         case str():
-            text = value.replace(_BREAK, _BREAK * 2)
+            text = keep_breaks(value)
             while markup.search(text):  # again: "]~b]~b]" is two tokens that overlap
                 text = markup.sub(_break_token, text)
             return text
@@ -5197,6 +5166,11 @@ def break_markup(value: Any, markup: re.Pattern[str]) -> Any:
 def _break_token(match: re.Match[str]) -> str:
     token = match[0]
     return token[0] + _BREAK + token[1:]
+
+
+def keep_breaks(text: str) -> str:
+    """The text of which remove_breaks() makes this one."""
+    return text.replace(_BREAK, _BREAK * 2)
 
 
 def remove_breaks(text: str) -> str:
@@ -5268,10 +5242,6 @@ class Encoder:
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text. Broken markup is text, all other markup is markup."""
         return self._encode_parts(self._parts(text))
-
-    def encode_raw(self, text: str) -> TokenIds:
-        """The tokens of a text that was not broken, and may contain the character."""
-        return self.encode(text.replace(_BREAK, _BREAK * 2))
 
     def encode_completion(
         self, text: str, check_client: Callable[[], None] = assume_client
@@ -5470,12 +5440,10 @@ class Renderer:
 
 
 # -- 2 probing -------------------------------------------------------------------------
-# Each trait is found by one function, from what the template prints for conversations
-# of our own. Another trait is a field of TemplateTraits and one more function.
-
 # Letters and digits, which every template prints as they are.
 _CANNED_FIRST: Final = "zqfirst"
 _CANNED_THINKING: Final = "zqthought"
+_CANNED_CALL_ID: Final = "call0000{}"  # Mistral's templates refuse any but nine letters
 CANNED_TOOL_NAME: Final = "zqtool"
 CANNED_TOOL: Final[JsonObject] = {
     "type": "function",
@@ -5517,16 +5485,16 @@ def _canned_conversation(kinds: str) -> list[Message]:
             case "empty":
                 message = {**reply, "content": ""}
             case "call":
-                calls = [_canned_call(words, n=0)]
+                calls = [_canned_call(words)]
                 message = {**reply, "content": "", "tool_calls": calls}
             case "calls":
-                calls = [_canned_call(_CANNED_FIRST, n=0), _canned_call(words, n=1)]
+                calls = [_canned_call(_CANNED_FIRST), _canned_call(words, n=1)]
                 message = {**reply, "content": "", "tool_calls": calls}
             case "tool":
                 message = {
                     "role": "tool",
                     "name": CANNED_TOOL_NAME,
-                    "tool_call_id": _canned_call_id(n_results),
+                    "tool_call_id": _CANNED_CALL_ID.format(n_results),
                     "content": words,
                 }
                 n_results += 1
@@ -5536,13 +5504,9 @@ def _canned_conversation(kinds: str) -> list[Message]:
     return messages
 
 
-def _canned_call_id(n: int) -> str:
-    return f"call0000{n}"  # Mistral's templates refuse ids of other than nine letters
-
-
-def _canned_call(words: str, *, n: int) -> JsonObject:
+def _canned_call(words: str, *, n: int = 0) -> JsonObject:
     return {
-        "id": _canned_call_id(n),
+        "id": _CANNED_CALL_ID.format(n),
         "type": "function",
         "function": {"name": CANNED_TOOL_NAME, "arguments": {"q": words}},
     }
@@ -5583,7 +5547,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     has_system = renderer.shows("system user")
     question = renderer.try_render("user")
     two_calls = renderer.try_render("user calls tool tool")
-    part_separator = _probe_part_separator(renderer)
+    part_separator, image_placeholder = _probe_parts(renderer)
     effort_kwargs = _probe_effort_kwargs(renderer)
     thinking_kwargs = _probe_thinking_kwargs(renderer, effort_kwargs)
     start_texts, user_start = _probe_starts(renderer, thinking_kwargs)
@@ -5605,7 +5569,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         has_text_beside_calls=_probe_text_beside_calls(renderer),
         call_id_form=_probe_call_id_form(renderer),
         part_separator=part_separator,
-        image_placeholder=_probe_image_placeholder(renderer, part_separator),
+        image_placeholder=image_placeholder,
         thinking_kwargs=thinking_kwargs,
         effort_kwargs=effort_kwargs,
         head_modes=_probe_head_modes(renderer, thinking_kwargs, effort_kwargs),
@@ -5616,23 +5580,23 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
     )
 
 
-def _probe_part_separator(renderer: Renderer) -> str:
-    """The white space between two text parts; a newline if it prints them otherwise."""
-    text = renderer.try_render("parts")
-    separator = re.search(rf"{_CANNED_FIRST}(\s*){_canned_words(0)}", text)
-    return "\n" if separator is None else separator[1]
+def _probe_parts(renderer: Renderer) -> tuple[str, str]:
+    """The white space between two text parts, and what stands for an image there.
 
-
-def _probe_image_placeholder(renderer: Renderer, part_separator: str) -> str:
-    """What it prints for an image between two texts."""
+    The first is a newline if it prints texts otherwise; the second "" if no image.
+    """
     [message] = _canned_conversation("parts")
+    gap = re.compile(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}")
+    between_texts = gap.search(renderer.try_render([message]))
     message["content"].insert(1, {"type": "image"})
-    text = renderer.try_render([message])
-    gap = re.search(rf"(?s){_CANNED_FIRST}(.*?){_canned_words(0)}", text)
-    if gap is None:
-        return ""
-    placeholder = gap[1].removeprefix(part_separator)
-    return placeholder.removesuffix(part_separator)
+    with_image = gap.search(renderer.try_render([message]))
+
+    separator = "\n"
+    if between_texts and not between_texts[1].strip():
+        separator = between_texts[1]
+    if with_image is None:
+        return separator, ""
+    return separator, with_image[1].removeprefix(separator).removesuffix(separator)
 
 
 _THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
@@ -5695,11 +5659,10 @@ def _probe_needs_user(renderer: Renderer, *, has_system: bool) -> bool:
     without_user = ["reply user", "reply"]
     if has_system:
         without_user.append("system")
-    for kinds in without_user:
-        for tools in ((), [CANNED_TOOL]):
-            if not renderer.shows(kinds, tools=tools):
-                return True
-    return False
+    return not all(
+        renderer.shows(kinds, tools=tools)
+        for kinds, tools in product(without_user, ((), [CANNED_TOOL]))
+    )
 
 
 def _probe_lone_results(renderer: Renderer) -> bool:
@@ -5998,9 +5961,8 @@ def _fold_messages(
 ) -> list[Message]:
     """The conversation, as far as needed in other words or with messages merged.
 
-    why(L-191): what a template without a trait refuses or loses, and what it gets. The
-    traits in the order of the steps, of which _make_printable() does all from
-    has_late_system on:
+    why(L-191): what a template without a trait refuses or loses, and what it gets. Of
+    these steps _make_printable() does all from has_late_system on:
 
         lacks                        is sent                     gets
         has_empty_replies            a reply of no words         nothing
@@ -6047,10 +6009,7 @@ def _fold_messages(
 def _fit_empty_messages(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> Iterator[Message]:
-    """The messages without replies of no words, or with an empty question in front.
-
-    If nothing else is left, the question is the whole conversation.
-    """
+    """The messages without replies of no words, or with an empty question in front."""
     is_head = True  # only system messages so far
     is_empty = True  # not even these
     for message in messages:
@@ -6124,24 +6083,22 @@ def _split_calls(
     Results stand in the order of their calls (OPENAI API).
     """
     must_split = traits.has_calls and not traits.has_parallel_calls
-    held_calls: list[JsonObject] = []  # each follows the result of the one before
+    held: list[Message] = []  # a reply for each call, after the result of the last one
     for message in messages:
         is_result = message["role"] == "tool"
         if not is_result:
-            yield from map(_reply_of_call, held_calls)
-            held_calls = []
+            yield from held
+            held = []
         if must_split and "tool_calls" in message:
-            first, *held_calls = message["tool_calls"]
+            first, *others = message["tool_calls"]
             yield {**message, "tool_calls": [first]}
+            reply: Message = {"role": "assistant", "content": ""}
+            held = [{**reply, "tool_calls": [call]} for call in others]
         else:
             yield message
-        if is_result and held_calls:
-            yield _reply_of_call(held_calls.pop(0))
-    yield from map(_reply_of_call, held_calls)
-
-
-def _reply_of_call(call: JsonObject) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+        if is_result and held:
+            yield held.pop(0)
+    yield from held
 
 
 def _make_printable(
@@ -6152,10 +6109,7 @@ def _make_printable(
     last_role: str,
     has_call: bool,
 ) -> tuple[Message, bool]:
-    """The message as it can be printed, and whether it is a part of the one before.
-
-    It is merged with that one if both have the same role then.
-    """
+    """The message as it can be printed, and whether it is a part of the one before."""
     content = message["content"]
     can_stand_alone = traits.has_lone_results  # a result, and a text before one
     match message["role"]:
@@ -6196,11 +6150,9 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
         texts = [message.get(name) for message in messages]
         if any(texts):
             merged[name] = "\n\n".join(filter(None, texts))
-    calls: list[JsonObject] = []
-    for message in messages:
-        calls += message.get("tool_calls", ())
-    if calls:
-        merged["tool_calls"] = calls
+    if "tool_calls" in merged:
+        calls = [message.get("tool_calls", ()) for message in messages]
+        merged["tool_calls"] = [*chain.from_iterable(calls)]
     return merged
 
 
@@ -6277,21 +6229,16 @@ class PromptPositions:
     system prompt, tools | user: reminder | words | assistant | tool | generation prompt
                          ^                ^         (no earlier user message)
                   head_ends               ^       turn_starts: of user, assistant ...
-
-    Some templates print system prompt and tools in the first user message. Then they
-    end inside that message.
     """
 
-    # Of system prompt and tools, and of the first reminders in the first user message.
+    # Of system prompt and tools, which some templates print in the first user message;
+    # and of the first reminders in that.
     head_ends: tuple[int, ...] = (0,)
     # Of the messages from the last user message on, and of the generation prompt.
     turn_starts: tuple[int, ...] = ()
 
     def checkpoints(self) -> tuple[int, ...]:
-        """All of them, ascending.
-
-        Before the end of the system prompt nothing is worth a checkpoint (L-108).
-        """
+        """All from the end of the system prompt on, ascending (L-108)."""
         positions = {*self.head_ends, *self.turn_starts}
         return tuple(sorted(n for n in positions if n >= self.head_ends[0]))
 
@@ -6411,7 +6358,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. All markup in it is markup, and none is added."""
-        ids: list[int] = self._encoder.encode_raw(text).tolist()
+        ids: list[int] = self._encoder.encode(keep_breaks(text)).tolist()
         return ids
 
     def decode(self, ids: TokenIds) -> str:
@@ -6539,10 +6486,10 @@ class ChatTemplate:
         if user_starts:
             last_user = text[user_starts[-1] :]
             turn_starts = [len(ids) - self._count_tokens(last_user, request)]
-        for new_start in compute_msg_token_boundaries(new_ids, self.traits):
-            start = len(recorded.ids) + new_start
-            if not turn_starts or start > turn_starts[0]:
-                turn_starts.append(start)
+        boundaries = compute_msg_token_boundaries(new_ids, self.traits)
+        new_starts = [len(recorded.ids) + boundary for boundary in boundaries]
+        turn_start = turn_starts[0] if turn_starts else -1
+        turn_starts += [start for start in new_starts if start > turn_start]
 
         kwargs = self.template_kwargs(request)
         generation_prompt = self._generation_prompts.get_or_make(
@@ -6584,42 +6531,28 @@ class ChatTemplate:
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             return PromptPositions()
-        until_user = messages[: roles.index("user") + 1]
-        head_end = self._find_head_end(text, until_user, request)
+        *before_user, user_message = messages[: roles.index("user") + 1]
+        # why(L-108): where the words begin is found by rendering others in their place.
+        # (White space before them is left out: it can be one token with them.)
+        other_words = {**user_message, "content": _NONCE}
+        folded = _fold_messages([*before_user, other_words], self.traits)
+        head = ""
+        with suppress(BadRequest):
+            head, found_words, _ = self.render_text(folded, request).partition(_NONCE)
+            head = head if found_words else ""
+        head_end = len(text[: count_common(head, text)].rstrip())
         user_start = self.traits.user_start.search(text)
         if user_start and head_end <= user_start.end():
             head_end = user_start.start()  # nothing stands before the words
 
         # The first ones after it are that message's; more may follow in tool results.
-        n_notes = until_user[-1]["content"].count("</system-reminder>")
+        n_notes = user_message["content"].count("</system-reminder>")
         n_notes = min(n_notes, self.MAX_NOTE_ENDS)
         notes = islice(re.finditer("</system-reminder>", text[head_end:]), n_notes)
         ends = [head_end, *(head_end + note.end() for note in notes)]
         return PromptPositions(
             head_ends=tuple(self._count_tokens(text[:end], request) for end in ends)
         )
-
-    def _find_head_end(
-        self, text: str, messages: list[Message], request: ChatRequest
-    ) -> int:
-        """Where the user's first words begin, in characters: what precedes is the head.
-
-        It is found by rendering `messages`, which end with the first user message, with
-        other words in it. why(L-108): system prompt and tools may stand in that message
-        (Gemma 3, Llama 3, any template without system role), or the message may begin
-        without an added token (RWKV). White space before the words is left out: it can
-        be one token with them.
-        """
-        other_words = {**messages[-1], "content": _NONCE}
-        try:
-            folded = _fold_messages([*messages[:-1], other_words], self.traits)
-            other_text = self.render_text(folded, request)
-        except BadRequest:
-            return 0
-        head, found_words, _ = other_text.partition(_NONCE)
-        if not found_words:
-            return 0
-        return len(text[: count_common(head, text)].rstrip())
 
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
@@ -6628,20 +6561,15 @@ class ChatTemplate:
     # Template kwargs: what it reads beside messages and tools.
 
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
-        """Those of a request.
-
-        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and how
-        hard to think, which is made of all fields that switch thinking.
-        """
-        return {**self._other_kwargs(request), **self._mode_kwargs(request)}
+        """Those of a request; how hard to think wins over what else was sent."""
+        return self._other_kwargs(request) | self._mode_kwargs(request)
 
     def _other_kwargs(self, request: ChatRequest) -> JsonObject:
-        """The setting, and those sent."""
-        preserve: JsonObject = {}
+        """The setting PRESERVE_THINKING, and those sent, which win."""
+        sent: JsonObject = break_markup(dict(request.template_kwargs), self._markup)
         if self._config.preserve_thinking:
-            preserve = self.traits.preserve_kwargs
-        sent = break_markup(dict(request.template_kwargs), self._markup)
-        return {**preserve, **sent}
+            return {**self.traits.preserve_kwargs, **sent}
+        return sent
 
     def _mode_kwargs(self, request: ChatRequest) -> JsonObject:
         """Those for whether to think, and how hard."""
@@ -6666,10 +6594,9 @@ class ChatTemplate:
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
 
-        That is the template, the tools, and template kwargs; but users change effort
-        and thinking in mid-session. So it has the head without these two, whose mode is
-        a pinned value (pin_head_mode()), and the rest with them: what they change in
-        the generation prompt alone is in neither.
+        That is the template, the tools, and template kwargs. But users change effort
+        and thinking in mid-session: what these change in the head is a pinned value
+        (pin_head_mode()), and the generation prompt is in no sample.
         """
         head = self._render_sample(self._other_kwargs(request)).head
         rest = self._render_sample(self.template_kwargs(request)).rest
@@ -6688,15 +6615,16 @@ class ChatTemplate:
         session asks. The value belongs to the first message that is not the system's.
         """
         mode = self.traits.head_modes.get(kwargs_key(self._mode_kwargs(request)))
-        roles = [message.role in SYSTEM_ROLES for message in messages]
-        if mode is None or all(roles):
+        if mode is None:
             return messages
-        index = roles.index(False)
         rule = "reasoning_effort" if self.traits.effort_kwargs else "thinking"
         pinned = PinnedValue(rule, mode, start=0, end=0, is_private=True, is_mode=True)
-        message = messages[index]
-        message = replace(message, pinned=(*message.pinned, pinned))
-        return (*messages[:index], message, *messages[index + 1 :])
+        with_mode = [*messages]
+        for index, message in enumerate(messages):
+            if message.role not in SYSTEM_ROLES:
+                with_mode[index] = replace(message, pinned=(*message.pinned, pinned))
+                break
+        return tuple(with_mode)
 
     def _render_sample(self, kwargs: JsonObject) -> Sample:
         return self._samples.get_or_make(
@@ -7996,8 +7924,8 @@ class Ledger:
             self._save(record)
 
     def _move_to_end(self, record: LedgerRecord) -> None:
-        """Let it be the last to be dropped, and after it what it continues and holds."""
-        for each in record.lineage():
+        """Let it be the last to be dropped, and after it what it continues."""
+        for each in [record] if isinstance(record, Alias) else record.lineage():
             if each.key in self._records:
                 self._records.move_to_end(each.key)
 
