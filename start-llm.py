@@ -13471,10 +13471,8 @@ def _connect_to_rank_0(
 #     Detokenizer     token ids of a reply -> text        one for each reply
 #
 # For example MODEL_PATH=mlx-community/Qwen3-4B-4bit names no folder here. So
-# scripts/helpers/fetch_model.py finds or fetches it, and prints its folder; it is a
-# process of its own, so that what it needs stays out of the server. Then load_model()
-# has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
-# know. The model's chat template is probed, and the facts are gathered.
+# scripts/helpers/fetch_model.py finds or fetches it, and prints its folder: a process,
+# so that what it needs stays out of the server.
 #
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
 #          KV STATE, VISION MODEL, CLUSTER
@@ -13525,12 +13523,11 @@ class DefaultSampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model, and facts that hold as long as the process.
+    """A model, and facts that hold as long as the process."""
 
-    `model` is for the model thread alone.
-    """
-
-    model: Any  # called as mlx-lm's models are: (tokens `(rows, n)`, cache=LayerCaches)
+    # For the model thread alone. Called as mlx-lm's models are:
+    # (tokens `(rows, n)`, cache=LayerCaches)
+    model: Any
     tokenizer: Any  # mlx-lm's TokenizerWrapper; it has the tags of a reply
     template: ChatTemplate
     model_id: str  # what clients see: the repository, the folder's name, or "demo"
@@ -13540,8 +13537,8 @@ class LoadedModel:
     nbytes: int  # of the weights, as loaded
     vocab_size: int  # ids are below this
     context_length: int  # tokens the model was made for
-    # Tokens that prompt and reply may have: the least of `context_length`, MAX_KV_SIZE
-    # and, once ENGINE knows it, what fits into memory.
+    # Of prompt and reply: the least of `context_length`, MAX_KV_SIZE and, once ENGINE
+    # knows it, what fits into memory.
     max_context_tokens: int
     packed_context_tokens: int = 0  # as many with KV_BITS=8; 0: no more than without
     eos_ids: frozenset[int]
@@ -13560,7 +13557,7 @@ class LoadedModel:
 
     @property
     def is_demo(self) -> bool:
-        """Whether it is the demo model, of a few million parameters."""
+        """Whether it is the model of models/demo."""
         return self.model_id == _DEMO_MODEL
 
     def for_tenant(self, tenant: str) -> LoadedModel:
@@ -13589,7 +13586,7 @@ class Detokenizer:
     def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
         self._backend = backend  # of the tokenizers library
         self._hidden_ids = hidden_ids
-        self._stream = _new_decode_stream()
+        self._stream: Any = decoders.DecodeStream(skip_special_tokens=False)
         self._pending_ids: list[int] = []  # of a character that is not complete yet
 
     @property
@@ -13605,7 +13602,7 @@ class Detokenizer:
         try:
             text = self._stream.step(self._backend, token)
         except Exception:  # noqa: BLE001 - why(L-95): it raises no narrower one
-            self._stream = _new_decode_stream()
+            self._stream = decoders.DecodeStream(skip_special_tokens=False)
             text = self._decode(token_ids)
         if text is None:
             self._pending_ids = token_ids
@@ -13621,10 +13618,6 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
-
-
-def _new_decode_stream() -> Any:
-    return decoders.DecodeStream(skip_special_tokens=False)
 
 
 # -- which folder ----------------------------------------------------------------------
@@ -13665,7 +13658,17 @@ def _resolve(setting: str, name: str, config: Config) -> Path:
         command = [sys.executable, str(script), *options, "--", name]
     elif name == _DEMO_MODEL:
         raise ModelError("no model is named, and no demo is here: start with --model")
-    return _fetch(f"{setting}={name}", command)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.terminate)  # it ends when this process does
+    output, _ = process.communicate()  # its last line is the folder
+    if process.returncode:
+        reason = " ".join(output.split())
+        if not reason:
+            reason = "it cannot be served; the line above says why"
+        raise ModelError(f"{setting}={name}: {reason}")
+    if not output.strip():
+        raise ModelError(f"{setting}={name}: what fetches it named no folder")
+    return Path(output.splitlines()[-1])
 
 
 def choose_model(config: Config, stop: threading.Event) -> str:
@@ -13709,31 +13712,11 @@ def _is_complete(folder: Path) -> bool:
     return False
 
 
-def _fetch(setting: str, command: list[str]) -> Path:
-    """Run the program that fetches a model; its last line is the folder.
-
-    `setting`: with its value, for errors.
-    """
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    atexit.register(process.terminate)  # it ends when this process does
-    output, _ = process.communicate()
-    if process.returncode:
-        reason = " ".join(output.split())
-        if not reason:
-            reason = "it cannot be served; the line above says why"
-        raise ModelError(f"{setting}: {reason}")
-    if not output.strip():
-        raise ModelError(f"{setting}: what fetches it named no folder")
-    return Path(output.splitlines()[-1])
-
-
 # -- loading ---------------------------------------------------------------------------
 
-# mlx-lm's tokenizer has the tags of a reply as read-only properties, `think_start`,
-# `think_start_tokens`, and so on: None where a model has no such tag.
+# Properties of mlx-lm's tokenizer, as `think_start_tokens` is: None without such a tag.
 REPLY_TAGS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
-# Those that mlx-lm does not know (L-88), in this order. A model has them if the last
-# one is in its vocabulary.
+# Those that mlx-lm does not know (L-88). A model has them if the last is a token.
 _MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
 _GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
@@ -13775,9 +13758,8 @@ def load_model(
 
     if cluster is not None:
         cluster.compare("the model", lambda: _weights_digest(path))
-        return _load_or_explain(path, config, kind="text", cluster=cluster)
-    if config.speculation == "off":
-        return _load_kind(path, config)
+    if cluster is not None or config.speculation == "off":
+        return _load_kind(path, config, cluster)
     if not config.draft_model:
         loaded = _load_kind(path, config)
         return replace(loaded, draft_model=_load_own_head(loaded, config))
@@ -13819,59 +13801,54 @@ def _modules_of(loaded: LoadedModel) -> list[Any]:
             return [loaded.model, draft_model]
 
 
-def _load_kind(path: Path, config: Config) -> LoadedModel:
-    """Load a model as MODEL_KIND says, by default for images if it can read some."""
-    if config.model_kind != "auto":
-        return _load_or_explain(path, config, kind=config.model_kind)
-    try:
-        can_see = has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        can_see = False
-    if not can_see:
-        return _load_or_explain(path, config, kind="text")
-    try:
-        return _load_or_explain(path, config, kind="vision")
-    except ModelError as error:
-        vision_error = str(error)
-    try:
-        loaded = _load_or_explain(path, config, kind="text")
-    except ModelError as error:
-        raise ModelError(f"{vision_error}. {error}") from None
-
-    logger.warning(
-        "this model is served without its images, which are refused: MODEL_KIND=vision"
-        " insists on them. %s",
-        vision_error,
-    )
-    return loaded
-
-
-def _load_or_explain(
-    path: Path, config: Config, *, kind: _Kind, cluster: ClusterRank | None = None
+def _load_kind(
+    path: Path, config: Config, cluster: ClusterRank | None = None
 ) -> LoadedModel:
-    """Load a model, for text or for images, too. Raises ModelError."""
-    try:
-        return _load(path, config, kind=kind, cluster=cluster)
-    except Exception as error:  # mlx and transformers raise what they like
-        logger.debug("loading %s", path, exc_info=True)
+    """Load a model as MODEL_KIND says, by default for images if it can read some."""
+    kinds: list[_Kind] = ["text"]
+    if config.model_kind != "auto":
+        kinds = [config.model_kind]
+    elif cluster is None:
+        with suppress(Exception):  # what loads the model explains what is wrong
+            kinds = ["vision", "text"] if has_vision_tower(path) else ["text"]
+
+    faults: list[str] = []
+    for kind in kinds:
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
         if kind == "text" and _is_for_mlx_vlm(path):
             library = "mlx-vlm, for text"
-        why = _explain_error(error)
-        sentence = f"The model in {path} cannot be loaded by {library}: {why}"
-        reason = sentence[:500]
+        load = partial(_load, path, config, kind=kind, cluster=cluster)
+        try:
+            loaded = _explain(
+                f"The model in {path} cannot be loaded by {library}", load
+            )
+        except ModelError as error:
+            faults.append(str(error))
+            continue
+        if faults:
+            logger.warning(
+                "this model is served without its images, which are refused:"
+                " MODEL_KIND=vision insists on them. %s",
+                faults[0],
+            )
+        return loaded
+    raise ModelError(". ".join(faults))
+
+
+def _explain[Loaded](what: str, load: Callable[[], Loaded]) -> Loaded:
+    """What `load` returns. Raises ModelError: `what` is so, and why."""
+    try:
+        return load()
+    except Exception as error:  # mlx and transformers raise what they like
+        logger.debug(what, exc_info=True)
+        why = repr(error)
+        if "trust_remote_code" in why:  # an argument of a library; here it is a setting
+            why = (
+                "it needs Python code that comes with it: TRUST_REMOTE_CODE=true lets"
+                " that run, with all your rights"
+            )
     # Outside, so that the error does not keep the weights that were loaded already.
-    raise ModelError(reason)
-
-
-def _explain_error(error: Exception) -> str:
-    """What a library says, but for its own arguments: here they are settings."""
-    if "trust_remote_code" in str(error):
-        return (
-            "it needs Python code that comes with it: TRUST_REMOTE_CODE=true lets"
-            " that run, with all your rights"
-        )
-    return repr(error)
+    raise ModelError(f"{what}: {why}"[:500])
 
 
 def _load(
@@ -13888,8 +13865,7 @@ def _load(
     facts = _text_facts(model_config)
     if cluster is not None:
         _divide_model(model, facts, cluster)
-    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
-        widen_weights(model, max_bytes=memory_limit(config) // 2)
+    _widen_on_cpu(model, config, share=1 / 2)
     _teach_tags(tokenizer)
     if has_tenants(config):
         keep_no_words(tokenizer)
@@ -13973,20 +13949,18 @@ def _load_parts(
     """The model and its tokenizer.
 
     By mlx-vlm if it is to read images, or mlx-lm has no class for it; else by mlx-lm.
-    `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
-    model are not computed yet.
+    `trust`: Python files of the model may run. `is_lazy`: weights are not computed yet.
     """
     trusts_tokenizer = trust and not _has_null_code(path)
     tokenizer_config: JsonObject = {"trust_remote_code": trusts_tokenizer}
-    is_for_mlx_lm = kind == "text" and not _is_for_mlx_vlm(path)
-    if is_lazy and not is_for_mlx_lm:
-        raise ValueError("a model that only mlx-vlm has cannot be divided among ranks")
-    if is_for_mlx_lm:
+    if kind == "text" and not _is_for_mlx_vlm(path):
         parts = mlx_lm.load(
             str(path), tokenizer_config, lazy=is_lazy, trust_remote_code=trust
         )
         return parts[0], parts[1]
 
+    if is_lazy:
+        raise ValueError("a model that only mlx-vlm has cannot be divided among ranks")
     template_file = path / "chat_template.json"  # a processor's; no tokenizer reads it
     if template_file.is_file():
         tokenizer_config |= json.loads(template_file.read_bytes())
@@ -14026,7 +14000,7 @@ def _read_config_file(path: Path) -> JsonObject:
 def _load_draft_head(
     path: Path, loaded: LoadedModel, config: Config
 ) -> LoadedDraftHead:
-    """The head of DRAFT_MODEL, which must belong to the model. Raises ModelError."""
+    """The head of DRAFT_MODEL, if it belongs to the model. Raises ModelError."""
     setting = f"DRAFT_MODEL={config.draft_model}"
     head_config = _read_config_file(path)
     head_facts = head_config.get("text_config") or {}
@@ -14045,13 +14019,8 @@ def _load_draft_head(
                 f" {head_facts.get(name)}, that of {loaded.model_id} {facts.get(name)}"
             )
 
-    try:
-        return _read_head(path, loaded, config)
-    except Exception as error:  # mlx and transformers raise what they like
-        logger.debug("loading %s", path, exc_info=True)
-        why = _explain_error(error)
-        reason = f"{setting} cannot be loaded by mlx-vlm: {why}"[:500]
-    raise ModelError(reason)
+    read = partial(_read_head, path, loaded, config)
+    return _explain(f"{setting} cannot be loaded by mlx-vlm", read)
 
 
 def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | None:
@@ -14059,45 +14028,35 @@ def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | Non
     types = frozenset[str]().union(*HEAD_TARGETS.values())
     if _read_config_file(loaded.path).get("model_type") not in types:
         return None
+
+    def read() -> LoadedDraftHead | None:
+        has_head = has_own_head(loaded.path)
+        return _read_head(loaded.path, loaded, config) if has_head else None
+
     try:
-        if not has_own_head(loaded.path):
-            return None
-        return _read_head(loaded.path, loaded, config)
-    except Exception as error:  # noqa: BLE001 - mlx and transformers raise what they like
-        why = _explain_error(error)
-        logger.warning("the head in the model's files cannot be used: %s", why)
+        return _explain("the head in the model's files cannot be used", read)
+    except ModelError as error:
+        logger.warning("%s", error)
         return None
 
 
 def _read_head(path: Path, loaded: LoadedModel, config: Config) -> LoadedDraftHead:
     whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
     head = MtpHead(path, whole)
-    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
-        widen_weights(head.model, max_bytes=memory_limit(config) // 8)
+    _widen_on_cpu(head.model, config, share=1 / 8)
     return LoadedDraftHead(head, path, nbytes=_count_bytes(head.model))
 
 
 def _load_draft_model(
     path: Path, loaded: LoadedModel, config: Config
 ) -> LoadedDraftModel:
-    """The model of DRAFT_MODEL, which must suit the one it drafts for.
-
-    Raises ModelError.
-    """
+    """The model of DRAFT_MODEL, if it can draft for the other. Raises ModelError."""
     setting = f"DRAFT_MODEL={config.draft_model}"
-    try:
-        model_config = mlx_lm.utils.load_config(path)
-        model, tokenizer = _load_parts(
-            path, model_config, kind="text", trust=config.trust_remote_code
-        )
-        leaves = cache_leaves(make_prompt_cache(model))
-        kinds = [leaf_kind(leaf) for leaf in leaves]
-    except Exception as error:  # mlx and transformers raise what they like
-        logger.debug("loading %s", path, exc_info=True)
-        why = _explain_error(error)
-        reason = f"{setting} cannot be loaded by mlx-lm: {why}"[:500]
-        raise ModelError(reason) from None
-
+    model_config = _read_config_file(path)
+    load = partial(
+        _load_parts, path, model_config, kind="text", trust=config.trust_remote_code
+    )
+    model, tokenizer = _explain(f"{setting} cannot be loaded by mlx-lm", load)
     vocabulary = loaded.tokenizer.get_vocab().items()
     n_equal = len(vocabulary & tokenizer.get_vocab().items())
     if n_equal < _MIN_SHARED_WORDS * len(vocabulary):
@@ -14105,13 +14064,13 @@ def _load_draft_model(
             f"{setting} has another vocabulary than {loaded.model_id}: of its"
             f" {len(vocabulary):,} tokens, {n_equal:,} are the same"
         )
-    if not all(kind.can_cut for kind in kinds):
+    leaves = cache_leaves(make_prompt_cache(model))
+    if not all(leaf_kind(leaf).can_cut for leaf in leaves):
         raise ModelError(
             f"{setting} has layers that cannot go back (recurrent ones, or windows): a"
             " draft model needs full attention in all of them"
         )
-    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
-        widen_weights(model, max_bytes=memory_limit(config) // 8)
+    _widen_on_cpu(model, config, share=1 / 8)
     vocab_size = _vocab_size(_text_facts(model_config), tokenizer)
     return LoadedDraftModel(
         model=model,
@@ -14159,6 +14118,12 @@ def _teach_tags(tokenizer: Any) -> None:
 #
 # So weights are made float32 where memory allows. Those of 16 bits keep their values
 # exactly, and quantized ones become what they stand for.
+
+
+def _widen_on_cpu(model: Any, config: Config, *, share: float) -> None:
+    """Make weights float32 if the CPU computes, and a share of the memory holds them."""
+    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
+        widen_weights(model, max_bytes=int(memory_limit(config) * share))
 
 
 def widen_weights(model: Any, *, max_bytes: int) -> None:
@@ -14211,24 +14176,21 @@ def _find_family(model_names: str, config: Config) -> str:
 
 
 def _weights_revision(path: Path) -> str:
-    """Which weights these are: 16 hex digits of names, sizes, times, and config.json.
+    """16 hex digits of the names, sizes and times of the weights, and config.json.
 
-    It is not a hash of their bytes: to read 17 GB takes a minute.
+    To read 17 GB takes a minute.
     """
-    stamps: list[tuple[str, int, int]] = []
-    for file in path.glob("*.safe*"):
-        status = file.stat()
-        stamps.append((file.name, status.st_size, status.st_mtime_ns))
+    files = [(file.name, file.stat()) for file in path.glob("*.safe*")]
+    stamps = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
     config_bytes = (path / "config.json").read_bytes()
-    identity = repr(sorted(stamps)).encode() + config_bytes
-    return sha256(identity).hexdigest()[:16]
+    return sha256(repr(stamps).encode() + config_bytes).hexdigest()[:16]
 
 
 def _weights_digest(path: Path) -> str:
     """Which weights these are, on any machine: 16 hex digits.
 
-    Of config.json, and of each file of weights its name, its size and some of its
-    bytes: its head, with the places of all tensors, and pieces of the rest.
+    Of config.json, and of each file of weights its name, its size and pieces of it; its
+    head, with the places of all tensors, is the first.
     """
     digest = sha256((path / "config.json").read_bytes())
     for file_path in sorted(path.glob("*.safe*")):
@@ -14263,15 +14225,17 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
         return length
     if tokenizer_length < 2**31:  # or 1e30, for "not known"
         return tokenizer_length
-    # Gemma 3 leaves it out from 4B on.
+    # Gemma 3 states none from 4B on.
     return 131_072 if facts.get("model_type") == "gemma3_text" else 32_768
 
 
-# What the makers advise for models that were told not to think, by the beginning of the
-# model's type; generation_config.json is about thinking. (They advise a presence penalty
-# of 1.5, too, which forbids what a call has to repeat: names, paths, brackets.)
-_PLAIN_SAMPLING: Final[Mapping[str, Mapping[str, float]]] = {
-    "qwen3": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+# What its makers advise for a Qwen3 that was told not to think: generation_config.json is
+# about thinking. (They advise a presence penalty of 1.5, too, which forbids what a call
+# has to repeat: names, paths, brackets.)
+_PLAIN_QWEN_SAMPLING: Final[Mapping[str, float]] = {
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
 }
 # Where the makers say nothing: of the system that this one replaces.
 _OWN_SAMPLING: Final[Mapping[str, float]] = {
@@ -14293,7 +14257,7 @@ def _default_sampling(
 ) -> DefaultSampling:
     """The settings, then what the makers say in the model's folder or on its card.
 
-    As transformers reads their file: `do_sample` false is greedy, and what it leaves
+    Of their file, as for transformers, `do_sample` false is greedy, and what it leaves
     out is off.
     """
     values, source = _OWN_SAMPLING, "start-llm"
@@ -14309,18 +14273,13 @@ def _default_sampling(
             values = {"temperature": 1.0, **params.model_dump(exclude_unset=True)}
             source = "generation_config.json"
 
-    model_type = str(facts.get("model_type"))
+    is_qwen = str(facts.get("model_type")).startswith("qwen3")
     thinking_kwargs = template.traits.thinking_kwargs
-    was_told_not_to = not thinks and thinking_kwargs[True] != thinking_kwargs[False]
-    for beginning, advice in _PLAIN_SAMPLING.items():
-        if was_told_not_to and model_type.startswith(beginning):
-            values, source = advice, "the model's card"
+    if is_qwen and not thinks and thinking_kwargs[True] != thinking_kwargs[False]:
+        values, source = _PLAIN_QWEN_SAMPLING, "the model's card"
 
-    set_values = {
-        name: getattr(config, f"default_{name}")
-        for name in _SAMPLING_NAMES
-        if getattr(config, f"default_{name}") is not None
-    }
+    settings = {name: getattr(config, f"default_{name}") for name in _SAMPLING_NAMES}
+    set_values = {k: value for k, value in settings.items() if value is not None}
     sources = [f"DEFAULT_{name.upper()}" for name in set_values]
     if not values.keys() <= set_values.keys():
         sources.append(source)
@@ -14341,15 +14300,16 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     if tokenizer.tool_parser is not None:
         grammar = inspect.getsource(sys.modules[tokenizer.tool_parser.__module__])
         grammar += "[CALL_ID]"
-    special_ids: set[int] = set()
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if not token.special:
-            continue
-        special_ids.add(token_id)
-        if token.content in grammar or re.escape(token.content) in grammar:
-            shown_ids.add(token_id)
     # An end token ends the reply, be it the closing tag of a call: gpt-oss's <|call|>.
-    return frozenset((special_ids - shown_ids) | tokenizer.eos_token_ids)
+    hidden_ids: set[int] = set(tokenizer.eos_token_ids)
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        text = token.content
+        is_shown = (
+            token_id in shown_ids or text in grammar or re.escape(text) in grammar
+        )
+        if token.special and not is_shown:
+            hidden_ids.add(token_id)
+    return frozenset(hidden_ids)
 
 
 def memory_limit(config: Config) -> int:
