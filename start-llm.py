@@ -8957,6 +8957,16 @@ def has_vision_class(config: dict[str, Any]) -> bool:
 
 
 # Pinned by test_model_kind.py
+def weight_names(path: Path) -> list[str]:
+    """The names of the weights in a model's folder."""
+    names: list[str] = []
+    for file in path.glob("*.safetensors"):
+        weights: Any = mx.load(str(file))  # lazily: names alone are read
+        names += weights
+    return names
+
+
+# Pinned by test_model_kind.py
 def load_vlm_model(path: Path, *, trust_remote_code: bool) -> Any:
     """A model of mlx-vlm with its weights; it may have no vision tower."""
     from mlx_vlm import utils
@@ -9075,20 +9085,6 @@ HEAD_TARGETS: Final[Mapping[str, frozenset[str]]] = {
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
     )
 }
-
-
-# Pinned by test_draft_head.py
-def has_own_head(path: Path) -> bool:
-    """Whether the weights of a model contain those of a head, as its makers save them."""
-    index_file = path / "model.safetensors.index.json"
-    names: list[str] = []
-    if index_file.is_file():
-        names += json.loads(index_file.read_bytes())["weight_map"]
-    else:
-        for file in path.glob("*.safetensors"):
-            weights: Any = mx.load(str(file))  # lazily: names alone are read
-            names += weights
-    return any(name.startswith("mtp.") for name in names)
 
 
 # Pinned by test_draft_head.py
@@ -12430,9 +12426,9 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # region VISION MODEL ==========================================================
 # An image as a vision model reads it: tokens, positions, embeddings.
 #
-# The model is one of mlx-vlm. Here it is called as one of mlx-lm is, on caches of
-# mlx-lm, so that the engine knows one kind of model. So is a text model for which
-# mlx-lm has no class: VlmModel, without images. An image is, in turn:
+# The model is one of mlx-vlm, called as one of mlx-lm is, on caches of mlx-lm: the
+# engine knows one kind of model. So is a text model for which mlx-lm has no class
+# (VlmModel). An image is, in turn:
 #
 #     in the prompt's text   what the model's processor writes around it, and a marker
 #     in the cache key       negative numbers made of its digest (TOKEN HASHES)
@@ -12450,8 +12446,8 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 #               row     0   1    2   2   2   3   3   3       5   6
 #               column  0   1    2   3   4   2   3   4       5   6      shift: -3
 #
-# mlx-vlm remembers the shift of its last call, which may be another conversation's. So
-# positions are stated in each call.
+# mlx-vlm remembers the shift of its last call, perhaps another conversation's. So each
+# call states positions.
 #
 # Uses     ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST IMAGES, TOKEN HASHES,
 #          UPSTREAM, KV STATE
@@ -12488,8 +12484,7 @@ class _Features(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        arrays: Any = dict(tree_flatten(self.inputs)).values()
-        return sum(array.nbytes for array in arrays)
+        return count_array_bytes(self.inputs)
 
 
 class ImagePositions(NamedTuple):
@@ -12499,17 +12494,19 @@ class ImagePositions(NamedTuple):
     shift: int  # of all text after it; 0 without mRoPE
 
 
+def count_array_bytes(arrays: Any) -> int:
+    """Bytes of arrays in dictionaries and lists."""
+    named_arrays: Any = tree_flatten(arrays)
+    return sum(array.nbytes for _, array in named_arrays)
+
+
 def has_vision_tower(path: Path) -> bool:
     """Whether a model folder has a vision tower with weights that mlx-vlm can load."""
     config = json.loads((path / "config.json").read_bytes())
     if not isinstance(config.get("vision_config"), dict):
         return False
-    # Conversions by mlx-lm leave the tower's weights out. Loading is lazy: this reads
-    # names only.
-    names: list[str] = []
-    for file in path.glob("model*.safetensors"):
-        weights: Any = mx.load(str(file))
-        names += weights
+    # Conversions by mlx-lm leave the tower's weights out.
+    names = weight_names(path)
     has_weights = any("vision" in name or "visual" in name for name in names)
     return has_weights and has_vision_class(config)
 
@@ -12564,33 +12561,23 @@ class VlmModel(Module):  # type: ignore[misc]
         shifts: Sequence[int] = (0,),
     ) -> mx.array:
         """Logits of text tokens `(rows, n)`. `shifts`: of rows, by all their images."""
-        inputs = self._text_inputs(tokens, cache, shifts)
+        inputs: LayerInputs = {}
+        if self._rope_index is not None:
+            first_positions = row_offsets(cache) + mx.array([*shifts])
+            positions = first_positions[:, None] + mx.arange(tokens.shape[1])
+            inputs["position_ids"] = mx.broadcast_to(positions, (3, *positions.shape))
         logits: mx.array
         logits = self.whole.language_model(tokens, cache=cache, **inputs).logits
         return logits
 
-    def _text_inputs(
-        self, tokens: mx.array, cache: LayerCaches, shifts: Sequence[int]
-    ) -> LayerInputs:
-        """What the layers take beside tokens of text `(rows, n)`."""
-        if self._rope_index is None:
-            return {}
-        first_positions = row_offsets(cache) + mx.array([*shifts])
-        positions = first_positions[:, None] + mx.arange(tokens.shape[1])
-        return {"position_ids": mx.broadcast_to(positions, (3, *positions.shape))}
-
     def self_test(self) -> None:
-        """Run the layers on text. Raises what they do."""
+        """Run the layers on text. Raises what they do, or ValueError."""
         tokens = mx.array([[0, 0]])
         layer_caches = self.make_cache()
-        inputs = self._text_inputs(tokens, layer_caches, shifts=[0])
         seal_state(layer_caches)
-        output = self.whole.language_model(tokens, cache=layer_caches, **inputs)
-        mx.eval(output.logits)
-        if self._rope_index is None:
-            return
+        mx.eval(self(tokens, layer_caches))
         n_counted = row_offsets(layer_caches).item()
-        if n_counted != tokens.size:
+        if self._rope_index is not None and n_counted != tokens.size:
             raise ValueError("none of its layers counts tokens")
 
 
@@ -12632,7 +12619,7 @@ class VisionModel(VlmModel):
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of what the tower made of images, as far as it is kept."""
+        """Bytes of what is kept of images."""
         return sum(features.nbytes for features in self._features.values())
 
     # -- any thread: images as tokens --------------------------------------------------
@@ -12668,8 +12655,9 @@ class VisionModel(VlmModel):
             )
         image_slice = slice(int(places[0]), int(places[-1]) + 1)
         markers = inject_image_markers(model_ids, image_slice, digest=digest)
-        prefix = self._decode(model_ids[: image_slice.start])
-        suffix = self._decode(model_ids[image_slice.stop :])
+        decode = partial(self._processor.tokenizer.decode, skip_special_tokens=False)
+        prefix = decode(model_ids[: image_slice.start])
+        suffix = decode(model_ids[image_slice.stop :])
 
         image = ImageTokens(
             source=SentImage(b"", ""),
@@ -12683,34 +12671,20 @@ class VisionModel(VlmModel):
         self._image_tokens[digest] = image
         return image
 
-    def _decode(self, token_ids: TokenIds) -> str:
-        tokenizer = self._processor.tokenizer
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
-
     def _process(self, source: SentImage) -> dict[str, npt.NDArray[Any]]:
-        """Tokens and pixels of an image, by mlx-vlm's names. Raises BadRequest.
-
-        A connection thread and the model thread may come here at once.
-        """
+        """Tokens and pixels of an image, by mlx-vlm's names. Raises BadRequest."""
         try:
             with self._unpack_lock:
-                processed = self._processor(
+                processed: dict[str, Any] = self._processor(
                     text=[self.phrase], images=[source.decode()]
                 )
-            return {
-                name: np.array(value)
-                for name, value in processed.items()
-                if name != "attention_mask"
-            }
+            return {name: np.array(value) for name, value in processed.items()}
         except BadRequest:
             raise
         except Exception as error:  # a strip that is too narrow, for example
             logger.debug("an image cannot be prepared", exc_info=True)
-            raise BadRequest(
-                f"this model cannot take an image like this: {error}",
-                field=source.field,
-            ) from error
+            sentence = f"this model cannot take an image like this: {error}"
+            raise BadRequest(sentence, field=source.field) from error
 
     # -- model thread: images ----------------------------------------------------------
 
@@ -12731,16 +12705,16 @@ class VisionModel(VlmModel):
         image_ids = image.model_ids[image.image_slice]
         model_ids = np.concatenate([tokens[:n_text], image_ids])
 
-        features = self._features.pop(image.digest, None)
-        metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
-        inputs = features.inputs if features else self._run_tower(image)
-        features = _Features(inputs, time.monotonic())
+        cached = self._features.pop(image.digest, None)
+        features = _Features(
+            cached.inputs if cached else self._run_tower(image), time.monotonic()
+        )
         if features.nbytes <= self.max_bytes:  # a larger one would leave no other
             self._features[image.digest] = features
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
-        inputs = self._layer_inputs(inputs, model_ids, n_text=n_text)
+        inputs = self._layer_inputs(features.inputs, model_ids, n_text=n_text)
         if self._rope_index is not None:
             text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
             image_positions = self.image_positions(image).positions + n_text
@@ -12749,7 +12723,7 @@ class VisionModel(VlmModel):
             inputs["position_ids"] = mx.array(position_ids)[:, None]
         token_ids = mx.array(model_ids)[None]
         self.whole.language_model(token_ids, cache=layer_caches, **inputs)
-        return metric
+        return "vlm_feature_hits" if cached else "vlm_tower_runs"
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
         """What the layers take of an image. It does not depend on what is before it.
@@ -12757,28 +12731,29 @@ class VisionModel(VlmModel):
         Raises NotImplementedError if layers want what is not fed here.
         """
         # Pixels are made again here: nobody keeps those of all images that wait.
-        pixels: dict[str, mx.array] = {}
-        for name, value in self._process(image.source).items():
-            if name != "input_ids":
-                pixels[name] = mx.array(value)
+        processed = self._process(image.source)
+        pixels = {
+            name: mx.array(processed[name])
+            for name in processed.keys() - {"input_ids", "attention_mask"}
+        }
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
         # Pinned by test_vision_families.py
         mask = mx.ones_like(token_ids)
         embedded = self.whole.get_input_embeddings(token_ids, mask=mask, **pixels)
-        inputs: LayerInputs = {}
-        for name, value in embedded.to_dict().items():
-            if value is None or name in _IGNORED_INPUTS:
-                continue
-            if name not in _LAYER_INPUTS:
-                raise NotImplementedError(
-                    f"its layers want {name}, which nothing here feeds"
-                )
-            inputs[name] = value
+        inputs: LayerInputs = {
+            name: value
+            for name, value in embedded.to_dict().items()
+            if value is not None and name not in _IGNORED_INPUTS
+        }
+        if unknown := inputs.keys() - _LAYER_INPUTS:
+            raise NotImplementedError(
+                f"its layers want {', '.join(unknown)}, which nothing here feeds"
+            )
         mx.eval(inputs)
         return inputs
 
     def forget_features(self, *, unused_seconds: float = 0.0) -> None:
-        """Let the tower run again for images that were not used for so long."""
+        """Forget what the tower made of images that were not used for so long."""
         latest = time.monotonic() - unused_seconds
         for digest, features in list(self._features.items()):
             if features.used_at <= latest:
@@ -12821,24 +12796,21 @@ class VisionModel(VlmModel):
         if cached is not None:
             return cached
 
-        token_ids = mx.array(image.model_ids)[None]
-        positions, shift = self._rope_index(
-            token_ids, image_grid_thw=mx.array(image.grid)
-        )
+        token_ids, grid = mx.array(image.model_ids)[None], mx.array(image.grid)
+        positions, shift = self._rope_index(token_ids, image_grid_thw=grid)
         own_positions: Any = np.array(positions)[:, 0, image.image_slice]
         own_positions = own_positions - image.image_slice.start
         shift_value: Any = shift.item()
-        image_positions = ImagePositions(own_positions, shift=int(shift_value))
-        self._positions[image.digest] = image_positions
-        return image_positions
+        made = ImagePositions(own_positions, shift=int(shift_value))
+        self._positions[image.digest] = made
+        return made
 
     def self_test(self) -> None:
         """Run the tower on a blank image, and the layers on text."""
         file = io.BytesIO()
         Image.new("RGB", (224, 224)).save(file, "PNG")
         source = SentImage(file.getvalue(), "a blank image")
-        image = self.image_tokens("0" * 64, source)
-        self._run_tower(image)
+        self._run_tower(self.image_tokens("0" * 64, source))
         super().self_test()
 
 
@@ -13897,7 +13869,7 @@ def _load(
         path=path,
         family=_find_family(f"{model_id} {facts['model_type']}", config),
         revision=_weights_revision(path),
-        nbytes=_count_bytes(model),
+        nbytes=count_array_bytes(model.parameters()),
         vocab_size=_vocab_size(facts, tokenizer),
         context_length=context_length,
         max_context_tokens=min(context_length, config.max_kv_size),
@@ -14030,7 +14002,7 @@ def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | Non
         return None
 
     def read() -> LoadedDraftHead | None:
-        has_head = has_own_head(loaded.path)
+        has_head = any(name.startswith("mtp.") for name in weight_names(loaded.path))
         return _read_head(loaded.path, loaded, config) if has_head else None
 
     try:
@@ -14044,7 +14016,9 @@ def _read_head(path: Path, loaded: LoadedModel, config: Config) -> LoadedDraftHe
     whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
     head = MtpHead(path, whole)
     _widen_on_cpu(head.model, config, share=1 / 8)
-    return LoadedDraftHead(head, path, nbytes=_count_bytes(head.model))
+    return LoadedDraftHead(
+        head, path, nbytes=count_array_bytes(head.model.parameters())
+    )
 
 
 def _load_draft_model(
@@ -14075,7 +14049,7 @@ def _load_draft_model(
     return LoadedDraftModel(
         model=model,
         path=path,
-        nbytes=_count_bytes(model),
+        nbytes=count_array_bytes(model.parameters()),
         vocab_size=min(vocab_size, loaded.vocab_size),
     )
 
@@ -14131,9 +14105,10 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
 
     One layer at a time: at no time do all weights exist twice.
     """
-    if all(array.dtype == mx.float32 for array in _weights_of(model)):
+    weights: Any = tree_flatten(model.parameters())
+    if all(array.dtype == mx.float32 for _, array in weights):
         return
-    n_bytes = _count_bytes(model)
+    n_bytes = count_array_bytes(model.parameters())
     n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)
     if n_wide_bytes > max_bytes:
         logger.info(
@@ -14153,7 +14128,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
     logger.info(
         "weights are computed as float32, which is fast on a CPU: %s, stored as %s;"
         " that took %.1f s (CPU_FLOAT32)",
-        in_bytes(_count_bytes(model)),
+        in_bytes(count_array_bytes(model.parameters())),
         in_bytes(n_bytes),
         time.monotonic() - began,
     )
@@ -14201,15 +14176,6 @@ def _weights_digest(path: Path) -> str:
                 file.seek(n_bytes * piece // _N_DIGEST_PIECES)
                 digest.update(file.read(_DIGEST_PIECE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def _count_bytes(model: Any) -> int:
-    return sum(array.nbytes for array in _weights_of(model))
-
-
-def _weights_of(model: Any) -> list[mx.array]:
-    named_weights: Any = tree_flatten(model.parameters())
-    return [array for _, array in named_weights]
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
