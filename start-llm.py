@@ -14824,12 +14824,12 @@ class TokenGenerator:
 #     start: <[^1115,1110,1107,1109]>* <[1115]> <[303]> calls
 #     calls: call (BLANKS? call)*
 #     call: <[1110]> <[198]> <[27]> <[360]> <[28]> <[486]> <[966]> arguments0
-#     arguments0: "<parameter=" keys0_0
+#     arguments0: ("<parameter=" keys0_0)
 #     keys0_0: "path>\n" ((value1 "\n" <[1111]>))
-#     VALUE1_TEXT: /(?s:.{0,})/
-#     VALUE1_END: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
-#     VALUE1_LINE: VALUE1_TEXT & /(?s:(.*[^\n])?)/
 #     value1[lazy]: VALUE1_TEXT /\n/ VALUE1_END | VALUE1_LINE VALUE1_END
+#     VALUE1_LINE: VALUE1_TEXT & /(?s:(.*[^\n])?)/
+#     VALUE1_END: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
+#     VALUE1_TEXT: /(?s:.{0,})/
 #     BLANKS: /[ \t\r\n]{1,8}/
 #
 #     <[303]>          the token with that id; <[^7,9]> any but 7 and 9; <[*]> any
@@ -14839,22 +14839,16 @@ class TokenGenerator:
 #     [lazy]           the shortest text that fits: a value ends at the first end tag
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
-# A value ends at </parameter> only where the syntax goes on, as for who reads the call:
-# here with </function>. So that tag belongs to the end of the value. If an argument n
-# could follow, there would be a value for each of the two next tags:
-#
-#     keys0_0: "path>\n" ((value2 keys0_1 | value3 "\n" <[1111]>))
-#     value2 ends with     </parameter>[blanks]<parameter=      and n follows
-#     value3 ends with     </parameter>[blanks]</function>      and nothing follows
-#
-# Both read over the first </parameter> of "a </parameter> b\n</parameter>\n</function>".
-#
 # So a reply is thinking, without a token that would end it or start a call; </think>;
 # and one call or more. Tags are written as tokens, and so is the opening of a call, as
 # the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
-# cut as the model likes. Other demands have another `start`. After thinking, a reply
-# that must be JSON goes on with (json | calls). If a tool is strict, all is allowed
-# until a call is opened by its tag and a name; then `start: calls` rules the reply.
+# cut as the model likes. A value ends at </parameter> only where the syntax goes on, as
+# for who reads the call: a file may have such tags in it. So </function> belongs to the
+# end of the value.
+#
+# Other demands have another `start`. After thinking, a reply that must be JSON goes on
+# with (json | calls). If a tool is strict, all is allowed until a call is opened by its
+# tag and a name; then `start: calls` rules the reply.
 #
 #  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
 #  2 Reply form   The tags of the model, as tokens.
@@ -14903,11 +14897,7 @@ class Argument(NamedTuple):
 
 
 class ArgumentList(NamedTuple):
-    """Arguments between tags, in this order, and the end of the call.
-
-    A value ends at its closing tag only where the syntax goes on: with the tag of a
-    key, or the end of the call. A file may have closing tags in it.
-    """
+    """Arguments between tags, in this order, and the end of the call."""
 
     key_start: str  # <parameter=
     arguments: tuple[Argument, ...]
@@ -14944,13 +14934,6 @@ class CallForm(NamedTuple):
 
 # -- 2 reply form ----------------------------------------------------------------------
 
-# What follows the tag that ends thinking: before a call, and before a text.
-# why(L-88): gpt-oss prints headers there.
-_AFTER_THINKING: Final = {
-    "<|end|>": ("<|start|>assistant", "<|channel|>final<|message|>")
-}
-_AFTER_OTHER_THINKING: Final = ("\n\n", "")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplyForm:
@@ -14977,16 +14960,14 @@ class _ReplyForm:
         tags = loaded.tokenizer
         encode = loaded.template.encode
         opens_thinking = request.thinking and not in_reasoning
-        before_call, before_text = _AFTER_THINKING.get(
-            tags.think_end, _AFTER_OTHER_THINKING
-        )
+        has_headers = tags.think_end == "<|end|>"  # gpt-oss: why(L-88)
         return cls(
             in_reasoning=in_reasoning,
             think_start=encode(tags.think_start or "") if opens_thinking else [],
             think_end=list(tags.think_end_tokens or ()),
             call_start=encode(call_start),
-            before_call=encode(before_call),
-            before_text=encode(before_text),
+            before_call=encode("<|start|>assistant" if has_headers else "\n\n"),
+            before_text=encode("<|channel|>final<|message|>") if has_headers else [],
             eos_ids=loaded.eos_ids,
         )
 
@@ -15016,17 +14997,13 @@ class _ReplyForm:
         text = f"{_tokens(self.before_text)} json"
         return f"{thinking} ({text} | {calls})" if calls else f"{thinking} {text}"
 
-    def any_call(self) -> str:
-        """A rule: the start of a call, then anything."""
-        return f"{_tokens(self.call_start)} <[*]>*" if self.call_start else ""
-
     def _thinking(self, after: str) -> str:
         """A rule: thinking, the tag that ends it, then the rule `after`.
 
         Thinking may not contain a call: that would end the reply before what is
         demanded. Let <[6]> open thinking, <[7]> end it, <[9]> open a call, and <[2]>
-        end the reply. The first rule is for thinking that the prompt has opened, the
-        second for thinking that the reply may open as its first token:
+        end the reply. The prompt has opened thinking, or the reply may, as its first
+        token:
 
             <[^7,9,2]>* <[7]> BLANKS?
             (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?
@@ -15060,13 +15037,13 @@ MAX_GRAMMAR_CHARACTERS: Final = 200_000
 class _GrammarFault(Exception):
     """A grammar is not compiled; the text says why."""
 
-    def __init__(self, text: str, *, is_too_large: bool = False) -> None:
-        super().__init__(text)
-        self.is_too_large = is_too_large
+
+class _TooLarge(_GrammarFault):
+    """It has too many characters."""
 
 
 class _GrammarText:
-    """The rules of one grammar, by name, each before those that it is made of."""
+    """The rules of one grammar, by name, each after those that it is made of."""
 
     def __init__(
         self,
@@ -15078,48 +15055,39 @@ class _GrammarText:
     ) -> None:
         """In `start`, "calls" is one of these calls or more, and "json" the schema.
 
-        Raises _GrammarFault: it is too large.
+        Raises _TooLarge.
         """
         self._rules: dict[str, str] = {}
         self._n_characters = 0
         self._numbers = count()
         self._encode = encode
 
-        self._add("start", start)
-        if calls:
-            self._add_calls(calls)
+        self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
         if schema is not None:
             self._add("json", f"%json {json.dumps(schema)}")
-        self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
+        ways = []
+        for index, call in enumerate(calls):
+            parts = ["<[*]>*"] if call.parts is None else map(self._part, call.parts)
+            self._add(f"arguments{index}", " ".join(parts))
+            ways.append(f"{_tokens(encode(call.opening))} arguments{index}")
+        if ways:
+            self._add("call", " | ".join(ways))
+            self._add("calls", "call (BLANKS? call)*")
+        self._add("start", start)
 
     def __str__(self) -> str:
-        """What llguidance compiles."""
-        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        """What llguidance compiles, for people each rule before what it is made of."""
+        rules = [f"{name}: {rule}" for name, rule in reversed(self._rules.items())]
         return "\n".join([_GRAMMAR_HEAD, *rules])
 
     def _add(self, name: str, rule: str) -> None:
-        """Set a rule. A first, empty one keeps the place of one that comes later."""
         self._rules[name] = rule
         self._n_characters += len(rule)
         if self._n_characters > MAX_GRAMMAR_CHARACTERS:
-            limit = f"{MAX_GRAMMAR_CHARACTERS:,} characters"
-            raise _GrammarFault(f"it has more than {limit}", is_too_large=True)
-
-    def _add_calls(self, calls: Sequence[CallForm]) -> None:
-        """Add the rule "calls": one call or more."""
-        self._add("calls", "call (BLANKS? call)*")
-        openings = [_tokens(self._encode(call.opening)) for call in calls]
-        ways = [f"{opening} arguments{i}" for i, opening in enumerate(openings)]
-        self._add("call", " | ".join(ways))
-        for index, call in enumerate(calls):
-            name = f"arguments{index}"
-            if call.parts is None:
-                self._add(name, "<[*]>*")
-                continue
-            self._add(name, "")
-            self._add(name, " ".join(map(self._part, call.parts)))
+            raise _TooLarge(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
 
     def _part(self, part: CallPart) -> str:
+        """A rule of this part, or the name of one."""
         match part:
             case str(text):
                 return self._spell(text)
@@ -15138,12 +15106,12 @@ class _GrammarText:
     def _argument_list(self, part: ArgumentList) -> str:
         """Arguments, each of which may be the last if no other has to follow.
 
-        For ls(path, n) of which only path is required, <tool_call> and </tool_call>
-        being the tokens 1 and 2, the rules are, from the last argument to the first:
+        Rules are made from the last argument to the first. Of ls(path, n) only path is
+        required, and the tokens 1 and 2 are <tool_call> and </tool_call>:
 
-            arguments0: "<parameter=" keys0_0
             keys0_1: "n>\\n" ((value1 "\\n" <[2]>))
             keys0_0: "path>\\n" ((value2 keys0_1 | value3 "\\n" <[2]>))
+            arguments0: ("<parameter=" keys0_0)
 
         where value2 ends with </parameter> and <parameter=, value1 and value3 with
         </parameter> and </function>. In GLM's syntax, with the tokens 3 to 6 for the
@@ -15153,32 +15121,22 @@ class _GrammarText:
         """
         name = f"keys{next(self._numbers)}"
         end_tag, bracket, rest = part.end.partition(">")
-        may_end = True  # no argument that follows is required
-        follows = ""  # the rule of those that follow
-        names = [f"{name}_{index}" for index in range(len(part.arguments))]
-        for rule_name in names:
-            self._add(rule_name, "")
-        for index in reversed(range(len(part.arguments))):
-            argument = part.arguments[index]
-            next_rules = {}  # by the tag that comes after the value
-            if follows:
-                next_rules[part.key_start] = follows
-            if may_end:
-                next_rules[end_tag + bracket] = self._spell(rest)
+        # What may follow a value, by the tag that comes next: at first, the end alone.
+        end = {end_tag + bracket: self._spell(rest)}
+        next_keys: dict[str, str] = {}
+        for index, argument in reversed([*enumerate(part.arguments)]):
             choices = [
-                self._argument_value(choice, part.close, next_rules)
+                self._argument_value(choice, part.close, next_keys | end)
                 for choice in argument.choices
             ]
-            rule = f"{self._spell(argument.tag)} ({' | '.join(choices)})"
-            if follows and not argument.is_required:
-                rule += f" | {follows}"
-            follows = names[index]
-            self._add(follows, rule)
-            may_end = may_end and not argument.is_required
-        if not follows:
-            return self._spell(part.end)
-        arguments = f"{self._spell(part.key_start)} {follows}"
-        return f"({arguments} | {self._spell(part.end)})" if may_end else arguments
+            ways = [f"{self._spell(argument.tag)} ({' | '.join(choices)})"]
+            if argument.is_required:
+                end = {}
+            else:
+                ways += next_keys.values()
+            next_keys = {part.key_start: f"{name}_{index}"}
+            self._add(f"{name}_{index}", " | ".join(ways))
+        return self._follow(next_keys | end)
 
     def _argument_value(
         self, choice: CallParts, close: str, next_rules: Mapping[str, str]
@@ -15186,17 +15144,21 @@ class _GrammarText:
         """A value, and the rule of what follows it, by the tag that comes next."""
         *first_parts, value = choice
         assert isinstance(value, TextValue)
-        written = [self._part(first_part) for first_part in first_parts]
-        ways = []
+        written = " ".join(map(self._part, first_parts))
         if any(map(self._is_token, next_rules)):
             # White space is no part of the end: a lazy rule would stop before it.
-            written += [self._part(value._replace(end=close)), "BLANKS?"]
-            ways = [f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items()]
-        else:
-            for tag, rule in next_rules.items():
-                end = f"{close}\n{tag}"
-                ways.append(f"{self._part(value._replace(end=end))} {rule}")
-        return " ".join([*written, f"({' | '.join(ways)})"])
+            text = self._part(value._replace(end=close))
+            return f"{written} {text} BLANKS? {self._follow(next_rules)}".lstrip()
+        ways = [
+            f"{self._part(value._replace(end=f'{close}\n{tag}'))} {rule}"
+            for tag, rule in next_rules.items()
+        ]
+        return f"{written} ({' | '.join(ways)})".lstrip()
+
+    def _follow(self, next_rules: Mapping[str, str]) -> str:
+        """One of these rules, after its tag."""
+        ways = [f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items()]
+        return f"({' | '.join(ways)})"
 
     def _spell(self, text: str) -> str:
         """A certain text: <arg_key> that is a token has to be that token."""
@@ -15267,15 +15229,10 @@ class GrammarCompiler:
         added_tokens = [
             token.content for token in backend.get_added_tokens_decoder().values()
         ]
-        tags = [
-            tokenizer.think_start,
-            tokenizer.think_end,
-            tokenizer.tool_call_start,
-            tokenizer.tool_call_end,
-            *filter(_MARKUP.fullmatch, added_tokens),
-        ]
+        tags = [getattr(tokenizer, name) or "" for name in REPLY_TAGS]
+        tags += filter(_MARKUP.fullmatch, added_tokens)
         backend.add_special_tokens(
-            [tag for tag in tags if tag and backend.token_to_id(tag) is not None]
+            [tag for tag in tags if backend.token_to_id(tag) is not None]
         )
         self._vocabulary = llguidance.LLTokenizer(
             backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids)
@@ -15348,9 +15305,14 @@ def make_constraints(
         # The prompt keeps its tools: without them the KV of all that follows is lost.
         constraints.append(partial(forbid_tokens, form.call_id))
 
-    thinking_limit = _make_thinking_limit(request, form)
-    if thinking_limit is not None:
-        constraints.append(thinking_limit)
+    budget = request.thinking_budget
+    # Where several tokens end thinking, the budget is not kept.
+    can_limit = form.may_think and len(form.think_end) == 1
+    if can_limit and budget is not None and max(budget, 1) < request.max_tokens:
+        ends = [*form.think_end, *form.call_id]
+        constraints.append(
+            partial(limit_thinking, max(budget, 1), start=form.think_start, ends=ends)
+        )
 
     grammars = _ReplyGrammars(loaded, form, call_forms)
     must_call = request.tool_choice.mode in ("required", "named")
@@ -15369,33 +15331,12 @@ def make_constraints(
     return tuple(constraints)
 
 
-def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint | None:
-    """The thinking budget of a request; None if nothing has to be done to keep it.
-
-    None, too, where several tokens end thinking: there the budget is not kept.
-    """
-    if request.thinking_budget is None or not form.may_think:
-        return None
-    budget = max(request.thinking_budget, 1)
-    can_end_it = len(form.think_end) == 1
-    if budget >= request.max_tokens or not can_end_it:
-        return None
-    return partial(
-        limit_thinking,
-        budget,
-        start=form.think_start,
-        ends=[*form.think_end, *form.call_id],
-    )
-
-
 class _ReplyGrammars:
     """Compiles the grammar of a reply, as strong as it can be.
 
     What llguidance cannot compile is weakened step by step (`compile_calls`). What is
     strict is never weakened: the request is refused. That is a schema in
-    `response_format`, and that of a strict tool whose calls can be described at all
-    (CallForm.is_strict). Calls that the model makes by itself, with a tag of several
-    tokens, are not enforced at all (`make_constraints`).
+    `response_format`, and that of a strict tool (CallForm.is_strict).
     """
 
     def __init__(
@@ -15420,8 +15361,8 @@ class _ReplyGrammars:
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         guided = _guide(schema, is_lenient=is_lenient)
         # First without the schemas of the tools: a fault is that of this schema, then.
-        any_call = self._form.any_call() if can_call else ""
-        start = self._form.json_or_calls(any_call)
+        call_start = _tokens(self._form.call_start) if can_call else ""
+        start = self._form.json_or_calls(f"{call_start} <[*]>*" if call_start else "")
         try:
             matcher = self._compile(start, (), guided)
         except _GrammarFault as fault:
@@ -15446,9 +15387,9 @@ class _ReplyGrammars:
         calls = self._calls
         try:
             return self._compile(start, calls, schema)
-        except _GrammarFault as fault:
-            is_too_large = fault.is_too_large
-        if not is_too_large:  # or each of them by itself would take seconds
+        except _TooLarge:
+            pass  # each of them by itself would take seconds
+        except _GrammarFault:
             calls = [self._free_if_faulty(call) for call in calls]
             with suppress(_GrammarFault):
                 return self._compile(start, calls, schema)
@@ -15477,7 +15418,7 @@ class _ReplyGrammars:
         if not strict_calls:
             sentence = "the tools are too many for a call to be forced"
             return BadRequest(sentence, field="tool_choice")
-        if fault.is_too_large:
+        if isinstance(fault, _TooLarge):
             sentence = "with the other tools it is too large to be enforced"
             return strict_calls[0].refusal(sentence)
 
