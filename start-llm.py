@@ -343,26 +343,23 @@ if __name__ == "__main__":
 
 
 # region CUDA ==================================================================
-# What MLX's CUDA build reads from the environment when it is imported. That build is
-# installed on Linux with an NVIDIA GPU; where it is not, nothing is set.
+# What MLX's CUDA build reads from the environment when it is imported. Without that
+# build nothing is set, and what the user has set stays.
 #
 # It compiles each kernel when it is first needed (38 s for a first request on an H200),
-# and keeps it as a file. By default the files lie in /tmp: a reboot deletes them, and
-# where a machine has several users, one of them may put code there that we would run.
-# MLX finds a file by the kernel's name alone, even one that was made for another GPU or
-# by another MLX or compiler. So each user has a folder for each combination of these:
+# and keeps it as a file, in /tmp by default: a reboot deletes the files, and another
+# user of the machine may put code there that we would run. MLX finds a file by the
+# kernel's name alone, even one made for another GPU or by another MLX or compiler. So
+# each user has a folder for each combination of these, if a private one can be made:
 #
 #     ~/.cache/start-llm/kernels/mlx-0.32.4-sm_89-nvrtc-13.5.37
-#
-# A variable that the user has set stays as it is. Where no private folder can be made,
-# the files stay in /tmp.
 #
 # Uses     -
 # Thread   main
 
 _CUDA_SETTINGS = {
     # MLX caches graphs and attention plans, one for each length of the last slice of a
-    # prompt. Its check raises an exception at twice as many as a cache holds.
+    # prompt. Its check raises an exception after twice as many as a cache holds.
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # instead of 400
     "MLX_CUDA_SDPA_CACHE_SIZE": "2000",  # instead of 256; a plan takes 22 ms
@@ -8259,29 +8256,24 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 #     groups (1, heads, n, 2), uint32        one for each group of KV_GROUP_SIZE numbers
 #
 # why(L-21): a token is packed once, alone and at once. So its KV is the same whoever
-# reads it: in a slice of any length, in a batch, in a branch, after a restart. (mlx-lm
-# packs what is there once a prompt has some length. Then what a token has read depends
-# on where the slices ended.)
+# reads it: in a slice of any length, in a batch, in a branch, after a restart. (Of
+# mlx-lm's own packing, which begins at some length, KV depends on where slices ended.)
 #
 # An element of `groups` holds two numbers of 16 bits: the size of a step, and where the
 # steps of this group start (MLX: scale and bias). With "turboquant", each group is
 # first multiplied by a Hadamard matrix with random signs, which spreads a number that
-# stands out over its whole group (arXiv 2504.19874). That is all it has of the method
-# that bears this name elsewhere (in mlx-vlm; both are measured in docs/benchmarks.md):
-# there, whole heads are rotated, and a codebook gives the steps. With 3.5 bits keys
-# have 4 here and values 3; there it is the other way round, which harms more. What
-# stays as it is computed: windows, states, heads whose size is no multiple of the
-# group, and all of a layer that keeps a list of caches.
+# stands out over its whole group (arXiv 2504.19874). What bears this name in mlx-vlm
+# rotates whole heads, and has a codebook; docs/benchmarks.md compares both. What stays
+# as it is computed: windows, states, heads whose size is no multiple of the group, and
+# all of a layer that keeps a list of caches.
 #
-# A layer reads KV in one of two ways:
+# A layer reads KV in one of two ways, which differ in their last bits where calls of one
+# token and of many differ anyway: on a GPU, and with OpenBLAS.
 #
 #     unpacked    all of it becomes plain again, and attention reads that
 #     packed      attention multiplies by the words (mx.quantized_matmul): in calls of
 #                 one token a row, where that is faster and the model's layers can. A
 #                 step that writes a token moves a fifth of the bytes then
-#
-# They differ in their last bits where calls of one token and of many differ anyway: on
-# a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
 # Uses     CONFIG, LOGGING
 # Thread   model; mlx
@@ -8300,7 +8292,6 @@ _SIGNS_SEED: Final = 20504  # the same in each process: KV on the disk is read a
 _WORD_BITS: Final = 32
 # Of logits, between both ways to read: bfloat16 is off by less, a wrong read by more.
 _MAX_READ_DIFFERENCE: Final = 0.1
-_N_TRIED_TOKENS: Final = 9  # every vocabulary has as many
 
 
 @dataclass(frozen=True)
@@ -8347,22 +8338,18 @@ class KVPacking:
         plain = mx.dequantize(
             words, steps, starts, group_size=self.group_size, bits=bits
         )
-        return self.rotate_back(plain) if self.is_rotated else plain
+        return self.rotate(plain, is_back=True) if self.is_rotated else plain
 
-    def rotate(self, plain: mx.array) -> mx.array:
-        """Multiply each group by an orthogonal matrix.
+    def rotate(self, array: mx.array, *, is_back: bool = False) -> mx.array:
+        """Multiply each group by an orthogonal matrix, or by its inverse.
 
         The dot product of two rotated arrays is that of the arrays themselves.
         """
-        groups = mx.unflatten(plain, -1, (-1, self.group_size))
-        signs = mx.array(self._signs, dtype=plain.dtype)
+        groups = mx.unflatten(array, -1, (-1, self.group_size))
+        signs = mx.array(self._signs, dtype=array.dtype)
+        if is_back:
+            return (mx.hadamard_transform(groups) * signs).flatten(-2)
         return mx.hadamard_transform(groups * signs).flatten(-2)
-
-    def rotate_back(self, rotated: mx.array) -> mx.array:
-        """Undo `rotate`."""
-        groups = mx.unflatten(rotated, -1, (-1, self.group_size))
-        signs = mx.array(self._signs, dtype=rotated.dtype)
-        return (mx.hadamard_transform(groups) * signs).flatten(-2)
 
     @cached_property  # each layer asks in each call
     def _signs(self) -> npt.NDArray[Any]:
@@ -8375,10 +8362,7 @@ type QuantizedArray = tuple[mx.array, mx.array, mx.array]
 
 
 def _group_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """The dtype in which steps and starts are stored.
-
-    Of float16 it is float16: bfloat16 would round a start by more than a step.
-    """
+    """The dtype of steps and starts. bfloat16 would round float16's by more than a step."""
     return mx.float16 if dtype == mx.float16 else mx.bfloat16
 
 
@@ -8421,8 +8405,7 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
             layers[number] = PackedKVCache(packing, dtype, can_read_packed=read_packed)
         return layers
 
-    # mlx-lm calls this for every cache that has `bits`. Only ours have it, and only in
-    # a call of one token a row.
+    # mlx-lm calls this for every cache that has `bits`: see PackedKVCache.bits.
     attention.quantized_scaled_dot_product_attention = _attend_packed
     is_better = any(_is_better_packed(dtype, packing) for dtype in dtypes.values())
     read_packed = is_better and _can_read_packed(model, make_packed)
@@ -8434,9 +8417,9 @@ def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
 
     Layers that do something with keys themselves (MLA), or have sinks, cannot.
     """
-    # The first ids of the vocabulary. Were all tokens the same, so would be their
-    # values, and attention that sees the wrong tokens would return the right ones.
-    tokens = mx.arange(_N_TRIED_TOKENS)[None]
+    # Were all tokens the same, so would be their values, and attention that sees the
+    # wrong tokens would return the right ones.
+    tokens = mx.arange(9)[None]
 
     def decode_last_token(*, read_packed: bool) -> mx.array:
         caches = make_caches(read_packed=read_packed)
@@ -8465,9 +8448,8 @@ def _is_better_packed(dtype: mx.Dtype, packing: KVPacking) -> bool:
     and rotated sums have another order, so warm KV would differ from cold in the last
     bits.
     """
-    if mx.default_device() == mx.gpu:
-        return True
-    return bool(dtype == mx.float32 and not packing.is_rotated)
+    is_plain_float32 = dtype == mx.float32 and not packing.is_rotated
+    return mx.default_device() == mx.gpu or is_plain_float32
 
 
 # Pinned by test_packed_kv.py
@@ -8481,11 +8463,10 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
     group_size: int,
     bits: KVPacking,
 ) -> mx.array:
-    """Attention of one token a row, in the place of mlx-lm's function.
+    """Attention of one token a row: mlx-lm's function knows one width and no rotation.
 
-    That one knows one width and no rotation. `queries` and what is returned:
-    `(rows, heads, 1, head_dim)`. `mask`: True of the tokens that are seen. `bits`: the
-    KVPacking (`PackedKVCache.bits`); the name is upstream's.
+    `queries` and what is returned: `(rows, heads, 1, head_dim)`. `mask`: True of the
+    tokens that are seen. `bits`: the KVPacking (`PackedKVCache.bits`).
     """
     packing = bits
     n_rows, n_heads, n_tokens, head_dim = queries.shape
@@ -8505,7 +8486,7 @@ def _attend_packed(  # noqa: PLR0913 - upstream calls it
     weights = mx.softmax(scores, axis=-1, precise=True)
     seen = multiply(weights, *values, transpose=False, bits=packing.value_bits)
     if packing.is_rotated:
-        seen = packing.rotate_back(seen)
+        seen = packing.rotate(seen, is_back=True)
     return seen.reshape(n_rows, n_heads, 1, -1)
 
 
@@ -8565,10 +8546,9 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def bits(self) -> KVPacking:
-        """The whole packing, under the name that mlx-lm looks for.
+        """The whole packing, which mlx-lm passes to `_attend_packed` if there is one.
 
-        mlx-lm tests `hasattr(cache, "bits")`: if so, it calls `_attend_packed`, and
-        passes this. So while KV is read unpacked, this raises an AttributeError.
+        It tests `hasattr(cache, "bits")`: this raises while KV is read unpacked.
         """
         if not self._is_read_packed:
             raise AttributeError("bits")
@@ -8576,16 +8556,16 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
     @property
     def group_size(self) -> int:
-        """Numbers in a group, under the name that mlx-lm looks for."""
+        """Numbers in a group; mlx-lm passes it, too."""
         return self.packing.group_size
 
     @property
     def offset(self) -> Any:
-        """How many tokens each row has, as upstream's caches say it."""
+        """How many tokens each row has, as in upstream's caches."""
         return self.caches[0].offset
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """What each new token sees, as upstream's caches say it."""
+        """What each new token sees, as in upstream's caches."""
         return self.caches[0].make_mask(*args, **kwargs)
 
     @classmethod
@@ -8606,13 +8586,11 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 
 # region UPSTREAM ==============================================================
 # What several sections lean on in mlx-lm and mlx-vlm although it is not documented:
-# private names, cache objects, the ways models are called. All private names of both
-# are here, each in a function with a plain name.
+# private names (all of both are here), cache objects, the ways models are called.
 #
 # A release may change any of it without a word. So the versions are pinned
 # (requirements.txt), and a comment names the test that fails then, here and wherever
-# else it stands ("Pinned by"). Where one fails, upstream is read again before the pin
-# moves.
+# else it stands ("Pinned by"): upstream is read again before the pin moves.
 #
 # Uses     -
 # Thread   model; the tokenizer's: any; mlx
@@ -8634,13 +8612,11 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #
 # In a batch, a short row of KV is padded at its beginning. The buffers of a KVCache
 # have spare places at their end. All leaves have `nbytes` and `empty()`; those with a
-# form for batches have `merge`, `extract`, `extend` and `filter`. KV STATE uses the
-# first two, `keys`, `values` and `offset` of attention leaves, and the list `cache`, by
-# name; SAMPLING uses `extend`, `filter` and `trim`.
+# form for batches have `merge`, `extract`, `extend` and `filter`.
 #
-# What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. Models may have
-# classes of their own: a leaf of a class that is not there is *opaque*. All that is
-# known of it is that it is an object, so it is copied as one, whole (OpaqueState).
+# What KV STATE does with a leaf follows from its kind, in LEAF_KINDS. A leaf of another
+# class, which some models have, is *opaque*: it is copied as an object, whole
+# (OpaqueState).
 
 LayerCaches = list[Any]  # one cache object of mlx-lm for each layer
 
@@ -8703,13 +8679,12 @@ class LeafKind(NamedTuple):
     # No row can be sliced out of the arrays of a batch: its places are padded, or in
     # another order. Upstream's `extract` makes a leaf of a row then.
     must_extract: bool = False
-    is_opaque: bool = False  # nothing is known of it: it is copied whole, one row
+    is_opaque: bool = False
 
 
 _ATTENTION: Final = LeafKind("attention", can_cut=True)
 _RECURRENT: Final = LeafKind("recurrent", can_hold=True, can_put_back=True)
 _WINDOW: Final = LeafKind("window", can_put_back=True, window_attribute="max_size")
-# Like an opaque leaf it is copied as it is, and does nothing else. Its size is known.
 _CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
 _OPAQUE: Final = LeafKind("opaque", is_opaque=True)
 
@@ -8745,10 +8720,9 @@ class OpaqueState:
 
     @classmethod
     def copy_fields(cls, fields: dict[str, Any]) -> OpaqueState:
-        """A copy: what is written into the one is not seen in the other.
+        """A copy; of arrays none is made until one of both is written into.
 
-        Of arrays none is made until one of both is written into. Raises what `deepcopy`
-        raises.
+        Raises what `deepcopy` raises.
         """
         copies: dict[int, Any] = {}  # by the ids of what they are copies of
         copied_fields = deepcopy(fields, copies)
@@ -8854,21 +8828,18 @@ def to_mlx_lm_caches(
         if hasattr(layer, "caches"):
             layer.caches = tuple(map(convert, layer.caches))
             return layer
-        return layer if next(numbers) in uncounted else _to_mlx_lm_leaf(layer)
+        if next(numbers) in uncounted:
+            return layer
+        match type(layer).__name__:
+            case "KVCache":
+                return KVCache()
+            case "ArraysCache":
+                return _VisionRecurrentCache(len(layer.cache))
+            case "RotatingKVCache":
+                return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
+        return layer
 
-    return [convert(layer) for layer in layer_caches]
-
-
-# Pinned by test_vision_families.py
-def _to_mlx_lm_leaf(leaf: Any) -> Any:
-    match type(leaf).__name__:
-        case "KVCache":
-            return KVCache()
-        case "ArraysCache":
-            return _VisionRecurrentCache(len(leaf.cache))
-        case "RotatingKVCache":
-            return RotatingKVCache(max_size=leaf.max_size, keep=leaf.keep)
-    return leaf
+    return list(map(convert, layer_caches))
 
 
 # Pinned by test_drafts.py
@@ -8896,13 +8867,9 @@ def feed_padded(
     where a batch has padding.
     """
     longest = max(map(len, token_rows))
-    padding = [longest - len(token_ids) for token_ids in token_rows]
-    padded_rows = [
-        token_ids + [0] * n_missing
-        for token_ids, n_missing in zip(token_rows, padding, strict=True)
-    ]
+    padded_rows = [ids + [0] * (longest - len(ids)) for ids in token_rows]
     for layer in layer_caches:
-        layer.prepare(right_padding=padding)
+        layer.prepare(right_padding=[longest - len(ids) for ids in token_rows])
     model(mx.array(padded_rows), cache=layer_caches)
     for layer in layer_caches:
         layer.finalize()
@@ -8913,10 +8880,7 @@ def feed_padded(
 
 # Pinned by test_upstream.py::test_a_tokenizer_is_told_to_keep_no_words
 def keep_no_words(tokenizer: Any) -> None:
-    """Have a tokenizer keep no words that it has encoded, from now on.
-
-    Its words are everybody's: one that was sent before is encoded sooner (L-109).
-    """
+    """Have a tokenizer keep no words: one that was sent before is encoded sooner (L-109)."""
     model = tokenizer.backend_tokenizer.model
     if hasattr(model, "_resize_cache"):  # WordPiece and WordLevel have none
         model._resize_cache(0)
@@ -8992,12 +8956,9 @@ def mend_layers(model: Any, layer_caches: LayerCaches) -> LayerCaches:
         return layer_caches
     for layer in layer_caches:
         for pool in getattr(layer, "caches", ()):
-            if getattr(pool, "ratio", 0) == _OVERLAPPING_RATIO:
+            if getattr(pool, "ratio", 0) == 4:
                 pool.__class__ = _overlapping_pool_class()
     return layer_caches
-
-
-_OVERLAPPING_RATIO: Final = 4  # tokens to an entry, where those before them count, too
 
 
 @lru_cache(1)
@@ -9057,13 +9018,9 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
     `mask`: `(..., n, n_cached + n)`, true where a token is seen.
     `image_flags`: `(1, n)`.
     """
-    n_tokens = image_flags.shape[1]
-    n_cached = mask.shape[-1] - n_tokens
-    queries = image_flags[:, :, None]
-    keys = image_flags[:, None]
-    cached_padding = [(0, 0), (0, 0), (n_cached, 0)]
-    pairs = mx.pad(queries * keys, cached_padding)
-    is_pair = pairs > 0
+    n_cached = mask.shape[-1] - image_flags.shape[1]
+    pairs = image_flags[:, :, None] * image_flags[:, None]
+    is_pair = mx.pad(pairs, [(0, 0), (0, 0), (n_cached, 0)]) > 0
     return mask | is_pair[:, None]
 
 
@@ -9167,15 +9124,12 @@ def read_gated_delta_in_chunks() -> None:
 
     read_tokens = gated_delta.gated_delta_ops
 
-    def read(*args: Any) -> tuple[mx.array, mx.array]:
+    def read(*args: Any) -> Any:
         queries, _, _, decay, *_ = args
-        is_prompt = queries.shape[1] > 1
         has_one_decay = decay.ndim == 3  # for each head; Kimi's has one for each value
-        if is_prompt and has_one_decay:
-            chunked: tuple[mx.array, mx.array] = gated_delta_chunked(*args)
-            return chunked
-        one_by_one: tuple[mx.array, mx.array] = read_tokens(*args)
-        return one_by_one
+        is_prompt = queries.shape[1] > 1
+        read_all = gated_delta_chunked if is_prompt and has_one_decay else read_tokens
+        return read_all(*args)
 
     gated_delta.gated_delta_ops = read
 
@@ -14313,10 +14267,8 @@ def memory_limit(config: Config) -> int:
 #                     yields "any token, 2 times"      is sent [hm, so]
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
-#                 REPLY GRAMMAR chooses the constraints of a request.
-#  3 Generation   Rows that decode together. A step, a draft and a prompt's end choose
-#                 their tokens in one way (choose_tokens). mlx-lm's GenerationBatch has
-#                 stop sequences and lengths, too, and no drafts.
+#  3 Generation   Rows that decode together: what mlx-lm's GenerationBatch does, with
+#                 drafts, without stop sequences and lengths.
 #
 # Uses     LOGGING, API TYPES, UPSTREAM
 # Thread   model; mlx
@@ -14327,7 +14279,6 @@ def memory_limit(config: Config) -> int:
 _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
-MAX_STATES: Final = 64  # that a TokenGenerator keeps, for a head
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
 
 # log-probabilities `(1, vocab)` -> token `(1,)`
@@ -14337,10 +14288,7 @@ type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
-    """A function from log-probabilities `(1, vocab)` to a token id `(1,)`.
-
-    All greedy requests share one, so that one call chooses the tokens of all rows.
-    """
+    """The sampler of a request; all greedy ones have the same."""
     if sampling.temperature < _MIN_TEMPERATURE:
         greedy: Sampler = greedy_sampler
         return greedy
@@ -14348,7 +14296,7 @@ def make_sampler(sampling: SamplingParams) -> Sampler:
 
 
 class _RandomSampler:
-    """Draws by a random key of its own: other requests do not change what is drawn.
+    """Draws by a random key of its own, whatever other requests draw.
 
     So a seed gives the same text again, but for the last bits of the logits, which a
     batch changes: they decide where the sums of two tokens are nearly equal.
@@ -14364,8 +14312,7 @@ class _RandomSampler:
         self._key, step_key = mx.random.split(self._key)
         values, ids = _find_candidates(logprobs, self._sampling)
 
-        # why(L-100): noise belongs to a token id: the order of the candidates follows
-        # the last bits of the logits, which a batch changes.
+        # why(L-100): noise of a token id: the order of candidates follows those bits.
         first_half = mx.broadcast_to(step_key[0], ids.shape)
         second_half = ids ^ step_key[1]  # so that each id has a key of its own
         noise = _gumbel_for_each(mx.stack([first_half, second_half], axis=1))
@@ -14385,8 +14332,8 @@ def _find_candidates(
     ids = mx.arange(values.size, dtype=mx.uint32)
     log_total = mx.logsumexp(values)  # about 0: bfloat16 does not add up to 1
 
-    # why(L-100): the best k tokens are in those k blocks that hold the best ones. So k
-    # blocks of the vocabulary are left, and then k single tokens of these.
+    # why(L-100): the best k tokens are in the k blocks with the largest maxima. So k
+    # blocks of the vocabulary are left, and then k blocks of one token.
     for block_size in (_BLOCK_SIZE, 1):
         if 0 < sampling.top_k * block_size < values.size:
             values, ids = _keep_best_blocks(values, ids, sampling.top_k, block_size)
@@ -14447,8 +14394,8 @@ class AllowedTokens(NamedTuple):
         return mx.array(mask)
 
 
-# Yields what may come next; is sent the tokens that came since. It never returns while a
-# reply goes on, which would fail the step of all rows: the last one is for _FOREVER.
+# It never returns while a reply goes on, which would fail the step of all rows: what it
+# yields last is for _FOREVER.
 type ConstraintSteps = Generator[AllowedTokens, list[int]]
 type Constraint = Callable[[], ConstraintSteps]  # begins at the first token of a reply
 
@@ -14532,11 +14479,9 @@ class _ConstraintProcessor:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size >= self._n_next:
-            if self._n_read == 0:  # all tokens so far are the prompt's
-                allowed = next(self._steps)
-            else:
-                new_ids: Any = tokens[self._n_read :].tolist()
-                allowed = self._steps.send(new_ids)
+            # At first all tokens are the prompt's: a generator begins with None.
+            new_ids: Any = tokens[self._n_read :].tolist() if self._n_read else None
+            allowed = self._steps.send(new_ids)
             self._n_read = tokens.size
             self._n_next = tokens.size + allowed.n_steps
             self._mask = allowed.mask(logits.shape[-1])
@@ -14549,12 +14494,10 @@ def make_processors(
     sampling: SamplingParams, constraints: Iterable[Constraint]
 ) -> list[LogitsProcessor]:
     """What changes the logits of a request before a token is sampled, in this order."""
-    repetition_penalty = None  # 1 is none
-    if sampling.repetition_penalty != 1:
-        repetition_penalty = sampling.repetition_penalty
     n_look_back = min(sampling.repetition_context_size, _MAX_LOOK_BACK)
-    if n_look_back == 0:  # then mlx-lm would look back on everything
-        repetition_penalty = None
+    repetition_penalty = None  # with a look-back of 0, mlx-lm would read everything
+    if n_look_back and sampling.repetition_penalty != 1:
+        repetition_penalty = sampling.repetition_penalty
     # OpenAI's penalties have no look-back: one of 0 is not meant for them.
     n_openai_look_back = n_look_back or _DEFAULT_LOOK_BACK
     processors = make_logits_processors(
@@ -14570,6 +14513,8 @@ def make_processors(
 
 
 # -- 3 generation ----------------------------------------------------------------------
+
+MAX_STATES: Final = 64  # that a TokenGenerator keeps, for a head
 
 
 class TokenChoice(NamedTuple):
@@ -14619,9 +14564,7 @@ class TokenGenerator:
     """Rows that decode together, one token a step.
 
     A token that a step returns is being fed already (L-10): the KV of all rows then
-    ends with it, and the token after it is being computed. No row ends by itself. After
-    a draft that was partly wrong some KV may lack `pending_ids`, which the next step
-    feeds, or `settle`.
+    ends with it, and the token after it is being computed. No row ends by itself.
 
     A single row may go on with a draft, in one call of the model:
 
@@ -14633,7 +14576,7 @@ class TokenGenerator:
 
     KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
     arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is fed again with the next step.
+    all that was fed, and `y a b` is pending: the next step feeds it again, or `settle`.
     """
 
     def __init__(  # noqa: PLR0913 - what the rows are, and who else has a say
@@ -14659,8 +14602,7 @@ class TokenGenerator:
         # Of a single row, `(1, n, size)` each, the newest last: of the tokens fed last.
         self.states: list[mx.array] = []
         self.layer_caches = layer_caches
-        # Of a single row: to be fed again. Wrong drafts in a row add to them, until the
-        # DraftBudget is spent: a step feeds them all.
+        # Of a single row: to be fed again. Wrong drafts in a row add to them.
         self.pending_ids: list[int] = []
         self._launch(tokens)
 
@@ -14727,10 +14669,8 @@ class TokenGenerator:
     def step_with(self, draft: list[int]) -> list[SampledToken]:
         """`step` of a single row, which goes on with a draft as long as that is right.
 
-        Returns the token sampled last and those of the draft that would be sampled. If
-        the first token of the draft is wrong, that is what `step` returns.
-
-        Of y a b c d, of which y a b were right, with z pending from the draft before:
+        Returns the token sampled last and those of the draft that would be sampled. Of
+        y a b c d, of which y a b were right, with z pending from the draft before:
 
             all right                     nothing is taken back, nothing is pending
             all KV can be cut             KV is trimmed by c d; nothing is pending
@@ -16177,13 +16117,12 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #
 #     it is generated    its log-probabilities are noted at the last position of the
 #                        prompt, and after 1, 2, 4 ... 128 tokens of the reply
-#     it rests           prompt and reply wait here, as long as the cache has their KV:
-#                        what is forgotten of a conversation is forgotten here, too
+#     it rests           prompt and reply wait here, as long as the cache has their KV
 #     nobody waits       they are read from the first token on, slice by slice; then the
 #                        reply, token by token, as it was generated
 #
-# The largest difference so far is `worst`. A request that comes is served first: what
-# was read so far is dropped, and is read from its beginning later.
+# A request that comes is served first: what was read so far is dropped, and is read
+# from its beginning later.
 #
 # Not checked are images, and replies whose probabilities something has changed: a
 # penalty, a bias or a constraint.
@@ -16194,7 +16133,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Tokens of the reply before it, ascending.
 CHECKED_POSITIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 CHECKED_TOKENS: Final = 20  # of a position, the most probable ones
-MAX_DIFFERENCE: Final = 1e9  # of log-probabilities, that is reported
+MAX_DIFFERENCE: Final = 1e9  # that is reported; JSON has no infinity
 CHECK_AFTER_SECONDS: Final = 5.0  # without requests
 CHECK_SLICE_SECONDS: Final = 0.1  # for which a request that comes then may wait
 MAX_UNCHECKED: Final = 8  # replies that wait; then the oldest is dropped
@@ -16209,8 +16148,8 @@ class NotedLogprobs(NamedTuple):
     def difference(self, logprobs: mx.array) -> float:
         """The largest difference to other ones, `(vocab,)`; a NaN is MAX_DIFFERENCE."""
         others = np.array(logprobs.astype(mx.float32))[self.ids]
-        differences = np.nan_to_num(np.abs(others - self.values), nan=np.inf)
-        return float(differences.clip(max=MAX_DIFFERENCE).max())
+        largest = float(np.abs(others - self.values).max())
+        return MAX_DIFFERENCE if math.isnan(largest) else min(largest, MAX_DIFFERENCE)
 
 
 @dataclass(eq=False, slots=True)
@@ -16251,10 +16190,7 @@ class ExactChecks:
         self._metrics = metrics
         self._n_warm = 0
         self._reading: Generator[None] | None = None  # the oldest one
-        self._layers = loaded.model
         self._model = loaded.model
-        if loaded.vision is not None:  # of texts alone, whose positions are not moved
-            self._model = partial(loaded.vision, shifts=[0])
 
     def choose(
         self, match: PrefixMatch, entry: CacheEntry, key: TokenKey
@@ -16279,7 +16215,7 @@ class ExactChecks:
             self._reading = None
 
     def forget(self, tenant: str, session: str | None) -> None:
-        """Forget the replies of a session, or of a tenant (None)."""
+        """Forget the replies of a session, or, if it is None, of a tenant."""
         self.unchecked = [
             reply
             for reply in self.unchecked
@@ -16321,9 +16257,10 @@ class ExactChecks:
 
     def _check(self, reply: WarmReply, slice_tokens: int) -> Generator[None]:
         """Compute a reply again, and note how much it differs."""
-        layer_caches = make_prompt_cache(self._layers)
-        *slices, last = _slices(reply.prompt_ids, slice_tokens)
-        for tokens in slices:
+        layer_caches = make_prompt_cache(self._model)
+        prompt, last = reply.prompt_ids[:-1], reply.prompt_ids[-1:]  # by itself: L-11
+        for start in range(0, len(prompt), slice_tokens):
+            tokens = prompt[start : start + slice_tokens]
             self._model(mx.array(tokens)[None], cache=layer_caches)
             evaluate_caches(layer_caches)
             yield
@@ -16347,13 +16284,6 @@ class ExactChecks:
             len(reply.prompt_ids),
             worst,
         )
-
-
-def _slices(ids: TokenIds, n_tokens: int) -> list[TokenIds]:
-    """A prompt in slices; the last token is one by itself (L-11)."""
-    starts = range(0, len(ids) - 1, n_tokens)
-    slices = [ids[start : min(start + n_tokens, len(ids) - 1)] for start in starts]
-    return [*slices, ids[-1:]]
 
 
 # region SCHEDULER =============================================================
