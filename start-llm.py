@@ -12391,8 +12391,8 @@ def _compare_texts(earlier: CanonicalMessage, current: CanonicalMessage) -> Chan
 # A prefill slice contains one image at most, whole, and ends with it (L-57).
 #
 # Some models (Qwen, GLM) give an image's tokens positions in rows and columns (mRoPE).
-# Text after it goes on after the largest of them, so from there on positions are not
-# places in the KV: they are shifted.
+# Text after it goes on after the largest of them: it is shifted against its places in
+# the KV.
 #
 #     tokens            a   b   [image: 2 rows, 3 columns]   c   d
 #     place in the KV   0   1    2   3   4   5   6   7       8   9
@@ -12413,7 +12413,7 @@ type LayerInputs = dict[str, mx.array]
 _LAYER_INPUTS: Final = frozenset(
     ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
 )
-# What is made here for each call, or no layer reads.
+# Those that are made for each call, or no layer reads.
 _IGNORED_INPUTS: Final = frozenset(("position_ids", "rope_deltas", "attention_mask_4d"))
 
 
@@ -12430,7 +12430,7 @@ class ImageTokens(NamedTuple):
 
 
 class _Features(NamedTuple):
-    """What the vision tower made of an image, kept for when the image comes again."""
+    """What the vision tower made of an image, for when it comes again."""
 
     inputs: LayerInputs
     used_at: float  # time.monotonic()
@@ -12471,8 +12471,7 @@ class VlmModel(Module):  # type: ignore[misc]
     def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
         super().__init__()
         self.whole = load_vlm_model(path, trust_remote_code=trust_remote_code)
-        # What gives images positions in rows and columns, if anything does:
-        # (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
+        # For mRoPE: (token ids `(1, n)`, image_grid_thw=rows and columns) -> (positions
         # `(3, 1, n)`, the shift of what follows `(1, 1)`). Pinned by test_vision.py
         layers = self.whole.language_model
         self._rope_index: Callable[..., tuple[mx.array, mx.array]] | None = None
@@ -12493,10 +12492,7 @@ class VlmModel(Module):  # type: ignore[misc]
         return to_mlx_lm_caches(own_caches, uncounted=self._uncounted)
 
     def _find_uncounted(self) -> frozenset[int]:
-        """Numbers of leaves that are attention by their class, and lack tokens.
-
-        Layers may use one for what they need now and then. So it is copied whole.
-        """
+        """Numbers of leaves that are attention by their class, and lack tokens."""
         layer_caches = self.make_cache()
         n_tokens = (3, 1)  # a prompt, and a step
         for n in n_tokens:
@@ -12555,8 +12551,8 @@ class VisionModel(VlmModel):
         if self.image_token < 0:
             raise ValueError("its config.json names no token for images")
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
-        # It is in the digest of each image, so that nobody can write markers, or find
-        # two images whose markers are alike. ENGINE puts that of a disk cache here.
+        # In the digest of each image: nobody can write markers, or find two images with
+        # the same. ENGINE puts that of a disk cache here.
         self.secret = uuid.uuid4().bytes
 
         self._sees_both_ways = see_images_both_ways(self.whole)
@@ -12566,8 +12562,8 @@ class VisionModel(VlmModel):
         self._positions = LRUCache(1_000)
         self._features: OrderedDict[str, _Features] = OrderedDict()  # as last used
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
-        # why(L-112): one image is unpacked at a time. Connection threads first queue in
-        # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
+        # why(L-112): one image is unpacked at a time. Connection threads queue in
+        # `_unpacking`; the model thread takes only the lock, and waits for one of them.
         self._unpacking = WorkBudget(1)
         self._unpack_lock = threading.Lock()
 
@@ -12650,10 +12646,10 @@ class VisionModel(VlmModel):
         layer_caches: LayerCaches,
         position: int,
     ) -> str:
-        """Feed text and the image that it ends with.
+        """Feed text and the image that it ends with; returns the metric to count.
 
         `tokens`: of the cache key, with markers. `position`: of the first of them, its
-        place in the KV and the shift by earlier images. Returns the metric to count.
+        place in the KV and the shift by earlier images.
         """
         n_text = len(tokens) - len(image.marker_ids)
         image_ids = image.model_ids[image.image_slice]
@@ -12680,7 +12676,7 @@ class VisionModel(VlmModel):
         return "vlm_feature_hits" if cached else "vlm_tower_runs"
 
     def _run_tower(self, image: ImageTokens) -> LayerInputs:
-        """What the layers take of an image. It does not depend on what is before it.
+        """What the layers take of an image, whatever comes before it.
 
         Raises NotImplementedError if layers want what is not fed here.
         """
@@ -14853,7 +14849,7 @@ class CallForm(NamedTuple):
     given   ""      given         fit the schema, or the request is refused
     None    ""      any           are free: this syntax is not described
     None    given   ""            are free: this schema cannot be enforced
-    None    given   given         are not written: the request is refused
+    None    given   given         the request is refused
     """
 
     opening: str  # up to its arguments, as the model's tokenizer cuts it
@@ -14966,8 +14962,8 @@ class _ReplyForm:
 # What is markup if it is one token: <arg_key>, [TOOL_CALLS]
 _MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
 
-# Without "no_forcing" llguidance itself writes what is certain to come. It would spell
-# <tool_call> in a JSON string, where it is text, by the token of the tag.
+# Or llguidance itself writes what is certain to come, and spells <tool_call> in a JSON
+# string, where it is text, by the token of the tag.
 _GRAMMAR_HEAD: Final = '%llguidance {"no_forcing": true}'
 
 # A schema of 200,000 characters takes a second to compile.
@@ -15161,8 +15157,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's wrapper of one."""
-        # 0.2 s, and the tokenizer up to 1 s: only if a request needs it
-        import llguidance
+        import llguidance  # 0.2 s, and the tokenizer up to 1 s: only at need
 
         # The tags of a reply are markup, so they cannot be a part of a JSON string.
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -15196,7 +15191,7 @@ grammar_compiler: Final = lru_cache(maxsize=1)(GrammarCompiler)
 
 # What an error of llguidance has beside its reason: where it is, a pattern that it
 # quotes, and lines of the grammar. Of this one, "regex parse error: unclosed group"
-# stays, and of others "Invalid type: objekt" or 'Unimplemented keys: ["not"]':
+# stays:
 #     at 7(10): failed to compile JSON schema: regex parse error:
 #         ab(
 #           ^
@@ -15224,8 +15219,8 @@ def make_constraints(
 
     `in_reasoning`: the prompt has opened thinking. `call_start`: the tag that opens a
     call, "" for a model that knows no calls. `call_forms`: how a call may be written,
-    if the reply must be one, or if one may come and some tool is strict; else none.
-    Raises BadRequest: a schema cannot be compiled, or the call cannot be forced.
+    if it must fit a schema; else none. Raises BadRequest: a schema cannot be compiled,
+    or the call cannot be forced.
     """
     demands = (
         request.tool_choice.mode != "auto",
@@ -15263,8 +15258,8 @@ def make_constraints(
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
     elif grammars.has_strict_calls and form.call_id:
-        # Where several tokens open a call, nobody sees in time that it is one: there
-        # `strict` does nothing (docs/known-limitations.md).
+        # Where several tokens open a call, nobody sees in time that it is one: `strict`
+        # does nothing (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
         constraints.append(partial(watch_for_call, openings, grammar))
@@ -15339,8 +15334,18 @@ class _ReplyGrammars:
         ]
         try:
             return self._compile(start, calls, schema)
-        except _GrammarFault as fault:
-            raise self._refusal(calls, fault) from None
+        except _GrammarFault as error:
+            fault = error
+        strict_calls = [call for call in calls if call.is_strict]
+        if not strict_calls:
+            sentence = "the tools are too many for a call to be forced"
+            raise BadRequest(sentence, field="tool_choice")
+        if isinstance(fault, _TooLarge):
+            sentence = "with the other tools it is too large to be enforced"
+            raise strict_calls[0].refusal(sentence)
+        for call in strict_calls:
+            self._free_if_faulty(call)  # raises, if the fault is that of this tool
+        raise strict_calls[0].refusal(f"with the other tools: {fault}")
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
@@ -15351,20 +15356,6 @@ class _ReplyGrammars:
                 raise call.refusal(str(fault)) from None
             return call._replace(parts=None)
         return call
-
-    def _refusal(self, calls: Sequence[CallForm], fault: _GrammarFault) -> BadRequest:
-        """The error for calls of which only the strict ones must fit their schemas."""
-        strict_calls = [call for call in calls if call.is_strict]
-        if not strict_calls:
-            sentence = "the tools are too many for a call to be forced"
-            return BadRequest(sentence, field="tool_choice")
-        if isinstance(fault, _TooLarge):
-            sentence = "with the other tools it is too large to be enforced"
-            return strict_calls[0].refusal(sentence)
-
-        for call in strict_calls:
-            self._free_if_faulty(call)  # raises, if the fault is that of this tool
-        return strict_calls[0].refusal(f"with the other tools: {fault}")
 
     def _compile(
         self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
