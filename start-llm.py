@@ -14370,7 +14370,7 @@ _MAX_LOOK_BACK: Final = 1 << 20  # tokens; MLX slices by 32-bit integers
 class AllowedTokens(NamedTuple):
     """What may come in the next `n_steps` steps; by default, any token.
 
-    If nothing may, the request fails: a row of -inf has no log-probabilities (L-54).
+    If nothing may, the request fails (L-54).
     """
 
     flags: npt.NDArray[np.bool_] = np.empty(0, np.bool_)  # of each id, from 0 on
@@ -14380,7 +14380,7 @@ class AllowedTokens(NamedTuple):
     def mask(self, n_vocab: int) -> mx.array | None:
         """Of each id that the model knows, whether it may come; None: all may.
 
-        A tokenizer may know more ids than the model, or fewer.
+        The flags may be of more ids, or of fewer.
         """
         if self.flags.size == 0 and self.others:
             return None
@@ -14415,8 +14415,7 @@ def limit_thinking(
 
     `start`: the tokens with which a reply opens thinking; [] if the prompt has done so.
     One token may come before them, which counts: GLM writes a line break. Thinking that
-    opens later in the reply has no limit.
-    why(L-82): after a tool call the tag that ends thinking would be a part of the call.
+    opens later has no limit. why(L-82): after a call the tag would be a part of it.
     """
     n_start = len(start)
     reply_ids = yield AllowedTokens(n_steps=n_start + n_tokens)
@@ -14443,9 +14442,7 @@ def follow_grammar(grammar: Any, first_ids: Sequence[int] = ()) -> ConstraintSte
 def watch_for_call(openings: Sequence[Sequence[int]], grammar: Any) -> ConstraintSteps:
     """Any token, until a call has been opened; from it on what `grammar` accepts.
 
-    `openings`: the tokens of each. The tag alone may be a quotation: a call is one once
-    the name of a tool follows, as the template writes it. All tokens are read, so no
-    step begins before the token of the last is computed.
+    `openings`: the tokens of each, tag and name: the tag alone may be a quotation.
     """
     # The empty one is among them. After A A of the opening A A B, a third A leaves A A.
     beginnings = {tuple(ids[:n]) for ids in openings for n in range(len(ids) + 1)}
@@ -14524,10 +14521,9 @@ class TokenChoice(NamedTuple):
 def choose_tokens(
     choices: Sequence[TokenChoice], fed: mx.array, logits: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """The next tokens `(rows,)`, and log-probabilities of all tokens `(rows, vocab)`.
+    """The next tokens `(rows,)`, and log-probabilities `(rows, vocab)`; not computed yet.
 
-    `fed`: the token of each row that its logits come after. All greedy rows without
-    processors may have one choice. Nothing is computed yet.
+    `fed`: the token of each row that its logits come after.
     """
     if any(choice.processors for choice in choices):
         processed = []
@@ -14587,15 +14583,14 @@ class TokenGenerator:
     ) -> None:
         """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
 
-        `layer_caches`: of more than one row in upstream's batch form. `agree`: what
-        makes the tokens of another rank of those sampled here. `tap`: reads the states
-        of the model's last layer, from which a head guesses what follows (DRAFTS).
+        `layer_caches`: of more than one row in upstream's batch form. `agree`: makes the
+        tokens of all ranks of those sampled here. `tap`: reads states, for a head.
         """
         self._model = model
         self._choices = list(choices)
         self._agree = agree
         self._tap = tap
-        # Of a single row, `(1, n, size)` each, the newest last: of the tokens fed last.
+        # Of a single row with a tap: of the tokens fed last, `(1, n, size)` each.
         self.states: list[mx.array] = []
         self.layer_caches = layer_caches
         # Of a single row: to be fed again. Wrong drafts in a row add to them.
@@ -14621,11 +14616,10 @@ class TokenGenerator:
 
         `new_places`: where tokens are whose states are not known yet.
         """
+        call = partial(self._model, tokens, cache=self.layer_caches)
         if self._tap is None or tokens.shape[0] > 1:
-            return self._model(tokens, cache=self.layer_caches)
-        logits, states = self._tap.watch(
-            lambda: self._model(tokens, cache=self.layer_caches)
-        )
+            return call()
+        logits, states = self._tap.watch(call)
         self._keep_states(states[:, new_places])
         return logits
 
