@@ -13565,6 +13565,7 @@ def resolve_model(config: Config) -> Path:
 
 def _resolve(setting: str, name: str, config: Config) -> Path:
     """The folder of the model that a setting names. Raises ModelError."""
+    name = _HUB_URL.sub(r"\1", name)
     server_folder = Path(__file__).resolve().parent
     if name == _DEMO_MODEL:
         folder = server_folder / "models" / name
@@ -13685,9 +13686,8 @@ def load_model(
     if not config.draft_model:
         loaded = _load_kind(path, config)
         return replace(loaded, draft_model=_load_own_head(loaded, config))
-    name = _HUB_URL.sub(r"\1", config.draft_model)
     # Before the model is loaded, which may take minutes: the name may be wrong.
-    draft_path = _resolve("DRAFT_MODEL", name, config)
+    draft_path = _resolve("DRAFT_MODEL", config.draft_model, config)
     loaded = _load_kind(path, config)
     is_head = _read_config_file(draft_path).get("model_type") in HEAD_TARGETS
     load_drafting = _load_draft_head if is_head else _load_draft_model
@@ -13714,13 +13714,10 @@ def reload_weights(loaded: LoadedModel, config: Config) -> None:
 
 def _modules_of(loaded: LoadedModel) -> list[Any]:
     """The model, and what drafts for it."""
-    match loaded.draft_model:
-        case None:
-            return [loaded.model]
-        case LoadedDraftHead(head=head):
-            return [loaded.model, head.model]
-        case LoadedDraftModel(model=draft_model):
-            return [loaded.model, draft_model]
+    drafting: Any = loaded.draft_model
+    if isinstance(drafting, LoadedDraftHead):
+        drafting = drafting.head
+    return [loaded.model, drafting.model] if drafting else [loaded.model]
 
 
 def _load_kind(
@@ -14033,15 +14030,10 @@ def _teach_tags(tokenizer: Any) -> None:
 
 # -- weights on the CPU ----------------------------------------------------------------
 #
-# MLX's CPU backend multiplies float32 with BLAS, and all else with loops of its own.
-# GFLOP/s of one thread, with OpenBLAS (L-107):
-#
-#                   float32   bfloat16   4 bits
-#     512 rows          225        6.8      3.1      prefill
-#       1 row           4.9        3.2      2.7      decode
-#
-# So weights are made float32 where memory allows. Those of 16 bits keep their values
-# exactly, and quantized ones become what they stand for.
+# MLX's CPU backend multiplies float32 with BLAS, and all else with loops of its own: it
+# prefills 33 times as slowly in bfloat16, and 73 times in 4 bits (L-107). So weights are
+# made float32 where memory allows. Those of 16 bits keep their values exactly, and
+# quantized ones become what they stand for.
 
 
 def _widen_on_cpu(model: Any, config: Config, *, share: float) -> None:
@@ -14053,7 +14045,7 @@ def _widen_on_cpu(model: Any, config: Config, *, share: float) -> None:
 def widen_weights(model: Any, *, max_bytes: int) -> None:
     """Make all weights of a model float32, if they take no more than `max_bytes`.
 
-    One layer at a time: at no time do all weights exist twice.
+    One layer at a time: all weights never exist twice.
     """
     weights: Any = tree_flatten(model.parameters())
     if all(array.dtype == mx.float32 for _, array in weights):
@@ -14088,10 +14080,7 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
 
 
 def _find_family(model_names: str, config: Config) -> str:
-    """Whose format of tool calls is tried first, by the model's name and type.
-
-    Whatever its version, a Qwen is taken for "qwen3", and a GLM for "glm4".
-    """
+    """Whose format of tool calls is tried first, by the model's name and type."""
     if config.model_family != "auto":
         return config.model_family
     for name, family in (("qwen", "qwen3"), ("glm", "glm4")):
@@ -14145,15 +14134,14 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     return 131_072 if facts.get("model_type") == "gemma3_text" else 32_768
 
 
-# What its makers advise for a Qwen3 that was told not to think: generation_config.json is
-# about thinking. (They advise a presence penalty of 1.5, too, which forbids what a call
-# has to repeat: names, paths, brackets.)
+# What its makers advise for a Qwen3 that was told not to think. (And a presence penalty
+# of 1.5, which forbids what a call has to repeat: names, paths, brackets.)
 _PLAIN_QWEN_SAMPLING: Final[Mapping[str, float]] = {
     "temperature": 0.7,
     "top_p": 0.8,
     "top_k": 20,
 }
-# Where the makers say nothing: of the system that this one replaces.
+# Where the makers say nothing; from the system that this one replaces.
 _OWN_SAMPLING: Final[Mapping[str, float]] = {
     "temperature": 0.1,
     "top_p": 0.9,
