@@ -206,6 +206,7 @@ from itertools import (
     islice,
     product,
 )
+from operator import itemgetter
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import (
@@ -1696,9 +1697,8 @@ def _append_line(path: Path, line: bytes) -> None:
 #     48 MB  "work"   once all of it has come, until the engine has its tokens
 #
 # Its client may take a minute to send it, so no work is reserved meanwhile. Nothing is
-# reserved as "held" while it has "work", so no two wait for each other. Two other
-# sections have a WorkBudget of one unit, so that one request at a time does a step: one
-# text that cannot be cut is tokenized (TOKENIZER), one image unpacked (VISION MODEL).
+# reserved as "held" while it has "work", so no two wait for each other. TOKENIZER and
+# VISION MODEL have a WorkBudget of one unit each: one request at a time does a step.
 #
 # Uses     -
 # Thread   any
@@ -1716,7 +1716,7 @@ class WorkBudget:
         self.n_units = n_units
         self.n_free = n_units
         self._changed = threading.Condition()  # guards `n_free` and the queue
-        self.waiting: deque[object] = deque()  # one for each that waits, oldest first
+        self._waiting: deque[Reservation] = deque()  # the oldest first
 
     @contextmanager
     def reserve(
@@ -1727,37 +1727,35 @@ class WorkBudget:
         `check_client` is called at least every CLIENT_LOOK_SECONDS of the wait. What it
         raises ends the wait.
         """
-        n_units = min(n_units, self.n_units)
-        self._acquire(n_units, check_client)
-        reservation = Reservation(self, n_units)
+        reservation = Reservation(self, min(n_units, self.n_units))
+        with self._changed:
+            self._waiting.append(reservation)
+        try:
+            while not self._take(reservation):
+                check_client()
+        finally:
+            with self._changed:
+                self._waiting.remove(reservation)
+                self._changed.notify_all()
+
         try:
             yield reservation
         finally:
             reservation.shrink(0)
 
-    def _acquire(self, n_units: int, check_client: Callable[[], None]) -> None:
-        """Take the units: at once where nobody waits, else at the head of the queue."""
-        place = object()
+    def _take(self, reservation: Reservation) -> bool:
+        """Take the units, if its turn comes before the next look at the client."""
         with self._changed:
-            if not self.waiting and n_units <= self.n_free:
-                self.n_free -= n_units
-                return
-            self.waiting.append(place)
-        try:
-            while True:
-                with self._changed:
-                    is_turn = self._changed.wait_for(
-                        lambda: self.waiting[0] is place and n_units <= self.n_free,
-                        timeout=CLIENT_LOOK_SECONDS,
-                    )
-                    if is_turn:
-                        self.n_free -= n_units
-                        break
-                check_client()
-        finally:
-            with self._changed:
-                self.waiting.remove(place)
-                self._changed.notify_all()
+            has_turn = self._changed.wait_for(
+                lambda: (
+                    self._waiting[0] is reservation
+                    and reservation.n_units <= self.n_free
+                ),
+                timeout=CLIENT_LOOK_SECONDS,
+            )
+            if has_turn:
+                self.n_free -= reservation.n_units
+            return has_turn
 
     def release(self, n_units: int) -> None:
         """Give units back; only a Reservation calls it, with units of its own."""
@@ -1766,23 +1764,18 @@ class WorkBudget:
             self._changed.notify_all()
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """Units of a budget that are taken, until they are given back."""
 
-    def __init__(self, budget: WorkBudget, n_units: int) -> None:
-        self._budget = budget
-        self._n_units = n_units
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody waits for units of the same budget."""
-        return bool(self._budget.waiting)
+    budget: WorkBudget
+    n_units: int
 
     def shrink(self, n_units: int) -> None:
         """Give back all but `n_units`, if there are more."""
-        n_excess = max(0, self._n_units - n_units)
-        self._n_units -= n_excess
-        self._budget.release(n_excess)
+        n_excess = max(0, self.n_units - n_units)
+        self.n_units -= n_excess
+        self.budget.release(n_excess)
 
 
 def memory_bytes(*values: object) -> int:
@@ -23147,13 +23140,10 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
 
 def _find_session_id(planned: PlannedRequest) -> str:
     conversation = planned.plan.conversation
-    start_key = b""  # of the messages up to the first one of the user
-    for message, key in zip(
-        conversation.messages, conversation.prefix_keys[1:], strict=False
-    ):
-        if message.role not in SYSTEM_ROLES:
-            start_key = key
-            break
+    roles = [message.role for message in conversation.messages]
+    n_system = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), -1)
+    # Of the messages up to the first one of the user.
+    start_key = conversation.prefix_keys[n_system + 1] if n_system >= 0 else b""
     ids = planned.plan.rendered.ids
     return session_id_for(planned.request.session, ids, start_key=start_key)
 
@@ -23641,24 +23631,6 @@ def kept_awake(config: Config) -> Iterator[None]:
         yield
 
 
-class SessionTurn(RequestFacts):
-    """A request in the session index."""
-
-    parent: str | None  # session id of the agent that started this one
-    stable_prefix_msg_count: int  # messages that the conversation had before
-
-
-class SessionRecord(SessionTurn):
-    """A request in the session log; the counters, and what settings add, come after."""
-
-    effort_sent: str  # by the client or a setting: "high"; "" if by none
-    effort: str  # what the template got: "xhigh"; "none" if it does not think
-
-    head: str | None  # stands for template, tools and settings
-    n_messages: int
-    rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
-
-
 class ReplyGeneration:
     """One request from its submission to its last event; close() it in any case.
 
@@ -24069,13 +24041,13 @@ class ReplyGeneration:
         digests = [message.digest for message in plan.conversation.messages]
         earlier = stores.session_index.requests(session_id)
         n_stable = max((message_diff(r.digests, digests) for r in earlier), default=0)
-        names = RequestFacts.__annotations__
-        facts = {name: value for name, value in row.items() if name in names}
-        turn: SessionTurn = {
-            **cast(RequestFacts, facts),
-            "parent": request.session.parent_session_id,
-            "stable_prefix_msg_count": n_stable,
+        turn: dict[str, object] = {
+            name: value
+            for name, value in row.items()
+            if name in RequestFacts.__annotations__
         }
+        turn["parent"] = request.session.parent_session_id  # who started a sub-agent
+        turn["stable_prefix_msg_count"] = n_stable  # messages that were sent before
         stores.session_index.note(session_id, turn, now=time.monotonic())
 
         effort = "none"
@@ -24084,25 +24056,24 @@ class ReplyGeneration:
         head = None
         if plan.can_be_recorded:
             head = plan.conversation.context_key.hex()[:12]
-        record: SessionRecord = {
+        record = {
             **turn,
-            "effort_sent": request.effort,
-            "effort": effort,
-            "head": head,
+            "effort_sent": request.effort,  # by the client or a setting: "high"
+            "effort": effort,  # what the template got: "xhigh"
+            "head": head,  # stands for template, tools and settings
             "n_messages": len(request.messages),
             "rules": count_rules(plan.conversation.messages),
         }
-        content: dict[str, object] = {}
         if config.enable_request_logging:  # those that are not in the line before
             n_logged = 0
             if earlier:
                 sent_hashes = _hash_messages(request.messages)
                 n_logged = message_diff(earlier[-1].sent_hashes, sent_hashes)
-            content["messages"] = request.messages[n_logged:]
+            record["messages"] = request.messages[n_logged:]
         if config.log_prompt_tokens:
-            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
-        counters = self._state.metrics.snapshot()
-        self._state.session_log.write(session_id, {**record, **content, **counters})
+            record["tokens"] = self._prepared.engine_request.key.tokens.tolist()
+        record |= self._state.metrics.snapshot()
+        self._state.session_log.write(session_id, record)
 
     def _compare_with_history(self, row: RequestRow) -> None:
         """Give a reason if much that the session had sent was prefilled again."""
@@ -24270,25 +24241,11 @@ def status_body(state: ServerState) -> StatusBody:
     """
     engine = state.engine
     now = time.monotonic()
-    requests: list[RequestRow] = []
-    recent: list[RequestRow] = []
-    divergences: list[Divergence] = []
-    refusals: list[Refusal] = []
-    sessions: list[SessionRow] = []
+    stores = [view.stores for view in state.views()]
     ledger: Counter[str] = Counter()
-    for view in state.views():
-        stores = view.stores
-        requests += _running_rows(stores)
-        recent += stores.recent
-        divergences += stores.divergences
-        refusals += stores.refusals
-        sessions += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
-        ledger.update(stores.ledger.snapshot())
-    requests.sort(key=lambda row: row["started_at"])
-    recent.sort(key=lambda row: row["time"] or 0.0)
-    divergences.sort(key=lambda divergence: divergence["time"])
-    refusals.sort(key=lambda refusal: refusal["at"])
-    sessions.sort(key=lambda row: row["idle_seconds"])
+    for store in stores:
+        ledger.update(store.ledger.snapshot())
+    sessions = [s.session_index.snapshot(now, newest=MAX_SESSIONS) for s in stores]
 
     _, health = health_body(state)
     body: StatusBody = {
@@ -24299,13 +24256,15 @@ def status_body(state: ServerState) -> StatusBody:
         "uptime_seconds": int(time.time()) - state.started,
         "engine": {"state": engine.state},
         "memory": {},
-        "requests": requests,
-        "recent": recent[-MAX_RECENT:],
-        "divergences": divergences[-MAX_DIVERGENCES:],
-        "refusals": refusals[-MAX_REFUSALS:],
+        "requests": _merge(map(_running_rows, stores), by="started_at"),
+        "recent": _merge((s.recent for s in stores), by="time")[-MAX_RECENT:],
+        "divergences": _merge((s.divergences for s in stores), by="time")[
+            -MAX_DIVERGENCES:
+        ],
+        "refusals": _merge((s.refusals for s in stores), by="at")[-MAX_REFUSALS:],
         "totals": state.metrics.totals(),
         "cache": _own_entries(state, engine.cache_entries),
-        "sessions": sessions[:MAX_SESSIONS],
+        "sessions": _merge(sessions, by="idle_seconds")[:MAX_SESSIONS],
         "ledger": dict(ledger),
         "counters": state.metrics.snapshot(),
     }
@@ -24339,6 +24298,13 @@ def status_body(state: ServerState) -> StatusBody:
         if isinstance(model.lockstep, ClusterRank) and not state.tenant:
             body["ranks"] = {"hosts": model.lockstep.hosts}
     return body
+
+
+def _merge[Row: Mapping[str, object]](
+    lists: Iterable[Iterable[Row]], *, by: str
+) -> list[Row]:
+    """The rows of several tenants, those with the smallest field `by` first."""
+    return sorted(chain.from_iterable(lists), key=itemgetter(by))
 
 
 def _running_rows(stores: TenantStores) -> list[RequestRow]:
