@@ -2105,25 +2105,18 @@ def drop_nulls(fields: Mapping[str, Any]) -> JsonObject:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def value_at(fields: JsonObject, path: str) -> object:
-    """The value at a path such as "metadata.user_id"; None if there is none."""
-    value: object = fields
-    for name in path.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(name)
-    return value
-
-
 def values_at(
     places: Iterable[str], fields: JsonObject, headers: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, object]]:
     """Each of the places that has a value, and the value.
 
-    A place is a path in the body or, where that has nothing, the name of a header.
+    A place is a path in the body, such as "metadata.user_id", or, where that has
+    nothing, the name of a header.
     """
     for place in places:
-        value = value_at(fields, place)
+        value: Any = fields
+        for name in place.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
         if value is None and headers:
             value = headers.get(place)
         if value is not None:
@@ -2450,9 +2443,8 @@ def read_schema(response_format: JsonObject, *, field: str) -> JsonObject | None
     match response_format:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return schema
-        case {"type": "json_schema", "schema": dict(schema)}:  # Anthropic
-            return schema
-        case {"type": "json_object", "schema": dict(schema)}:  # llama.cpp, Together
+        # Anthropic; llama.cpp and Together
+        case {"type": "json_schema" | "json_object", "schema": dict(schema)}:
             return schema
         case {"type": "json_object", "schema": _}:
             raise BadRequest("should be an object", field=f"{field}.schema")
@@ -3278,6 +3270,8 @@ class AnthropicFormatter:
     block is a line of _DELTA_NAMES and a case in delta_events() and _end_block().
     """
 
+    closes_cut_calls = False  # why(L-86): Claude Code runs each call that it can parse
+
     def __init__(
         self, request_id: str, model: str, *, diagnostics: JsonObject | None = None
     ) -> None:
@@ -3288,11 +3282,6 @@ class AnthropicFormatter:
         self._content: list[JsonObject] = []  # the blocks that have ended
         self._block: JsonObject | None = None  # the one that is open, as it began
         self._text = ""  # of the open block; of a call: its arguments, as JSON
-
-    @property
-    def closes_cut_calls(self) -> bool:
-        """No. why(L-86): Claude Code runs each call that it can parse."""
-        return False
 
     def start_events(self, usage: Usage) -> list[JsonObject]:
         """The message, which has no content yet."""
@@ -22559,9 +22548,8 @@ def _exclude(pattern: str, choice: CallParts) -> CallParts:
 # region TENANTS ===============================================================
 # What outlives a request: the stores of each tenant, and the state of the server.
 #
-# A tenant is whoever shares nothing with others: everybody is one, or CACHE_ISOLATION
-# parts keys or users. Each tenant has stores of its own, so that nothing crosses, not
-# even by time. Who has the key of several users sees all of their stores (`views`).
+# Each tenant (CONFIG says who is one) has stores of its own, so that nothing crosses,
+# not even by time. Who has the key of several users sees all of theirs (`views`).
 #
 # Uses     all
 # Owns     _tenants_lock
@@ -22573,13 +22561,10 @@ MAX_REFUSALS: Final = 50
 
 
 class RequestRow(RequestFacts):
-    """A request on the status page: what it is, did and waits for.
+    """A request on the status page; until it has ended, `finish` is ""."""
 
-    Until it has ended, `finish` is "", and its figures are those of now.
-    """
-
-    time: float | None  # Unix seconds: when it ended; None: it has not
-    started_at: float  # the same: when it came
+    time: float | None  # Unix seconds: when it ended
+    started_at: float  # when it came
     seconds: float  # since it came, or that it took
     phase: str  # "queued", "prefill", "decode", "ended"
     max_tokens: int  # the most that `out` can be
@@ -22611,15 +22596,14 @@ class Divergence(TypedDict):
 class TenantStores:
     """What remembers the requests of one tenant.
 
-    Each store has its own lock. The dict and the deques need none: an item is added or
-    removed, or all are copied, in one step of the interpreter.
+    Each store has its own lock. The dict and the deques need none: the interpreter adds
+    or removes an item, or copies all, in one step.
     """
 
     ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
     planner: PromptPlanner  # makes prompts from it
     session_index: SessionIndex  # the last requests, to compare the next one with
-    # Of requests that have not ended, by request id: what makes their row.
-    live: dict[str, Callable[[], RequestRow]]
+    live: dict[str, Callable[[], RequestRow]]  # rows of those that run, by request id
     recent: deque[RequestRow]  # that have ended, the oldest first
     divergences: deque[Divergence]  # the oldest first
     refusals: deque[Refusal]  # the oldest first
@@ -22661,10 +22645,7 @@ class Tenants:
             return self._states.get(tenant)
 
     def keep(self, state: ServerState) -> ServerState:
-        """Let this be the state of its tenant, unless there is one; that which is.
-
-        Its tenant is now the one that was used last.
-        """
+        """The state of a tenant, this one if it had none; it was used last now."""
         with self._tenants_lock:
             state = self._states.setdefault(state.tenant, state)
             self._states.move_to_end(state.tenant)
@@ -22725,15 +22706,9 @@ class ReplicaReport(TypedDict):
 class Proxy:
     """The state of LiteLLM beside the server: MAIN sets it, STATUS shows it.
 
-    LiteLLM is a process of its own, kept by another. How a replica is gets here so:
-
-    Replicas.note    replica_choice.py, in LiteLLM: a replica does not answer
-       |             a line REPLICAS [{"url": ..., "state": "down", ...}, ...]
-    pipe             stderr of the keeper (litellm_beside.py), which LiteLLM inherits
-       |
-    _follow_keeper   MAIN: sets `replicas`
-       |
-    status_body      STATUS: GET /v1/status, which the page reads
+    LiteLLM is a process of its own, kept by another (litellm_beside.py), whose stderr
+    it inherits. There replica_choice.py writes how the replicas are, a line
+    REPLICAS [{"url": ..., "state": "down", ...}], which _follow_keeper() reads.
     """
 
     def __init__(self, config: Config) -> None:
@@ -22769,10 +22744,10 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
     def for_tenant(self, tenant: str) -> ServerState:
-        """The same server with the stores of a tenant.
+        """The same server with the stores of a tenant, new ones if it has none.
 
-        A tenant without stores gets new ones. Those of a user are kept by keep() alone:
-        so nothing is left of a name that somebody has only asked about. Keys are few.
+        Those of a user are kept by keep() alone: so nothing is left of a name that
+        somebody has only asked about. Keys are few.
         """
         if not tenant:
             return self.keep()
@@ -22787,7 +22762,7 @@ class ServerState:
         return state if "/" in tenant else state.keep()
 
     def keep(self) -> ServerState:
-        """Keep these stores; or return those that their tenant has got meanwhile."""
+        """Keep these stores, or find those that their tenant has got meanwhile."""
         state = self.tenants.keep(self)
         state.metrics.keep()
         return state
@@ -22818,14 +22793,10 @@ class ServerState:
 #     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
 #     bodies           ResponseFormatter of the API that was called
 #
-# Whatever is wrong with a request is found before it is submitted: nothing of the
-# response has been sent, so it can have a status code. A reply is recorded before its
-# last events are sent, because the client's next request may follow at once. A failed
-# reply is only reported; of one that its client has left, what was shown is recorded
-# (L-121).
-#
-# The bodies of a response come from an iterator, which gives None whenever nothing is
-# new: then the HTTP server looks whether the client is still there.
+# Whatever is wrong with a request is found before it is submitted, while the response
+# can have a status code. A reply is recorded before its last events are sent: the
+# client's next request may follow at once. A failed reply is only reported; of one that
+# its client has left, what was shown is recorded (L-121).
 #
 # A field of a request that the model has to obey (a schema, a forced tool) becomes a
 # constraint in SAMPLING. One that ends the reply (stop strings, one call only) belongs
@@ -22888,9 +22859,8 @@ def _count_characters(request: ChatRequest) -> int:
     """About how many characters are sent for a prompt, without those of replies.
 
     why(L-129): a request that cannot fit is refused before it is rendered. Templates
-    leave out past thinking, which may stand in the text of a reply; if they print it,
-    ChatTemplate finds that it is too long. A message has some 50 more characters here,
-    for four tokens or more that most templates print around it.
+    leave out past thinking, which may stand in the text of a reply. A message has some
+    50 more characters here, for the tokens that most templates print around it.
     """
     printed: list[object] = [request.prompt, request.tools]
     for message in request.messages:
@@ -22998,8 +22968,7 @@ class PreparedRequest(NamedTuple):
 def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest:
     """Plan the prompt of a request and check all that can be refused.
 
-    Raises what plan_request() raises, and BadRequest, or ContextTooLong for a prompt
-    that leaves no token for the reply.
+    Raises what plan_request() raises, and BadRequest.
     """
     planned = plan_request(state, request)
     request = planned.request
@@ -23104,9 +23073,8 @@ def _find_call_forms(
 ) -> Sequence[CallForm]:
     """How a call may be written that `tool_choice` demands, or if a tool is strict.
 
-    A form fixes the order of the arguments. It is that of `shown_tools`, the same tools
-    as the prompt has them: the model has not read the order in which they were sent.
-    () if any call will do. Raises BadRequest: the model knows no calls.
+    A form fixes the order of the arguments: that of `shown_tools`, as the prompt has
+    them. () if any call will do. Raises BadRequest: the model knows no calls.
     """
     mode, name = request.tool_choice
     must_call = mode in ("required", "named")
@@ -23179,11 +23147,13 @@ def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
 
     A sub-agent belongs to the session that has started it.
     """
-    known_ids = [row()["session"] for row in list(state.stores.live.values())]
-    index = state.stores.session_index
-    parent_id = prepared.request.session.parent_session_id
-    for session_id in (prepared.session_id, parent_id):
-        if session_id in index or session_id in known_ids:
+    stores = state.stores
+    running_ids = [row()["session"] for row in list(stores.live.values())]
+    for session_id in (
+        prepared.session_id,
+        prepared.request.session.parent_session_id,
+    ):
+        if session_id in stores.session_index or session_id in running_ids:
             return
     raise Draining("this server is being drained: it takes no new sessions")
 
@@ -23202,8 +23172,7 @@ class StopStrings:
     def feed(self, text: str, *, is_last: bool = False) -> str:
         """The text that is certain to come before any stop string.
 
-        After a stop string came, there is none. `is_last`: no text follows, so nothing
-        is held back.
+        `is_last`: no text follows, so nothing is held back.
         """
         if self.hit:
             return ""
@@ -23245,8 +23214,8 @@ TextEnd = Literal["open", "stop_string", "call_limit", "broken"]
 class ReplyDecoder:
     """Makes the deltas of one reply from its tokens.
 
-    Each token takes four steps: it becomes text, the text ends before a stop string, it
-    is parted into reasoning, content and tool calls, and calls are read.
+    A token becomes text, which ends before a stop string; the rest is parted into
+    reasoning, content and tool calls.
     """
 
     def __init__(self, prepared: PreparedRequest) -> None:
@@ -23303,10 +23272,7 @@ class ReplyDecoder:
         return deltas
 
     def _can_stop(self, token_id: int, text: str) -> bool:
-        """Whether a stop string in this text counts. why(L-80): only in content.
-
-        In thinking, calls, tags, and white space after a tag it does not.
-        """
+        """Whether a stop string in this text counts. why(L-80): only in content."""
         is_after_call = self.reader.is_after_call
         is_in_call = self.reader.in_call and not is_after_call
         if self.reader.is_thinking or is_in_call or token_id in self._tags_by_id:
@@ -23316,10 +23282,7 @@ class ReplyDecoder:
         return not (is_after_tag and is_white_space)
 
     def _note_shown(self, deltas: list[JsonObject]) -> None:
-        """Note an end of the reply if nothing of its text so far is held back.
-
-        A client that leaves here has the text of all these tokens.
-        """
+        """Note an end of the reply if a client that leaves here has all of its text."""
         for delta in deltas:
             self._n_letters += len(delta.get("content", ""))
         is_in_content = bool(deltas) and "content" in deltas[-1]
@@ -23428,7 +23391,7 @@ EndingKind = Literal["finished", "stopped", "cut", "left", "failed"]
 
 
 class ReplyEnding(NamedTuple):
-    """How a reply ended. It is made once, at the end.
+    """How a reply ended.
 
     finished   the model ended it
     stopped    this program did, at a stop string or before one call too many
@@ -23442,11 +23405,7 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending(reason: EndReason, text_end: TextEnd, *, n_calls: int) -> ReplyEnding:
-    """How a reply ended.
-
-    The first of these counts: it failed, or its client left; why its text was over; how
-    the engine ended it.
-    """
+    """How a reply ended, by how the engine ended it, and why its text was over."""
     match reason, text_end:
         case "failed", _:
             return ReplyEnding("failed", "length")
@@ -23489,18 +23448,16 @@ def can_be_replayed(
 # -- what people see of a request ------------------------------------------------------
 
 _OF_AN_AGENT: Final = ("<", "# AGENTS.md")  # how texts begin that no user wrote
-# What agents write before the folder in which they work: Claude Code and opencode in a
-# line of the system prompt, Codex in a text that no user wrote.
+# What agents write before the folder in which they work: Claude Code and opencode in
+# the system prompt, Codex in a text that no user wrote.
 _FOLDER_LABELS: Final = ("orking directory: ", "<cwd>")
 
 
 def _find_title(request: ChatRequest) -> str:
-    """An agent's folder, and how the first message of the user begins.
+    """An agent's folder and how the user's first text, or the prompt, begins.
 
-    Of a completion it is how the prompt begins. "shop: Mend the failing test"
-
-    A part that begins with a tag is no text of the user: agents put reminders there.
-    Nor is one with the instructions of a project, which Codex sends as the first.
+    "shop: Mend the failing test". Texts that agents add, reminders and instructions of
+    a project, count only if there is no other.
     """
     user_texts = _list_texts(request, "user")
     if isinstance(request.prompt, str):
@@ -23607,11 +23564,8 @@ def _make_formatter(state: ServerState, prepared: PreparedRequest) -> ResponseFo
 
 
 def _lower_thread_priority() -> None:
-    """Let this thread give way to others. why(L-35): rendering slows down streams.
-
-    Only on Linux do threads have a priority of their own.
-    """
-    if sys.platform == "linux":
+    """Let this thread give way to others. why(L-35): rendering slows down streams."""
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
         with suppress(OSError):
             thread_id = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
@@ -23632,9 +23586,9 @@ def kept_awake(config: Config) -> Iterator[None]:
 
 
 class ReplyGeneration:
-    """One request from its submission to its last event; close() it in any case.
+    """One request from its submission to its last event.
 
-    Read bodies(), once, to the end.
+    Read bodies(), once, to the end; close() it in any case.
     """
 
     def __init__(
@@ -23671,7 +23625,7 @@ class ReplyGeneration:
         state.keep()  # its user may have been dropped since the request came
 
     def close(self) -> None:
-        """Stop the request if it still runs. It is in no list of live requests then."""
+        """Stop the request if it still runs."""
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
         try:
@@ -23905,10 +23859,7 @@ class ReplyGeneration:
         }
 
     def _prefill_left_seconds(self, now: float) -> float | None:
-        """By what slices cost at their depth, and how this prompt has fared so far.
-
-        It waits while others prefill and decode: as much in the rest as until now.
-        """
+        """By what slices cost at their depth, and how much others made it wait."""
         times = self._state.engine.prefill_times
         n_cached = self._handle.cached_tokens
         n_read = max(self._n_read or 0, n_cached)
@@ -23992,13 +23943,12 @@ class ReplyGeneration:
     def _record_left(self) -> None:
         """Record a reply that was not sent whole, as far as its client may have it.
 
-        why(L-121): a user who stops an agent sends what was shown. A reply that failed
-        is not recorded: its KV is gone, as a rule.
+        why(L-121): a user who stops an agent sends what was shown.
         """
         assert self._ending is not None
         shown_ends = self._decoder.shown_ends
         plan = self._prepared.plan
-        has_failed = self._ending.kind == "failed"
+        has_failed = self._ending.kind == "failed"  # then its KV is gone, as a rule
         if has_failed or not shown_ends or not plan.can_be_recorded:
             return
         # A client that got the calls would send them back: this one left before them.
