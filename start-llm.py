@@ -178,7 +178,6 @@ from contextlib import (
 )
 from copy import copy, deepcopy
 from dataclasses import (
-    KW_ONLY,
     dataclass,
     field,
     fields,
@@ -24413,15 +24412,13 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 #
 #     Handler         a connection; the standard library reads the request line and the
 #                     headers, `POST /v1/chat/completions`
-#     _pass_gate      four checks, before a byte of the body is read -> HttpRequest with
-#                     its route (a row of _ROUTES, at the end), its key and its stores
-#     HttpRequest     the route reads the body, and holds memory for it meanwhile
+#     HttpRequest     four checks, before a byte of the body is read; then its route (a
+#                     row of _ROUTES, at the end) reads the body and holds memory for it
 #     ResponseWriter  the head, an event for each body of REQUEST HANDLING, the end
 #
-# Whatever goes wrong on this way is raised, and answered in Handler.error_boundary() in
-# the form of the API that was called: with a status of its own as long as nothing was
-# sent; as the last event of a stream that has begun. A socket that fails raises
-# ClientGone, and nobody is answered.
+# Whatever goes wrong is raised, and answered in Handler.error_boundary() in the form of
+# the API that was called: with a status of its own, or as the last event of a stream
+# that has begun. A socket that fails raises ClientGone, and nobody is answered.
 #
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES,
 #          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
@@ -24431,10 +24428,9 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 
 
 class LLMServer(ThreadingTCPServer):
-    """One address to listen on. Several may share a state and a number of `slots`.
+    """One address to listen on; several may share a state and `slots` for connections.
 
-    A slot is an open connection. Raises OSError: the address is not this machine's, or
-    it is taken (EADDRINUSE).
+    Raises OSError: the address is not this machine's, or is taken (EADDRINUSE).
     """
 
     allow_reuse_address = True
@@ -24490,7 +24486,7 @@ class LLMServer(ThreadingTCPServer):
 
 
 # -- the gate --------------------------------------------------------------------------
-# Pure functions of the headers; _pass_gate() calls them in this order.
+# Pure functions of the headers; HttpRequest calls them in this order.
 
 
 def _header(headers: HttpHeaders, name: str) -> str:
@@ -24513,9 +24509,8 @@ def _check_host(headers: HttpHeaders, config: Config) -> None:
     """Raise NotServed if a server on loopback is called by another machine's name.
 
     A web page can make its own name point to 127.0.0.1; the browser then takes this
-    server for the page's own, but still sends that name. Programs may send no Host.
-    The port says nothing of a name: that of a tunnel, `ssh -L 9000:localhost:8080`, is
-    another one.
+    server for the page's own, but still sends that name. Programs may send no Host. The
+    port does not count: that of a tunnel, `ssh -L 9000:localhost:8080`, is another one.
     """
     names = own_host_names(config, config.mlx_host)
     if "Host" not in headers or not names:
@@ -24531,8 +24526,8 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     """Raise NotServed for a web page other than ours and those of CORS_ORIGINS.
 
     Browsers send the Origin of the page that asks; programs send none. Returns the
-    headers that allow the page to read the response; for our own it needs none. Before
-    a proxy that adds TLS, ours is at https.
+    headers that allow the page to read the response; ours, which a proxy may serve at
+    https, needs none.
     """
     origin = _header(headers, "Origin")
     own_host = _header(headers, "Host")
@@ -24556,11 +24551,10 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
 
 
 def _check_length(headers: HttpHeaders, *, max_bytes: int) -> int | None:
-    """The bytes of the body; None if it comes in chunks, and only its end shows them.
+    """The bytes of the body; None if it comes in chunks.
 
     Raises BadRequest if it is not plain where the body ends: what one program takes for
-    a body another could take for a second request. Raises NotServed if the body is too
-    large or compressed.
+    a body another could take for a second request. Raises NotServed.
     """
     length = ",".join(headers.get_all("Content-Length", ["0"])).strip()
     has_bad_lines = bool(headers.get_payload())  # there the parser puts them
@@ -24589,8 +24583,7 @@ def _check_size(n_bytes: int, max_bytes: int) -> None:
 def _check_key(headers: HttpHeaders, config: Config) -> str:
     """The key that came with a request; "" if the server has no keys.
 
-    Raises NotServed if it is none of them. Each is compared in constant time, so that
-    the time until the response says nothing about it.
+    Raises NotServed if it is none of them; how soon says nothing about them.
     """
     keys = split_list(config.api_key)
     if not keys:
@@ -24671,8 +24664,8 @@ def advice_by_path() -> dict[str, str]:
 def _resolve_path(target: str) -> str:
     """The path of a request target, as in _ROUTES where a client could mean one.
 
-    Clients add a path to a base URL that was given with /v1 or without, with a slash at
-    its end or without: so /v1/v1/models, /v1//models and /models are /v1/models.
+    Base URLs are given with /v1 or without, with a slash at the end or without: so
+    /v1/v1/models, /v1//models and /models are /v1/models.
     """
     path = re.sub("/{2,}", "/", target.partition("?")[0]).rstrip("/") or "/"
     while path.startswith("/v1/v1"):
@@ -24705,10 +24698,7 @@ def _noting_loss() -> Iterator[None]:
 
 
 class _TimedInput(socket.SocketIO):
-    """The bytes that a client sends. Raises TimeoutError if they come too slowly.
-
-    Without it a client that sends a byte now and then would keep its slot for ever.
-    """
+    """The bytes that a client sends. Raises TimeoutError if they come too slowly."""
 
     max_gap_seconds = 0.0  # between two bytes
     deadline = 0.0  # of the whole request, on the monotonic clock
@@ -24748,9 +24738,8 @@ def _read_chunks(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
         :1}
         0       the end; trailers may follow it, up to an empty line
 
-    The connection closes after it: whatever is written otherwise hides no request.
-    Raises BadRequest: it is no chunked body; NotServed: it is too large; ClientGone: it
-    ends before its end.
+    The connection closes after it, so no second request can be hidden in it. Raises
+    BadRequest; NotServed: it is too large; ClientGone: it ends before its end.
     """
     n_bytes = 0
     size = -1
@@ -24785,11 +24774,9 @@ _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no ha
 class ResponseWriter:
     """Sends the response to one request. Raises ClientGone if nobody takes it.
 
-    Its state decides what an error can still become:
-
-    nothing   a response with a status of its own
-    whole     only a line in the log: the response is complete
-    stream    the last event
+    What an error can still become, by `state`: if nothing was sent, a response with a
+    status of its own; in a stream, the last event; after a whole response, a line of
+    the log.
     """
 
     def __init__(self, connection: Handler) -> None:
@@ -24884,8 +24871,8 @@ _CLIENT_HEADERS: Final[Mapping[str, str]] = {  # that only one client sends
 class Handler(BaseHTTPRequestHandler):
     """One connection: what the standard library reads of it, one request after another.
 
-    A request is answered in _answer(). `passed` is the request once it has passed the
-    gate; who is refused before has the stores of everybody.
+    `passed` is the request once it has passed the gate; who is refused before has the
+    stores of everybody.
     """
 
     server: LLMServer
@@ -24926,8 +24913,8 @@ class Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         """Wait until the client has read the last response, and close.
 
-        Closing while bytes of the client are unread resets the connection, and a reset
-        can take a response from a client that has not read it yet.
+        Closing while bytes of the client are unread would reset the connection, which
+        can take the response from it.
         """
         self.input.max_gap_seconds = 1.0
         with suppress(OSError):
@@ -24945,8 +24932,8 @@ class Handler(BaseHTTPRequestHandler):
     def client(self) -> str:
         """Who sends this request; "" if it has not said.
 
-        LiteLLM has a User-Agent of its own, but forwards headers that begin with "x-".
-        OpenClaw has that of its library, and differs by a header for traces.
+        LiteLLM forwards headers that begin with "x-". OpenClaw has the User-Agent of
+        its library, and differs by a header for traces.
         """
         for name in self.headers:
             for beginning, client in _CLIENT_HEADERS.items():
@@ -24958,10 +24945,7 @@ class Handler(BaseHTTPRequestHandler):
         return client
 
     def check_client(self) -> None:
-        """Raise ClientGone if the end is all that there is to read.
-
-        What there is may also be the next request.
-        """
+        """Raise ClientGone if the end is all that there is to read."""
         if not _is_readable(self.connection, 0):
             return
         with _noting_loss():
@@ -24970,7 +24954,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         with self.error_boundary():
-            self.passed = _pass_gate(self)
+            self.passed = HttpRequest(self)
             self.passed.answer()
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
@@ -25012,8 +24996,8 @@ class Handler(BaseHTTPRequestHandler):
         """Log an error, and keep it for the status page.
 
         A request line with another method than ours may be the rest of a body whose
-        length was wrong: nothing of it is kept. The standard library quotes such a line
-        in its sentence, after " (".
+        length was wrong: nothing of it is kept, nor what follows " (", where the
+        standard library quotes it.
         """
         path = self.path.partition("?")[0]
         is_page_question = path == "/v1/status" and error.status == 401
@@ -25056,68 +25040,52 @@ class Handler(BaseHTTPRequestHandler):
 _PREFLIGHT: Final = ("OPTIONS", "*")  # a browser asks what a page may send
 
 
-def _pass_gate(connection: Handler) -> HttpRequest:
-    """The request of a connection. Raises NotServed or BadRequest: it is refused.
-
-    The order of the checks matters:
-
-    1 host    a page that calls us by its own name learns nothing but that
-    2 origin  an allowed page can read what follows, such as that its key is wrong
-    3 length  from here on a refusal can leave the connection open
-    4 key     last, since it needs the route, and decides whose stores are used
-    """
-    state = connection.server.state
-    headers = connection.headers
-    _check_host(headers, state.config)
-    cors_headers = _check_origin(headers, state.config)
-    connection.response.cors_headers = cors_headers
-    max_bytes = min(state.config.max_body_bytes, state.body_memory.max_body_bytes)
-    body_length = _check_length(headers, max_bytes=max_bytes)
-    connection.is_unread = body_length != 0
-    if body_length is None:
-        connection.close_connection = True  # where it ends, nobody can be sure
-
-    method = "GET" if connection.command == "HEAD" else connection.command
-    path = _resolve_path(connection.path)
-    route = _ROUTES.get((method, _route_path(path)))
-    if method == "OPTIONS" and cors_headers:
-        route = _ROUTES[_PREFLIGHT]
-    key = ""
-    if route is None or route.needs_key:
-        key = _check_key(headers, state.config)
-        user = headers.get(USER_HEADER, "").strip()
-        state = state.for_tenant(name_tenant(state.config, key=key, user=user))
-    return HttpRequest(
-        connection,
-        path=path,
-        route=route,
-        key=key,
-        state=state,
-        max_body_bytes=max_bytes,
-        body_length=body_length,
-    )
-
-
-@dataclass(eq=False, slots=True)
 class HttpRequest:
     """A request that has passed the gate, with the memory that it holds."""
 
-    connection: Handler
-    _: KW_ONLY
-    path: str  # as in _ROUTES, but for the name of a model
-    route: _Route | None  # None: nothing is served there
-    key: str  # of API_KEY, that came with it; "" if none is needed
-    state: ServerState  # the stores that it may use: all, or those of its tenant
-    max_body_bytes: int
-    body_length: int | None  # None: it comes in chunks
-    was_submitted: bool = False  # to the engine
-    _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
-    _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
+    def __init__(self, connection: Handler) -> None:
+        """Let a request pass the gate. Raises NotServed or BadRequest: it is refused.
 
-    @property
-    def response(self) -> ResponseWriter:
-        """What sends the response."""
-        return self.connection.response
+        The order of the checks matters:
+
+        1 host    a page that calls us by its own name learns nothing but that
+        2 origin  an allowed page can read what follows, such as that its key is wrong
+        3 length  from here on a refusal can leave the connection open
+        4 key     last, since it needs the route, and decides whose stores are used
+        """
+        state = connection.server.state
+        config = state.config
+        headers = connection.headers
+        _check_host(headers, config)
+        cors_headers = _check_origin(headers, config)
+        self.connection = connection
+        self.response = connection.response
+        self.response.cors_headers = cors_headers
+
+        max_bytes = min(config.max_body_bytes, state.body_memory.max_body_bytes)
+        self.max_body_bytes = max_bytes
+        # None: it comes in chunks, and where it ends, nobody can be sure.
+        self.body_length = _check_length(headers, max_bytes=max_bytes)
+        connection.is_unread = self.body_length != 0
+        connection.close_connection |= self.body_length is None
+
+        method = "GET" if connection.command == "HEAD" else connection.command
+        self.path = _resolve_path(connection.path)  # with the name of a model
+        # None: nothing is served there.
+        self.route: _Route | None = _ROUTES.get((method, _route_path(self.path)))
+        if method == "OPTIONS" and cors_headers:
+            self.route = _ROUTES[_PREFLIGHT]
+
+        self.key = ""  # of API_KEY, that came with it
+        self.state: ServerState = state  # with the stores that it may use
+        if self.route is None or self.route.needs_key:
+            self.key = _check_key(headers, config)
+            user = headers.get(USER_HEADER, "").strip()
+            tenant = name_tenant(config, key=self.key, user=user)
+            self.state = state.for_tenant(tenant)
+        self.was_submitted = False  # to the engine
+        self._held_memory = ExitStack()  # for its body
+        self._work_memory = ExitStack()  # to prepare it
 
     def answer(self) -> None:
         """Send the response, and give the memory back.
@@ -25204,8 +25172,7 @@ class HttpRequest:
     def generate(self, request: ChatRequest) -> None:
         """Send the reply to a request, whole or as a stream.
 
-        The request is under way until its last byte has been sent, even if that is an
-        error: a server that is told to stop waits for it. So errors are sent inside.
+        A server that stops waits until its last byte is sent, even if that is an error.
         """
         generation = ReplyGeneration(self.state, request, client=self.connection.client)
         with closing(generation), self.connection.error_boundary():
@@ -25228,10 +25195,9 @@ class HttpRequest:
     # -- its body ----------------------------------------------------------------------
 
     def read(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
-        """The body, parsed, when its turn comes.
+        """The body, parsed, when its turn comes; its tenant is certain only then.
 
-        Its user may be named in it, so only now its tenant is certain. Raises
-        BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
+        Raises BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
         response.
         """
         payload = self.read_body()
@@ -25254,8 +25220,7 @@ class HttpRequest:
     def read_body(self) -> bytes:
         """The bytes of the body; what they take is held until the response is sent.
 
-        Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
-        announced (L-131).
+        Who has sent less than _MAX_UNHELD_BYTES holds nothing (L-131).
         """
         stream = self.connection.rfile
         if self.body_length is None:
