@@ -228,12 +228,12 @@ from urllib.parse import parse_qsl, unquote
 from weakref import WeakValueDictionary
 
 # region OPTIONS ===============================================================
-# The command line. It is read before anything that is slow to import, so that --help,
-# --version and a wrong option are answered at once.
+# The command line, read before anything that is slow to import: --help, --version and a
+# wrong option are answered at once.
 #
-# Each option stands for a setting, and wins over the environment and .env. For example
-# `--port 9000 --no-proxy` is {"MLX_PORT": "9000", "ENABLE_PROXY": "false"}. The program
-# install_and_run.py has the same options; a test holds them equal.
+# Each option stands for a setting: `--port 9000 --no-proxy` is {"MLX_PORT": "9000",
+# "ENABLE_PROXY": "false"}. The program install_and_run.py has the same options; a test
+# holds them equal.
 #
 # Uses     -
 # Thread   main; pure
@@ -494,10 +494,9 @@ from transformers import PreTrainedTokenizerBase
 #     type     "invalid_request_error"
 #     param    "messages[3].content"
 #
-# Any section raises them. Handler (HTTP SERVER) sends the status and the body; in a
-# stream that has begun, an event with the body. After any other exception the log has
-# the traceback, and the client gets a 500 without it. The form and the types are
-# OpenAI's. So is the code context_length_exceeded, at which agents compact; most other
+# Any section raises them, Handler (HTTP SERVER) sends them. After any other exception
+# the log has the traceback, and the client gets a 500 without it. Form and types are
+# OpenAI's, and the code context_length_exceeded, at which agents compact; most other
 # codes are our own. For the Messages API anthropic_error_body() translates them.
 #
 # Uses     -
@@ -635,11 +634,10 @@ def describe_fault(details: ErrorDetails) -> str:
 #     tenants             who shares nothing with whom, by CACHE_ISOLATION
 #     misspelt settings   names in .env that nothing acts on
 #
-# For example MAX_KV_SIZE=32768, a variable of the environment or a line of .env, is the
-# field max_kv_size of Config; the environment wins. (MAIN reads both.) To add a
-# setting, write a line in Config and one in .env.example, then run
-# scripts/tools/list_settings.py, which writes docs/settings.md: tests hold the three to
-# the same list. Only .env.example explains a setting at length.
+# MAX_KV_SIZE=32768, a variable of the environment or a line of .env, is the field
+# max_kv_size of Config; the environment wins. To add a setting, write a line in Config
+# and one in .env.example, which explains it, then run scripts/tools/list_settings.py,
+# which writes docs/settings.md: tests hold the three to the same list.
 #
 # Uses     ERRORS
 # Thread   any; pure
@@ -894,9 +892,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def _require_key(cls, value: str, info: ValidationInfo) -> str:
         """Without a key, refuse an address that others can reach, and isolation by key.
 
-        pydantic validates the fields in their order, and info.data has those above. So
-        MLX_HOST and CACHE_ISOLATION need API_KEY; PROXY_HOST, which stands below both
-        keys, needs one of the two.
+        info.data has the fields above this one. So MLX_HOST and CACHE_ISOLATION need
+        API_KEY; PROXY_HOST, which stands below both keys, needs one of the two.
         """
         if info.field_name == "cache_isolation":
             needs_key = value == "key"
@@ -941,7 +938,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     ) -> Config:
         """Settings from variables by name; an empty variable counts as not set.
 
-        Variables that are no settings are passed over: check_names() is for them.
         Raises ConfigError with a line for each bad value; `places` says where each
         variable stands, such as {"MLX_PORT": "in /home/me/start-llm/.env"}.
         """
@@ -1085,8 +1081,7 @@ def _find_meant_setting(name: str, settings: Iterable[str]) -> str:
 #     in the metrics     start_llm_requests_total{finish="stop",match="line"} 1.0
 #
 # All of this is figures. What clients write is logged only if ENABLE_REQUEST_LOGGING or
-# LOG_PROMPT_TOKENS wants it, which REQUEST HANDLING sees to. Session ids, which clients
-# choose, are on the console and in the names of files anyway.
+# LOG_PROMPT_TOKENS wants it; but session ids, which clients choose, are in file names.
 #
 # Uses     CONFIG
 # Owns     _CACHE_METRICS_LOCK
@@ -1103,9 +1098,8 @@ _MAX_WAITING_TEXTS: Final = 10_000  # that are not written yet
 class ConsoleStream(io.TextIOBase):
     """Stands in for stderr, so that nobody waits until somebody reads it.
 
-    write() only keeps the text, and never fails; a thread writes it. It covers what is
-    no record of the log, too: the bar of a prompt, lines of the start, libraries. What
-    cannot be written is dropped: nobody reads the pipe, or the disk is full.
+    write() only keeps the text, and never fails; a thread writes it: records of the
+    log, the bar of a prompt, lines of libraries. What cannot be written is dropped.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -1227,9 +1221,9 @@ class RequestFacts(TypedDict):
 def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str:
     """What a person wants to know of a request that has ended; no part that is zero.
 
-    `n_calls`: the tool calls in its reply, for which it ended if it was not cut.
-
     PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop
+
+    `n_calls`: the tool calls in its reply.
     """
     prompt = facts["prompt"]
     parts = [f"{prompt:,} tokens"]
@@ -1462,8 +1456,8 @@ class CacheMetrics:
     ) -> None:
         """Count a request that has ended; if it was answered, its times as well.
 
-        `saved_seconds`: that its cached tokens would have taken to read. In all they
-        are no more than the time since the start, for each of `n_at_work` requests.
+        `saved_seconds`, that its cached tokens would have taken to read, are in all no
+        more than the time since the start, for each of `n_at_work` requests.
         """
         self._add(
             {
@@ -1477,11 +1471,14 @@ class CacheMetrics:
             }
         )
         if facts["finish"] not in ("cancelled", "failed") and facts["ttft_ms"]:
-            share = facts["cached"] / facts["prompt"]
-            self._add(_histogram_counts("ttft_seconds", facts["ttft_ms"] / 1000))
-            self._add(_histogram_counts("prefill_seconds", facts["prefill"]))
-            self._add(_histogram_counts("decode_seconds", facts["decode"]))
-            self._add(_histogram_counts("cached_share", share))
+            values = {
+                "ttft_seconds": facts["ttft_ms"] / 1000,
+                "prefill_seconds": facts["prefill"],
+                "decode_seconds": facts["decode"],
+                "cached_share": facts["cached"] / facts["prompt"],
+            }
+            for name, value in values.items():
+                self._add(_histogram_counts(name, value))
 
         most_saved = n_at_work * (time.monotonic() - self._began_at)
         with self._CACHE_METRICS_LOCK:
@@ -1659,8 +1656,8 @@ class SessionLog:
 def _file_stem(session_id: str) -> str:
     """A session id as a part of a file name; no two ids have the same.
 
-    Only a short id of small letters, digits, "_" and "-" is its own name: macOS takes
-    "A" and "a" for one file. Any other has a "." and a digest, which no such id has.
+    Only a short id of small letters, digits, "_" and "-" is its own name, as macOS
+    takes "A" and "a" for one file. Any other gets a "." and a digest.
     """
     if re.fullmatch(r"[a-z0-9_-]{1,64}", session_id):
         return session_id
@@ -24075,10 +24072,9 @@ class ReplyGeneration:
 # region STATUS ================================================================
 # Bodies that describe the server, or a request without running it.
 #
-# Nothing here changes what the server does, except drain and drop_cache, and that a
-# wrong guess about the prompt is remembered. The model thread publishes its figures a
-# few times a second, each second when idle; what needs more is asked of it with
-# Engine.call(), between two of its steps.
+# Only drain and drop_cache change what the server does. The model thread publishes its
+# figures a few times a second, each second when idle; what needs more is asked of it
+# with Engine.call(), between two of its steps.
 #
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
 #          SESSIONS, CLUSTER, TENANTS, REQUEST HANDLING
@@ -24167,8 +24163,7 @@ class StatusBody(HealthBody):
 def detailed_status_body(state: ServerState) -> StatusBody:
     """GET /v1/status?detail=cache: also each entry's checkpoints and the layers' kinds.
 
-    The cache is as of now: the model thread is asked between two of its steps. Without
-    a model there is no more to show than status_body() has.
+    The cache is as of now: the model thread is asked, if there is a model.
     """
     body = status_body(state)
     with suppress(NotReady):
@@ -24291,10 +24286,7 @@ def metrics_text(state: ServerState) -> bytes:
 
 
 def count_tokens_body(state: ServerState, request: ChatRequest) -> JsonObject:
-    """POST /v1/messages/count_tokens: those of the prompt that this request would have.
-
-    Raises what plan_request() raises.
-    """
+    """POST /v1/messages/count_tokens. Raises what plan_request() raises."""
     while True:  # verify() remembers a wrong guess: the second plan has no guess
         plan = plan_request(state, request).plan
         if state.stores.planner.verify(plan):
@@ -25304,10 +25296,9 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # model is loaded on the model thread: arrays cannot change threads before they are
 # computed.
 #
-# For example Ctrl-C while two replies are generated: the handler sets `stop`; _serve
-# calls _drain, which closes the addresses, waits SHUTDOWN_GRACE_SECONDS for the two
-# replies and has the engine cut what is left; LiteLLM ends with its `with` block; main
-# returns 0. A second Ctrl-C ends the process at once.
+# Ctrl-C while two replies are generated: the handler sets `stop`; _drain closes the
+# addresses, waits SHUTDOWN_GRACE_SECONDS for the replies and has the engine cut what is
+# left; LiteLLM ends with its `with` block. A second Ctrl-C ends the process at once.
 #
 # With several ranks (CLUSTER), which scripts/helpers/start_cluster.py starts, rank 0 is
 # this server; another rank has an engine and no addresses (_follow), and ends when rank
@@ -25341,7 +25332,6 @@ def build_state(
     """Everything that outlives a request; nothing runs yet.
 
     With `can_be_demo`, the demo is loaded if the model of `config` cannot be.
-    `cluster`: this rank of those that share the model.
     """
     limit_bytes = memory_limit(config)
     ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
@@ -25499,8 +25489,8 @@ def _read_config(options: Mapping[str, str]) -> Config:
 def _read_env_file(path: Path) -> dict[str, str | None]:
     """The settings in .env; none if there is no such file.
 
-    dotenv_values() passes over a line that it cannot read. Here it raises ConfigError
-    with its number. Raises OSError if the file cannot be read.
+    Raises OSError; ConfigError with the number of a line that dotenv_values() would
+    pass over.
     """
     if not path.is_file():
         return {}  # Docker makes a folder where a file is missing
@@ -25710,11 +25700,11 @@ def _find_proxy(config: Config) -> tuple[Path, Path] | None:
 def run_proxy(
     config: Config, model: Mapping[str, object], proxy: Proxy
 ) -> Iterator[None]:
-    """Have LiteLLM run beside us inside the `with` block; it has ended after it.
+    """Have LiteLLM run beside us inside the `with` block.
 
-    `model` is the model's entry in /v1/models; `proxy` gets the states that the keeper
-    reports. The keeper, scripts/helpers/litellm_beside.py, runs LiteLLM. It reads its
-    order on stdin, and ends when stdin closes, so also when this process is killed.
+    `model` is the model's entry in /v1/models. The keeper, litellm_beside.py, runs
+    LiteLLM and reports its state to `proxy`. It reads its order on stdin, and ends when
+    stdin closes, so also when this process is killed.
     """
     paths = _find_proxy(config)
     if paths is None:
@@ -25751,26 +25741,22 @@ def _make_order(
     config: Config, model: Mapping[str, object], program: Path
 ) -> dict[str, object]:
     """What the keeper is to do: `Order` in scripts/helpers/litellm_beside.py."""
-    keys = split_list(config.api_key)
-    own_key = keys[0] if keys else ""
+    own_key = next(iter(split_list(config.api_key)), "")
+
+    def with_key(server: ReplicaAddress) -> dict[str, str]:
+        return {"url": server.url, "key": server.key or own_key}
+
     own_url = write_url(config.mlx_host, config.mlx_port)
-    others = [
-        replica._replace(key=replica.key or own_key)
-        for replica in read_replicas(config.proxy_replicas)
-    ]
-    servers = [ReplicaAddress(own_url, own_key), *others]
-    named_servers = {
-        name: server._replace(key=server.key or own_key)
-        for name, server in read_models(config.proxy_models).items()
-    }
+    servers = [ReplicaAddress(own_url, ""), *read_replicas(config.proxy_replicas)]
     return {
         **config.model_dump(mode="json"),
         "program": str(program),
         "model_id": model["id"],
         "context_length": model["context_length"],
-        "servers": [server._asdict() for server in servers],
+        "servers": [with_key(server) for server in servers],
         "named_servers": {
-            name: server._asdict() for name, server in named_servers.items()
+            name: with_key(server)
+            for name, server in read_models(config.proxy_models).items()
         },
         "proxy_url": write_url(config.proxy_host, config.proxy_port),
         "host_names": own_host_names(config, config.proxy_host),
@@ -25827,10 +25813,7 @@ def _join_ranks(
 
 
 def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
-    """Be another rank than 0 until rank 0 ends. Returns the exit status.
-
-    A signal that all ranks get lets rank 0 end its replies before this rank goes.
-    """
+    """Be another rank than 0 until rank 0 ends. Returns the exit status."""
     engine = Engine(
         config,
         CacheMetrics(),
@@ -25840,6 +25823,7 @@ def _follow(config: Config, cluster: ClusterRank, stop: threading.Event) -> int:
     engine.start()
     while engine.state != "dead" and not stop.wait(_FOLLOW_SECONDS):
         pass
+    # A signal that all ranks get lets rank 0 end its replies before this rank goes.
     patience = config.shutdown_grace_seconds + _CUT_SECONDS
     deadline = time.monotonic() + patience
     while engine.state != "dead" and time.monotonic() < deadline:
@@ -25869,10 +25853,7 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
 
 
 def _wait_until_idle(state: ServerState, seconds: float) -> None:
-    """Return when no request of any tenant is running, or after `seconds`.
-
-    A request that is not submitted yet does not count: Engine.submit() refuses it.
-    """
+    """Return when no submitted request of any tenant is running, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(tenant.stores.live for tenant in state.tenants.states()):
