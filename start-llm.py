@@ -212,6 +212,7 @@ from typing import (
     Annotated,
     Any,
     BinaryIO,
+    ClassVar,
     Final,
     Literal,
     NamedTuple,
@@ -2196,8 +2197,7 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 # of it, and the id of their session. Each has a table of places: the first place that
 # has a value counts.
 #
-# What all APIs share is read by read_common() and, if it is a conversation, by
-# add_thinking(); each parser adds what is its own.
+# read_request() reads what all APIs share; the class of a body completes the request.
 #
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES
 # Thread   any; pure
@@ -2267,6 +2267,8 @@ class RequestBody(BaseModel, strict=True, extra="allow"):
     extra="allow" holds for the dicts inside, too: unknown fields of a message stay.
     """
 
+    defaults: ClassVar[JsonObject] = {}  # of fields that a body lacks
+
     model: str | None = None
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: the prompt is only read
@@ -2287,6 +2289,10 @@ class RequestBody(BaseModel, strict=True, extra="allow"):
     conversation: _StoredHistory = ""  # Responses API
     assistant_id: _StoredHistory = ""  # Assistants API: instructions and tools
 
+    def complete(self, request: ChatRequest) -> ChatRequest:
+        """The request with what is the API's own. Raises BadRequest."""
+        raise NotImplementedError
+
 
 class _OpenAIBody(RequestBody):
     """The fields that chats and completions share."""
@@ -2295,6 +2301,16 @@ class _OpenAIBody(RequestBody):
     return_progress: bool = False  # llama.cpp's server; no effect on completions
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = []
+
+    def complete(self, request: ChatRequest) -> ChatRequest:
+        """What chats and completions have in common."""
+        max_tokens = self.max_completion_tokens
+        return replace(
+            request,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            include_usage=bool(self.stream_options.get("include_usage")),
+        )
 
 
 class _ChatBody(_OpenAIBody):
@@ -2306,107 +2322,67 @@ class _ChatBody(_OpenAIBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: JsonObject = {}
 
+    def complete(self, request: ChatRequest) -> ChatRequest:
+        """POST /v1/chat/completions."""
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("it needs logprobs to be true", field="top_logprobs")
+        messages = [
+            _normalize_message(message, field=f"messages[{index}]")
+            for index, message in enumerate(self.messages)
+        ]
+        return replace(
+            _add_tools(super().complete(request), self),
+            messages=order_tool_results(messages),
+            return_progress=self.return_progress,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+            json_schema=read_schema(self.response_format, field="response_format"),
+        )
+
+
+def _read_only_prompt(prompt: object) -> object:
+    """A prompt, as text, as token ids or as a list of one."""
+    match prompt:
+        case [str() | list() as only_prompt]:
+            return only_prompt
+        case [str() | list(), *_]:
+            raise PydanticCustomError("refused", "only one per request")
+    return prompt
+
 
 class _CompletionBody(_OpenAIBody):
-    prompt: NonEmptyText | Annotated[ListOf[TokenId], Field(min_length=1)]
+    prompt: Annotated[
+        NonEmptyText | Annotated[ListOf[TokenId], Field(min_length=1)],
+        BeforeValidator(_read_only_prompt),
+    ]
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
     logprobs: Annotated[
         object, refuse_unless(sentence="send a chat, to /v1/chat/completions")
     ] = None
 
+    def complete(self, request: ChatRequest) -> ChatRequest:
+        """POST /v1/completions; fields that only chats have are ignored."""
+        prompt = self.prompt if isinstance(self.prompt, str) else tuple(self.prompt)
+        return replace(super().complete(request), kind="completion", prompt=prompt)
+
 
 # -- bodies -> requests ----------------------------------------------------------------
 
 
-def parse_chat_request(
-    body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-) -> ChatRequest:
-    """POST /v1/chat/completions. Raises BadRequest, which names the wrong field."""
-    fields = present_fields(body)
-    parsed = validate_fields(_ChatBody, fields)
-    if parsed.top_logprobs and not parsed.logprobs:
-        raise BadRequest("it needs logprobs to be true", field="top_logprobs")
-
-    messages = [
-        _normalize_message(message, field=f"messages[{index}]")
-        for index, message in enumerate(parsed.messages)
-    ]
-    request = _read_openai(
-        parsed, fields, config, request_id=request_id, headers=headers
-    )
-    request = add_thinking(request, fields, config)
-    request = _add_tools(request, parsed)
-    request = replace(
-        request,
-        messages=order_tool_results(messages),
-        return_progress=parsed.return_progress,
-        logprobs=parsed.logprobs,
-        top_logprobs=parsed.top_logprobs,
-        json_schema=read_schema(parsed.response_format, field="response_format"),
-    )
-    check_prewarm(request)
-    return request
-
-
-def parse_completion_request(
-    body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-) -> ChatRequest:
-    """POST /v1/completions: one prompt, as text, as token ids or as a list of one.
-
-    Fields that only chats have are ignored. Raises BadRequest, which names the wrong
-    field.
-    """
-    fields = present_fields(body)
-    match fields.get("prompt"):
-        case [str() | list() as only_prompt]:
-            fields["prompt"] = only_prompt
-        case [str() | list(), *_]:
-            raise BadRequest("only one per request", field="prompt")
-
-    parsed = validate_fields(_CompletionBody, fields)
-    request = _read_openai(
-        parsed, fields, config, request_id=request_id, headers=headers
-    )
-    prompt = parsed.prompt if isinstance(parsed.prompt, str) else tuple(parsed.prompt)
-    request = replace(request, kind="completion", prompt=prompt)
-    check_prewarm(request)
-    return request
-
-
-def _read_openai(
-    parsed: _OpenAIBody,
-    fields: JsonObject,
+def read_request(
+    model: type[RequestBody],
+    body: object,
     config: Config,
     *,
     request_id: str,
     headers: Mapping[str, str],
 ) -> ChatRequest:
-    """What chats and completions have in common."""
-    request = read_common(
-        parsed, fields, config, request_id=request_id, headers=headers
-    )
-    stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop
-    max_tokens = parsed.max_completion_tokens
-    return replace(
-        request,
-        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
-        stop=tuple(stop),
-        include_usage=bool(parsed.stream_options.get("include_usage")),
-    )
-
-
-def read_common(
-    parsed: RequestBody,
-    fields: JsonObject,
-    config: Config,
-    *,
-    request_id: str,
-    headers: Mapping[str, str],
-) -> ChatRequest:
-    """What the requests of all APIs have in common. Raises BadRequest."""
+    """The request of a body, in any API. Raises BadRequest: it names the wrong field."""
+    fields = {**model.defaults, **present_fields(body)}
+    parsed = validate_fields(model, fields)
     lower_headers = {name.lower(): value for name, value in headers.items()}
     max_tokens = parsed.max_tokens
-    return ChatRequest(
+    request = ChatRequest(
         request_id=request_id,
         model=parsed.model,
         session=_find_session(fields, lower_headers),
@@ -2416,10 +2392,10 @@ def read_common(
         stream=parsed.stream,
         can_wait={"flex": True, "priority": False}.get(parsed.service_tier),
     )
+    if "messages" in model.model_fields:
+        request = add_thinking(request, fields, config)
+    request = parsed.complete(request)
 
-
-def check_prewarm(request: ChatRequest) -> None:
-    """Raise BadRequest for what is asked of a reply that will not be generated."""
     is_asked_for = {
         "stream": request.stream,
         "format": request.json_schema is not None,
@@ -2429,6 +2405,11 @@ def check_prewarm(request: ChatRequest) -> None:
         if is_asked and request.max_tokens == 0:
             sentence = f"with 0 the prompt is only read: there can be no {wish}"
             raise BadRequest(sentence, field="max_tokens")
+    return request
+
+
+parse_chat_request = partial(read_request, _ChatBody)
+parse_completion_request = partial(read_request, _CompletionBody)
 
 
 def read_schema(response_format: JsonObject, *, field: str) -> JsonObject | None:
@@ -2961,8 +2942,45 @@ class _MessagesBody(RequestBody):
         object, refuse_unless([], sentence="no server is asked for tools: leave it out")
     ] = []
 
+    defaults = {"thinking": {"type": "disabled"}}
+
+    def complete(self, request: ChatRequest) -> ChatRequest:
+        """POST /v1/messages."""
+        request = _add_messages_tools(request, self)
+        functions = {
+            tool["function"]["name"]: tool["function"]
+            for tool in request.tools + request.deferred_tools
+        }
+        messages: list[Message] = []
+        if self.system:
+            messages += _translate_message(
+                "system", self.system, functions, field="system"
+            )
+        for index, message in enumerate(self.messages):
+            field = f"messages[{index}].content"
+            messages += _translate_message(
+                message["role"], message["content"], functions, field=field
+            )
+
+        field = "output_config.format"
+        output_format = self.output_config.get("format")
+        if not output_format:
+            field = "output_format"
+            output_format = self.output_format
+        return replace(
+            request,
+            kind="messages",
+            previous_message_id=self.diagnostics.get("previous_message_id") or "",
+            messages=order_tool_results(messages),
+            stop=tuple(self.stop_sequences),
+            json_schema=read_schema(output_format, field=field),
+        )
+
 
 # -- body -> request -------------------------------------------------------------------
+
+
+parse_anthropic_request = partial(read_request, _MessagesBody)
 
 
 def parse_any_request(
@@ -2979,50 +2997,6 @@ def parse_any_request(
         case {"system": _} | {"tools": [{"name": _}, *_]} | {"stop_sequences": _}:
             parse = parse_anthropic_request
     return parse(body, config, request_id=request_id, headers=headers)
-
-
-def parse_anthropic_request(
-    body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-) -> ChatRequest:
-    """POST /v1/messages. Raises BadRequest, which names the wrong field."""
-    fields = {"thinking": {"type": "disabled"}, **present_fields(body)}
-    parsed = validate_fields(_MessagesBody, fields)
-    request = read_common(
-        parsed, fields, config, request_id=request_id, headers=headers
-    )
-    request = add_thinking(request, fields, config)
-    request = _add_messages_tools(request, parsed)
-
-    functions = {
-        tool["function"]["name"]: tool["function"]
-        for tool in request.tools + request.deferred_tools
-    }
-    messages: list[Message] = []
-    if parsed.system:
-        messages += _translate_message(
-            "system", parsed.system, functions, field="system"
-        )
-    for index, message in enumerate(parsed.messages):
-        field = f"messages[{index}].content"
-        messages += _translate_message(
-            message["role"], message["content"], functions, field=field
-        )
-
-    field = "output_config.format"
-    output_format = parsed.output_config.get("format")
-    if not output_format:
-        field = "output_format"
-        output_format = parsed.output_format
-    request = replace(
-        request,
-        kind="messages",
-        previous_message_id=parsed.diagnostics.get("previous_message_id") or "",
-        messages=order_tool_results(messages),
-        stop=tuple(parsed.stop_sequences),
-        json_schema=read_schema(output_format, field=field),
-    )
-    check_prewarm(request)
-    return request
 
 
 def _add_messages_tools(request: ChatRequest, parsed: _MessagesBody) -> ChatRequest:
