@@ -1519,7 +1519,7 @@ class CacheMetrics:
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
         counts = self._read()
-        families: list[Metric] = []
+        families = _Families()
         for name, sentence in {**_COUNTERS, **_SUMS}.items():
             families.append(
                 CounterMetricFamily(f"start_llm_{name}", sentence, value=counts[name])
@@ -1537,10 +1537,9 @@ class CacheMetrics:
         for key, n in counts.items():
             if isinstance(key, tuple) and key[0] == "requests":
                 requests.add_metric(key[1:], n)
-        histograms = [_histogram_family(name, counts) for name in _HISTOGRAMS]
-        return prometheus.generate_latest(
-            _Collector([*families, requests, *histograms])
-        )
+        families.append(requests)
+        families += [_histogram_family(name, counts) for name in _HISTOGRAMS]
+        return prometheus.generate_latest(families)
 
 
 def _histogram_counts(
@@ -1568,15 +1567,12 @@ def _histogram_family(name: str, counts: _Counts) -> Metric:
     return family
 
 
-class _Collector(Collector):
+class _Families(list[Metric], Collector):
     """Metrics for one exposition."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
 
     def collect(self) -> list[Metric]:
         """All of them."""
-        return self._families
+        return self
 
 
 # -- session logs ----------------------------------------------------------------------
@@ -1838,14 +1834,14 @@ class BodyMemory:
 
 
 # region API TYPES =============================================================
-# The types that the sections below share: a request in one form, whichever API it came
-# through, and what the writer of a response needs to know of a reply.
+# A request in one form, whichever API it came through, and what the writer of a
+# response needs to know of a reply.
 #
-#     body   -> REQUEST BODIES -> parser of an API -> ChatRequest
+#     body   -> REQUEST BODIES -> RequestBody of an API -> ChatRequest
 #     reply  -> deltas, Usage, ReplyEnd -> ResponseFormatter of an API -> bodies
 #
-# An API is a parser, a formatter and a route in HTTP SERVER. Messages stay plain dicts,
-# so that fields we do not know reach the chat template.
+# An API is a class for its body, a formatter and a route in HTTP SERVER. Messages stay
+# plain dicts, so that fields we do not know reach the chat template.
 #
 # Uses     CONFIG
 # Thread   any; pure
@@ -1856,8 +1852,8 @@ JsonObject = dict[str, Any]
 #     role               "system", "developer", "user", "assistant" or "tool"
 #     content            text, or a list of text parts and images; "" or [] if none
 #     reasoning_content  thinking of the assistant, if the client sent it
-#     thought_id         the signature of that thinking, ours (thinking_signature()) or
-#                        another server's; some clients send it without the thinking
+#     thought_id         the signature of that thinking, of thinking_signature() or
+#                        another server; some clients send it without the thinking
 #     tool_calls         of the assistant; each has a `function` with a `name`; an `id`
 #                        and `arguments`, an object or JSON text, if they were sent
 #     tool_call_id       of a tool message: the call that it answers
@@ -1870,8 +1866,7 @@ TokenIds = npt.NDArray[np.int32]  # of a prompt or a part of one, `(n,)`
 KvOffset = NewType("KvOffset", int)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# A list and an object of a body. Only the first fault in them is looked for: a million
-# faults cost no more than one.
+# A list and an object of a body. A million faults in them cost no more than the first.
 type ListOf[T] = Annotated[list[T], Field(fail_fast=True)]
 type MapOf[K, V] = Annotated[dict[K, V], Field(fail_fast=True)]
 
@@ -1921,10 +1916,7 @@ def assume_client() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request in the form that all sections know, whichever API it came through.
-
-    Fields with a default are those that not every API has.
-    """
+    """A request of any API. Fields with a default are those that not every API has."""
 
     kind: Literal["chat", "completion", "messages"] = "chat"  # "messages": Anthropic's
     request_id: str
@@ -2058,9 +2050,8 @@ MAX_BRACKETS: Final = 1_000_000  # that open: "[" and "{", also in texts
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`. Raises BadRequest if it is none.
 
-    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. Ten million arrays
-    would stop all threads for a second, and no context has room for so many brackets
-    (L-122).
+    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. Brackets that no
+    context has room for would stop all threads for a second (L-122).
     """
     if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
         raise BadRequest(f"the body has more than {MAX_BRACKETS:,} brackets")
@@ -2085,8 +2076,8 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 def present_fields(body: object) -> JsonObject:
     """The fields of a body that are not null. Raises BadRequest if it is no object.
 
-    OpenAI's SDK unpacks `extra_body`, but some clients send it as it is: its fields are
-    added to those of the body, which win. If it is no object, it is passed over.
+    Some clients send `extra_body`, which OpenAI's SDK unpacks, as it is: its fields are
+    added to those of the body, which win.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
@@ -2123,7 +2114,7 @@ def values_at(
 def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
     """The fields as a model. Raises BadRequest, which names the first wrong field.
 
-    Of a union, each branch reports a fault:
+    Each branch of a union reports a fault:
 
     stop: ["a", 3]    the deepest counts, stop[1], and not that a list is no text
     content: 3        both branches want another type: "a valid string or a valid list"
@@ -2193,9 +2184,8 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 #     request    thinking=True, effort="low", session=SessionContext("u"), user="u"
 #
 # Unknown fields pass. A field that we cannot honour is refused if it would change the
-# reply. Clients have many spellings for three things: whether to think, how many tokens
-# of it, and the id of their session. Each has a table of places: the first place that
-# has a value counts.
+# reply. Whether to think, how many tokens of it, and the id of a session have many
+# spellings. Each has a table of places: the first that has a value counts.
 #
 # read_request() reads what all APIs share; the class of a body completes the request.
 #
@@ -2543,8 +2533,8 @@ def add_thinking(
 def _find_thinking_levels(fields: JsonObject) -> list[str]:
     """What a body says of thinking, the strongest place first.
 
-    {"thinking": true, "reasoning_effort": "low"} is "on", "low". An object, such as
-    {"thinking": {"type": "enabled"}}, is passed over: "thinking.type" is a place, too.
+    {"thinking": true, "reasoning_effort": "low"} is "on", "low". The object in
+    {"thinking": {"type": "enabled"}} is passed over: "thinking.type" is a place, too.
     """
     levels = []
     for place, value in values_at(_THINKING_PLACES, fields):
@@ -2692,9 +2682,8 @@ def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
         ordered  calls a, b | result of a, result of b, note | next question
 
     why(L-70): clients send results as the calls end, and most templates print them
-    without ids, so the model would take one for the other. What is no result of these
-    calls, such as a note of the system, follows. Where two calls have the same id,
-    nothing is moved.
+    without ids, so the model would take one for the other. Where two calls have the
+    same id, nothing is moved.
     """
     ordered: list[Message] = []
     positions: dict[str | None, int] = {}  # of the newest calls, by id
@@ -2884,10 +2873,9 @@ def _usage_body(usage: Usage) -> JsonObject:
 # Left out is what only Anthropic's own machines can do: server tools that are offered,
 # and encrypted thinking. A history in which server tools were used is refused.
 #
-# A tool with `defer_loading` is not among the tools of the prompt. The client finds it
-# later and sends a `tool_reference`; the prompt has its definition there, so that
-# nothing before it changes (L-48). If the request offers Anthropic's tool search, which
-# does not run here, no tool is deferred.
+# A tool with `defer_loading` is not among the tools of the prompt: the client finds it
+# later and sends a `tool_reference`, and its definition stands there, so that nothing
+# before it changes (L-48).
 #
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES, OPENAI API
 # Thread   any; pure
@@ -3210,10 +3198,7 @@ def thinking_signature(thinking: str) -> str:
 
 
 def _read_arguments(text: str) -> object:
-    """The arguments of a call; of one that was cut, the text that there is.
-
-    That is what a client of a stream has. An object, even an empty one, might be run.
-    """
+    """The arguments of a call; of one that was cut, the text: no client runs that."""
     try:
         return parse_json_body((text or "{}").encode(errors="replace"))
     except BadRequest:
@@ -3236,8 +3221,7 @@ def message_id(request_id: str) -> str:
 class AnthropicFormatter:
     """A ResponseFormatter for the Messages API.
 
-    The deltas of one kind, or of one tool call, make a content block. A new kind of
-    block is a line of _DELTA_NAMES and a case in delta_events() and _end_block().
+    The deltas of one kind, or of one tool call, make a content block.
     """
 
     closes_cut_calls = False  # why(L-86): Claude Code runs each call that it can parse
@@ -3382,8 +3366,7 @@ def _stop_reason(ending: ReplyEnd) -> str:
 def _messages_usage(usage: Usage) -> JsonObject:
     """The counts of the API. Each token of the prompt is in one of the first three.
 
-    Of 100 tokens, 60 of them cached: 60 are read from the cache, 39 are written to it,
-    and 1 is input. It is the last, with which decoding begins.
+    Of 100 tokens, 60 of them cached, 39 are written to the cache, and the last is input.
     """
     n_new = usage.prompt_tokens - usage.cached_tokens
     n_input = min(n_new, 1)
@@ -3441,9 +3424,8 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 #     after    part of type "text", with "\ufdd1" + digest of the image + "\ufdd2"
 #
 # A marker is text like any other to the sections that compare, record and render
-# messages; only CANONICALIZATION knows it, and leaves it alone. Where a prompt becomes
-# tokens, those of the image take its place. Its two ends are noncharacters, which
-# Unicode keeps for the inside of programs.
+# messages. Where a prompt becomes tokens, those of the image take its place. Its ends
+# are noncharacters, which Unicode keeps for the inside of programs.
 #
 # Uses     ERRORS, CONFIG, LOGGING, API TYPES
 # Thread   connection
@@ -3499,8 +3481,7 @@ def _read_image(
 ) -> bytes:
     """The file that a URL contains or names. Raises BadRequest.
 
-    `held`: the images before it, which are held until all are read. Files from
-    elsewhere are no part of the body, so its limit is none for them.
+    `held`: the images before it. Fetched files are not in the body that has a limit.
     """
     head, comma, encoded = url.partition(",")
     if comma and head.startswith("data:"):
@@ -3521,11 +3502,10 @@ def _read_image(
 
 
 def _fetch_image(url: str, *, field: str) -> bytes:
-    """The file at an http(s) URL, fetched by a process of its own.
+    """The file at an http(s) URL. Raises BadRequest, with the sentence of the script.
 
-    The script asks public addresses only, and keeps to limits of bytes and time; its
-    alarm works in the main thread of a process only. Raises BadRequest, with the
-    sentence that it prints.
+    It asks public addresses only, and keeps to limits of bytes and time. It is a
+    process of its own since its alarm works in a main thread only.
     """
     script = Path(__file__).resolve().parent / "scripts/helpers/fetch_image.py"
     process = subprocess.run(
@@ -3563,10 +3543,9 @@ class SentImage(NamedTuple):
     field: str  # the path of its part in the body
 
     def decode(self) -> Image.Image:
-        """RGB pixels, upright, on white; of a GIF the first frame.
+        """RGB pixels, upright, on white, at most _MAX_SEEN_PIXELS; the first frame.
 
-        A large image is shrunk to _MAX_SEEN_PIXELS. Raises BadRequest: the file is no
-        image that can be read, is too large, or would take too long to unpack.
+        Raises BadRequest: the file cannot be read, is too large or slow to unpack.
         """
         image = self._open()
         try:
@@ -3665,8 +3644,7 @@ def _put_on_white(image: Image.Image) -> Image.Image:
 
 # -- what is slow to unpack ------------------------------------------------------------
 # why(L-130): a part of a few bytes can take as long as an image: a scan of a JPEG is a
-# pass over its pixels, a text or a profile of a PNG unpacks to a megabyte. So they are
-# counted before Pillow sees the file.
+# pass over its pixels, a text or a profile of a PNG unpacks to a megabyte.
 
 _MAX_SLOW_PARTS: Final = 64  # progressive JPEGs have 6 to 30 scans
 _SLOW_CHUNKS: Final = re.compile(rb"zTXt|iTXt|iCCP")  # of a PNG
@@ -24069,22 +24047,22 @@ class HealthBody(TypedDict):
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
     """GET /health: its HTTP status and body. 200 only while new sessions are taken."""
-    proxy = state.proxy.body()
+    body: HealthBody = {"status": "error", "proxy": state.proxy.body()}
     match state.engine.state:
         case "ready" | "asleep" if state.engine.is_draining:
-            return 503, {"status": "draining", "proxy": proxy}
+            body["status"] = "draining"
         case "ready":
-            return 200, {"status": "ok", "proxy": proxy}
+            body["status"] = "ok"
         case "asleep":  # the next request wakes it
-            return 200, {"status": "asleep", "proxy": proxy}
+            body["status"] = "asleep"
         case "loading":
-            body: HealthBody = {"status": "loading", "proxy": proxy}
+            body["status"] = "loading"
             progress = state.engine.warm_up
             if progress is not None:  # the model is loaded
                 body["warm_up"] = {"done": progress.n_done, "steps": progress.n_steps}
-            return 503, body
-    sentence = "the model cannot be used; the server's log says why"
-    return 503, {"status": "error", "error": sentence, "proxy": proxy}
+        case _:
+            body["error"] = "the model cannot be used; the server's log says why"
+    return 200 if body["status"] in ("ok", "asleep") else 503, body
 
 
 def models_body(state: ServerState) -> JsonObject:
