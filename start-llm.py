@@ -699,12 +699,12 @@ def split_list(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _split_names(names: object) -> object:
-    """Names in one text, or as another rank sends them."""
-    return split_list(names.lower()) if isinstance(names, str) else names
-
-
-_RuleNames = Annotated[frozenset[RuleName], BeforeValidator(_split_names)]
+_RuleNames = Annotated[
+    frozenset[RuleName],
+    BeforeValidator(  # another rank sends them as a list
+        lambda names: split_list(names.lower()) if isinstance(names, str) else names
+    ),
+]
 
 
 def is_loopback(host: str) -> bool:
@@ -1439,14 +1439,10 @@ class CacheMetrics:
             self._counts.pop(tenant, None)
 
     def bump(self, name: str, n: int = 1) -> None:
-        """Add `n` to a counter. Raises KeyError if there is none of that name."""
-        if name not in _COUNTERS:
+        """Add `n` to a counter or sum. Raises KeyError if there is none of the name."""
+        if name not in _COUNTERS | _SUMS:
             raise KeyError(name)
         self._add({name: n})
-
-    def add_refused(self) -> None:
-        """Count a request that was refused before the model was asked."""
-        self._add({"refused": 1})
 
     def observe_wait(self, reason: str, seconds: float) -> None:
         """Count that a request has waited, for "queue", "prefix" or "memory"."""
@@ -2320,9 +2316,29 @@ class _ChatBody(_OpenAIBody):
             _normalize_message(message, field=f"messages[{index}]")
             for index, message in enumerate(self.messages)
         ]
+        tools: list[JsonObject] = []
+        deferred_tools: list[JsonObject] = []
+        strict_tools = {}
+        for index, tool in enumerate(self.tools):
+            # Nothing else of it is kept: templates print it whole, with cache_control.
+            function = drop_nulls(tool["function"])
+            group = deferred_tools if tool.get("defer_loading") else tools
+            group.append({"type": "function", "function": function})
+            if tool.get("strict") or function.get("strict"):
+                strict_tools[function["name"]] = f"tools[{index}].function.parameters"
+
+        if isinstance(self.tool_choice, str):
+            choice = ToolChoice(self.tool_choice)
+        else:
+            choice = ToolChoice("named", self.tool_choice["function"]["name"])
         return replace(
-            _add_tools(super().complete(request), self),
+            super().complete(request),
             messages=order_tool_results(messages),
+            tools=tuple(tools),
+            deferred_tools=tuple(deferred_tools),
+            tool_choice=check_choice(choice, tools + deferred_tools),
+            strict_tools=strict_tools,
+            parallel_tool_calls=self.parallel_tool_calls,
             return_progress=self.return_progress,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
@@ -2710,33 +2726,6 @@ def order_tool_results(messages: Iterable[Message]) -> OriginalMessages:
 
 
 # -- tools -----------------------------------------------------------------------------
-
-
-def _add_tools(request: ChatRequest, parsed: _ChatBody) -> ChatRequest:
-    """The request with the tools of a chat. Raises BadRequest."""
-    tools: list[JsonObject] = []
-    deferred_tools: list[JsonObject] = []
-    strict_tools = {}
-    for index, tool in enumerate(parsed.tools):
-        # Nothing else of a tool is kept: templates print it whole, with cache_control.
-        function = drop_nulls(tool["function"])
-        group = deferred_tools if tool.get("defer_loading") else tools
-        group.append({"type": "function", "function": function})
-        if tool.get("strict") or function.get("strict"):
-            strict_tools[function["name"]] = f"tools[{index}].function.parameters"
-
-    if isinstance(parsed.tool_choice, str):
-        choice = ToolChoice(parsed.tool_choice)
-    else:
-        choice = ToolChoice("named", parsed.tool_choice["function"]["name"])
-    return replace(
-        request,
-        tools=tuple(tools),
-        deferred_tools=tuple(deferred_tools),
-        tool_choice=check_choice(choice, tools + deferred_tools),
-        strict_tools=strict_tools,
-        parallel_tool_calls=parsed.parallel_tool_calls,
-    )
 
 
 def check_choice(choice: ToolChoice, tools: Iterable[JsonObject]) -> ToolChoice:
@@ -3602,36 +3591,23 @@ def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
     shrunk.info = {**image.info}  # which says how the camera was held
     shrunk.info.pop("transparency", None)
     ratio = image.height / height
+    margin = math.ceil(2 * ratio) + 1  # rows around a strip that filtering reads
     n_rows = max(1, _MAX_STRIP_PIXELS // width)
     for row in range(0, height, n_rows):
         end_row = min(row + n_rows, height)
-        strip = _shrink_strip(
-            image,
+        source_start = row * ratio
+        source_end = min(end_row * ratio, image.height)
+        top = max(0, math.floor(source_start) - margin)
+        bottom = min(math.ceil(source_end) + margin, image.height)
+        strip = image.crop((0, top, image.width, bottom))
+        strip = strip.convert("RGBA" if strip.has_transparency_data else "RGB")
+        strip = strip.resize(
             (width, end_row - row),
-            source_start=row * ratio,
-            source_end=min(end_row * ratio, image.height),
+            Image.Resampling.BICUBIC,
+            box=(0, source_start - top, image.width, source_end - top),
         )
-        shrunk.paste(strip, (0, row))
+        shrunk.paste(_put_on_white(strip), (0, row))
     return shrunk
-
-
-def _shrink_strip(
-    image: Image.Image, size: tuple[int, int], *, source_start: float, source_end: float
-) -> Image.Image:
-    """Rows [source_start, source_end) of an image, shrunk to `size`, on white."""
-    ratio = (source_end - source_start) / size[1]
-    margin = math.ceil(2 * ratio) + 1  # rows around them that bicubic filtering reads
-    top = max(0, math.floor(source_start) - margin)
-    bottom = min(math.ceil(source_end) + margin, image.height)
-    strip = image.crop((0, top, image.width, bottom))
-
-    strip = strip.convert("RGBA" if strip.has_transparency_data else "RGB")
-    strip = strip.resize(
-        size,
-        Image.Resampling.BICUBIC,
-        box=(0, source_start - top, image.width, source_end - top),
-    )
-    return _put_on_white(strip)
 
 
 def _put_on_white(image: Image.Image) -> Image.Image:
@@ -22540,7 +22516,6 @@ class Divergence(TypedDict):
     why: str  # quotes the messages only with ENABLE_REQUEST_LOGGING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStores:
     """What remembers the requests of one tenant.
 
@@ -22548,29 +22523,19 @@ class TenantStores:
     or removes an item, or copies all, in one step.
     """
 
-    ledger: Ledger  # tokens of conversations, to be replayed; thinking of replies
-    planner: PromptPlanner  # makes prompts from it
-    session_index: SessionIndex  # the last requests, to compare the next one with
-    live: dict[str, Callable[[], RequestRow]]  # rows of those that run, by request id
-    recent: deque[RequestRow]  # that have ended, the oldest first
-    divergences: deque[Divergence]  # the oldest first
-    refusals: deque[Refusal]  # the oldest first
-
-    @classmethod
-    def empty(
-        cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
-    ) -> TenantStores:
-        """Stores without anything in them; what they learn is written to `saved`."""
-        ledger = Ledger(config, saved)
-        return cls(
-            ledger=ledger,
-            planner=PromptPlanner(config, metrics, ledger),
-            session_index=SessionIndex(config),
-            live={},
-            recent=deque(maxlen=MAX_RECENT),
-            divergences=deque(maxlen=MAX_DIVERGENCES),
-            refusals=deque(maxlen=MAX_REFUSALS),
-        )
+    def __init__(
+        self, config: Config, metrics: CacheMetrics, saved: TenantRecords
+    ) -> None:
+        """Begin without anything; what the ledger learns is written to `saved`."""
+        self.ledger = Ledger(config, saved)
+        self.planner = PromptPlanner(config, metrics, self.ledger)
+        self.session_index = SessionIndex(config)
+        # Of those that run, by request id: what makes their row.
+        self.live: dict[str, Callable[[], RequestRow]] = {}
+        # The oldest first.
+        self.recent: deque[RequestRow] = deque(maxlen=MAX_RECENT)  # that have ended
+        self.divergences: deque[Divergence] = deque(maxlen=MAX_DIVERGENCES)
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
@@ -22704,7 +22669,7 @@ class ServerState:
             return state
         metrics = self.metrics.of_tenant(tenant)
         records = self.records.of_tenant(tenant)
-        stores = TenantStores.empty(self.config, metrics, records)
+        stores = TenantStores(self.config, metrics, records)
         stores.ledger.load()
         state = replace(self, tenant=tenant, stores=stores, metrics=metrics)
         return state if "/" in tenant else state.keep()
@@ -23177,14 +23142,22 @@ class ReplyDecoder:
         self.n_reasoning_tokens = 0
         self._n_letters = 0  # of the content, as emitted
         self.stops = StopStrings(request.stop)
-        self._detokenizer = _make_detokenizer(prepared)
+        model = prepared.model
+        # Special tokens are hidden, except for stop strings, which have to be found.
+        stop_ids = [model.template.encode(stop) for stop in request.stop]
+        shown_ids = {ids[0] for ids in stop_ids if len(ids) == 1}
+        self._detokenizer = Detokenizer(
+            model.tokenizer.backend_tokenizer,
+            model.hidden_ids - (shown_ids - model.eos_ids),
+        )
         self._max_calls = sys.maxsize if request.parallel_tool_calls else 1
         self.reader = ReplyReader(
             tags,
             prepared.tool_format,
             in_reasoning=prepared.plan.rendered.starts_in_reasoning,
             tools=tools,
-            ids=_make_call_ids(),
+            # why(L-75): Mistral's template takes nine letters and digits only.
+            ids=iter(lambda: uuid.uuid4().hex[:9], ""),
             max_calls=self._max_calls,
         )
 
@@ -23285,24 +23258,6 @@ def find_tags(prepared: PreparedRequest) -> tuple[Tags, dict[int, str]]:
     if any(len(ids) != 1 for ids in ids_by_text.values()):
         return tags, {}
     return tags, {ids[0]: text for text, ids in ids_by_text.items()}
-
-
-def _make_detokenizer(prepared: PreparedRequest) -> Detokenizer:
-    """Special tokens are hidden, except for stop strings, which have to be found."""
-    model = prepared.model
-    shown_ids: set[int] = set()
-    for stop in prepared.request.stop:
-        ids = model.template.encode(stop)
-        if len(ids) == 1:
-            shown_ids.add(ids[0])
-    hidden_ids = model.hidden_ids - (shown_ids - model.eos_ids)
-    return Detokenizer(model.tokenizer.backend_tokenizer, hidden_ids)
-
-
-def _make_call_ids() -> Iterator[str]:
-    """Random. why(L-75): Mistral's template takes nine letters and digits only."""
-    while True:
-        yield uuid.uuid4().hex[:9]
 
 
 def format_logprob(tokenizer: Any, token_id: int, logprob: float) -> JsonObject:
@@ -23511,14 +23466,6 @@ def _make_formatter(state: ServerState, prepared: PreparedRequest) -> ResponseFo
     )
 
 
-def _lower_thread_priority() -> None:
-    """Let this thread give way to others. why(L-35): rendering slows down streams."""
-    if sys.platform == "linux":  # elsewhere threads have no priority of their own
-        with suppress(OSError):
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
-
-
 @contextmanager
 def kept_awake(config: Config) -> Iterator[None]:
     """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
@@ -23552,7 +23499,11 @@ class ReplyGeneration:
         self._title = ""
         if state.config.enable_request_logging:
             self._title = _find_title(request)
-        _lower_thread_priority()
+        # why(L-35): rendering slows down streams. (Elsewhere threads have no priority.)
+        if sys.platform == "linux":
+            with suppress(OSError):
+                thread_id = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
         self._state = state
         self._prepared, self._handle = _submit(state, request)
         self._request = self._prepared.request
@@ -24965,7 +24916,7 @@ class Handler(BaseHTTPRequestHandler):
         state = (passed.state if passed else self.server.state).keep()
         state.stores.refusals.append(refusal)
         if passed is None or not passed.was_submitted:
-            state.metrics.add_refused()  # the engine counts those that it had
+            state.metrics.bump("refused")  # the engine counts those that it had
 
     def send_error(
         self, code: int, message: str | None = None, _explain: str | None = None
@@ -25290,7 +25241,7 @@ def build_state(
     config = config.model_copy(update={"ledger_max_bytes": ledger_bytes})
     metrics = CacheMetrics()
     records = RecordFile()
-    stores = TenantStores.empty(config, metrics, records.of_tenant(""))
+    stores = TenantStores(config, metrics, records.of_tenant(""))
     tenants = Tenants()
 
     # The engine calls these two on the model thread.
