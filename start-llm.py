@@ -616,6 +616,11 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
+def field_fault(sentence: str) -> PydanticCustomError:
+    """What a check of a field raises, to be told as it is."""
+    return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+
+
 def describe_fault(details: ErrorDetails) -> str:
     """What is wrong with a value, in pydantic's words: "should be a valid string".
 
@@ -738,17 +743,16 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def read_replicas(text: str) -> list[ReplicaAddress]:
-    """The servers of PROXY_REPLICAS. Raises PydanticCustomError, which shows no key."""
+    """The servers of PROXY_REPLICAS. Raises a fault that shows no key."""
     addresses = []
     for part in split_list(text):
         match = _SERVER_URL.fullmatch(part)
         if match is None or int(match[5] or 0) > 65_535:
-            sentence = (
-                "should be URLs such as http://other.local:8080, or with a key"
-                " http://KEY@other.local:8080: {shown} is none"
-            )
             shown = re.sub(".*@", "", part)
-            raise PydanticCustomError("refused", sentence, {"shown": shown})
+            raise field_fault(
+                "should be URLs such as http://other.local:8080, or with a key"
+                f" http://KEY@other.local:8080: {shown} is none"
+            )
         scheme, key, name, ipv6, port = match.groups(default="")
         port_number = int(port or _DEFAULT_PORTS[scheme])
         url = write_url(name or ipv6, port_number, scheme=scheme)
@@ -760,20 +764,18 @@ _MODEL_NAME: Final = re.compile(r"[\w./:+-]+")
 
 
 def read_models(text: str) -> dict[str, ReplicaAddress]:
-    """The servers of PROXY_MODELS, by name. Raises PydanticCustomError, without keys."""
+    """The servers of PROXY_MODELS, by name. Raises a fault, without keys."""
     addresses: dict[str, ReplicaAddress] = {}
     for part in split_list(text):
         name, _, url = part.partition("=")
         if not _MODEL_NAME.fullmatch(name) or not url:
-            sentence = (
-                "should be names and URLs such as small=http://127.0.0.1:8081: {shown}"
-                " is none"
-            )
             shown = re.sub(".*@", "", part)
-            raise PydanticCustomError("refused", sentence, {"shown": shown})
+            raise field_fault(
+                "should be names and URLs such as small=http://127.0.0.1:8081:"
+                f" {shown} is none"
+            )
         if name in addresses:
-            sentence = "should name each model once: {name} is there twice"
-            raise PydanticCustomError("refused", sentence, {"name": name})
+            raise field_fault(f"should name each model once: {name} is there twice")
         (addresses[name],) = read_replicas(url)
     return addresses
 
@@ -902,35 +904,28 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             needs_key = not is_loopback(value)
         keys = [info.data.get(name, "") for name in ("api_key", "proxy_api_key")]
         if needs_key and not any(split_list(key) for key in keys):
-            sentence = "should be used only where API_KEY is set"
-            raise PydanticCustomError("refused", sentence)
+            raise field_fault("should be used only where API_KEY is set")
         return value
 
-    @field_validator("proxy_replicas")
+    @field_validator("proxy_replicas", "proxy_models")
     @classmethod
-    def _check_replicas(cls, value: str, info: ValidationInfo) -> str:
+    def _check_servers(cls, value: str, info: ValidationInfo) -> str:
+        """Refuse this server, a replica that is there twice, and a name that is ours."""
+        models: dict[str, ReplicaAddress] = {}
+        if info.field_name == "proxy_models":
+            models = read_models(value)
+            urls = [server.url for server in models.values()]
+        else:
+            urls = [replica.url for replica in read_replicas(value)]
         own_url = write_url(info.data.get("mlx_host", ""), info.data.get("mlx_port", 0))
-        urls = [replica.url for replica in read_replicas(value)]
         if own_url in urls:
-            sentence = "should name the other servers only: {url} is this one"
-            raise PydanticCustomError("refused", sentence, {"url": own_url})
+            raise field_fault(f"should name other servers only: {own_url} is this one")
+        own_name = info.data.get("proxy_model_id")
+        if own_name in models:
+            raise field_fault(f"should have other names: {own_name} is PROXY_MODEL_ID")
         for url in urls:
-            if urls.count(url) > 1:
-                sentence = "should name each server once: {url} is there twice"
-                raise PydanticCustomError("refused", sentence, {"url": url})
-        return value
-
-    @field_validator("proxy_models")
-    @classmethod
-    def _check_models(cls, value: str, info: ValidationInfo) -> str:
-        own_url = write_url(info.data.get("mlx_host", ""), info.data.get("mlx_port", 0))
-        for name, server in read_models(value).items():
-            if server.url == own_url:
-                sentence = "should name other servers only: {url} is this one"
-                raise PydanticCustomError("refused", sentence, {"url": own_url})
-            if name == info.data.get("proxy_model_id"):
-                sentence = "should have other names: {name} is PROXY_MODEL_ID"
-                raise PydanticCustomError("refused", sentence, {"name": name})
+            if urls.count(url) > 1 and not models:
+                raise field_fault(f"should name each server once: {url} is there twice")
         return value
 
     @classmethod
@@ -2167,7 +2162,7 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 
     def check(value: object) -> object:
         if value not in harmless:
-            raise PydanticCustomError("refused", sentence)
+            raise field_fault(sentence)
         return value
 
     return BeforeValidator(check)
@@ -2352,7 +2347,7 @@ def _read_only_prompt(prompt: object) -> object:
         case [str() | list() as only_prompt]:
             return only_prompt
         case [str() | list(), *_]:
-            raise PydanticCustomError("refused", "only one per request")
+            raise field_fault("only one per request")
     return prompt
 
 
@@ -23078,7 +23073,8 @@ class StopStrings:
     """Cuts the text of a reply before its first stop string, however it is chunked."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._stops = sorted(stops, key=len)  # of two at one place the shorter counts
+        self._pattern = re.compile("|".join(map(re.escape, self._stops)) or "(?!)")
         self.held = ""  # the end of the text, which may begin a stop string
         self.hit = ""  # the stop string that came
 
@@ -23091,17 +23087,12 @@ class StopStrings:
             return ""
         text = self.held + text
         end = len(text) if is_last else self._find_beginning(text)
+        match = self._pattern.search(text)
+        if match and match.start() <= end:
+            self.hit = match[0]
+            self.held = ""
+            return text[: match.start()]
         self.held = text[end:]
-
-        for stop in self._stops:
-            start = text.find(stop, 0, end + len(stop))
-            if start < 0:
-                continue
-            # The one that comes first counts; of those at one place, the shortest.
-            if not self.hit or (start, len(stop)) < (end, len(self.hit)):
-                self.hit = stop
-                self.held = ""
-                end = start
         return text[:end]
 
     def skip(self, text: str) -> str:
@@ -23112,7 +23103,7 @@ class StopStrings:
 
     def _find_beginning(self, text: str) -> int:
         """From where on the text may become a stop string; its end if it cannot."""
-        longest = max(map(len, self._stops), default=0)
+        longest = len(self._stops[-1]) if self._stops else 0
         for start in range(max(0, len(text) - longest), len(text)):
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
