@@ -212,7 +212,6 @@ from typing import (
     Annotated,
     Any,
     BinaryIO,
-    ClassVar,
     Final,
     Literal,
     NamedTuple,
@@ -2248,8 +2247,6 @@ class RequestBody(BaseModel, strict=True, extra="allow"):
     extra="allow" holds for the dicts inside, too: unknown fields of a message stay.
     """
 
-    defaults: ClassVar[JsonObject] = {}  # of fields that a body lacks
-
     model: str | None = None
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: the prompt is only read
@@ -2269,6 +2266,11 @@ class RequestBody(BaseModel, strict=True, extra="allow"):
     previous_response_id: _StoredHistory = ""  # Responses API
     conversation: _StoredHistory = ""  # Responses API
     assistant_id: _StoredHistory = ""  # Assistants API: instructions and tools
+
+    @classmethod
+    def prepare(cls, fields: JsonObject) -> JsonObject:
+        """The fields of a body in the form that is checked. Raises BadRequest."""
+        return fields
 
     def complete(self, request: ChatRequest) -> ChatRequest:
         """The request with what is the API's own. Raises BadRequest."""
@@ -2341,25 +2343,22 @@ class _ChatBody(_OpenAIBody):
         )
 
 
-def _read_only_prompt(prompt: object) -> object:
-    """A prompt, as text, as token ids or as a list of one."""
-    match prompt:
-        case [str() | list() as only_prompt]:
-            return only_prompt
-        case [str() | list(), *_]:
-            raise field_fault("only one per request")
-    return prompt
-
-
 class _CompletionBody(_OpenAIBody):
-    prompt: Annotated[
-        NonEmptyText | Annotated[ListOf[TokenId], Field(min_length=1)],
-        BeforeValidator(_read_only_prompt),
-    ]
+    prompt: NonEmptyText | Annotated[ListOf[TokenId], Field(min_length=1)]
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
     logprobs: Annotated[
         object, refuse_unless(sentence="send a chat, to /v1/chat/completions")
     ] = None
+
+    @classmethod
+    def prepare(cls, fields: JsonObject) -> JsonObject:
+        """The prompt may be text, token ids or a list of one of them."""
+        match fields.get("prompt"):
+            case [str() | list() as only_prompt]:
+                return {**fields, "prompt": only_prompt}
+            case [str() | list(), *_]:
+                raise BadRequest("only one per request", field="prompt")
+        return fields
 
     def complete(self, request: ChatRequest) -> ChatRequest:
         """POST /v1/completions; fields that only chats have are ignored."""
@@ -2379,7 +2378,7 @@ def read_request(
     headers: Mapping[str, str],
 ) -> ChatRequest:
     """The request of a body, in any API. Raises BadRequest: it names the wrong field."""
-    fields = {**model.defaults, **present_fields(body)}
+    fields = model.prepare(present_fields(body))
     parsed = validate_fields(model, fields)
     lower_headers = {name.lower(): value for name, value in headers.items()}
     max_tokens = parsed.max_tokens
@@ -2914,7 +2913,10 @@ class _MessagesBody(RequestBody):
         object, refuse_unless([], sentence="no server is asked for tools: leave it out")
     ] = []
 
-    defaults = {"thinking": {"type": "disabled"}}
+    @classmethod
+    def prepare(cls, fields: JsonObject) -> JsonObject:
+        """Who does not say whether to think wants none."""
+        return {"thinking": {"type": "disabled"}, **fields}
 
     def complete(self, request: ChatRequest) -> ChatRequest:
         """POST /v1/messages."""
@@ -23533,7 +23535,15 @@ class ReplyGeneration:
         was cancelled.
         """
         try:
-            yield from self._stream() if self._request.stream else self._whole()
+            if self._request.stream:
+                yield from self._stream()
+            else:
+                for deltas in self._read_deltas():
+                    for delta in deltas:
+                        self._formatter.delta_events(delta)  # full_body() has them all
+                    yield None
+                message = self._decoder.reader.message()
+                yield self._formatter.full_body(message, self._reply_end())
         except (ClientGone, ServerError):
             raise
         except Exception:  # of our own; close() would take it for a leaving
@@ -23541,14 +23551,6 @@ class ReplyGeneration:
                 self._end("failed")
             raise
         self._is_sent = True
-
-    def _whole(self) -> Iterator[JsonObject | None]:
-        for deltas in self._read_deltas():
-            for delta in deltas:
-                self._formatter.delta_events(delta)  # full_body() has them all
-            yield None
-        message = self._decoder.reader.message()
-        yield self._formatter.full_body(message, self._reply_end())
 
     def _stream(self) -> Iterator[JsonObject | None]:
         has_started = False
