@@ -1133,18 +1133,17 @@ class ConsoleStream(io.TextIOBase):
 
     def _work(self) -> None:
         while True:
-            text = self._texts.get()
+            payload = self._texts.get().encode(self.encoding, "backslashreplace")
             with suppress(OSError):
-                self._write_out(text.encode(self.encoding, "backslashreplace"))
+                self._write_out(payload)
             self._texts.task_done()
 
     def _write_out(self, payload: bytes) -> None:
-        descriptor = self.fileno()
         while payload:
             try:
-                payload = payload[os.write(descriptor, payload) :]
+                payload = payload[os.write(self.fileno(), payload) :]
             except BlockingIOError:  # whoever shares the terminal may set that
-                select.select([], [descriptor], [])
+                select.select([], [self.fileno()], [])
 
 
 def start_logging(config: Config) -> None:
@@ -2741,8 +2740,11 @@ def check_choice(choice: ToolChoice, tools: Iterable[JsonObject]) -> ToolChoice:
 # -- reply -> bodies -------------------------------------------------------------------
 
 
-class OpenAIFormatter(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OpenAIFormatter:
     """A ResponseFormatter for chat completions and completions."""
+
+    closes_cut_calls = True  # clients parse any arguments, then look how it finished
 
     kind: Literal["chat", "completion"]
     request_id: str
@@ -2750,11 +2752,6 @@ class OpenAIFormatter(NamedTuple):
     created: int  # Unix seconds
     include_usage: bool = False  # at the end of a stream
     return_progress: bool = False  # of prefill
-
-    @property
-    def closes_cut_calls(self) -> bool:
-        """Yes: clients parse any arguments, and then look at the finish reason."""
-        return True
 
     def start_events(self, _usage: Usage) -> list[JsonObject]:
         """A chat begins with the role, a completion with its first text."""
