@@ -3515,8 +3515,6 @@ _MAX_WEBP_PIXELS: Final = 32_000_000  # each takes 16 bytes while Pillow unpacks
 # As many as any model sees (Qwen3-VL: 16 million): what is shrunk to it loses nothing.
 _MAX_SEEN_PIXELS: Final = 1 << 24
 _MAX_STRIP_PIXELS: Final = 1 << 18  # of a shrunk image, made at once
-_UNREADABLE: Final = "is no PNG, JPEG, WEBP, GIF that can be read"
-_TOO_LARGE: Final = "has more than {:,} pixels"
 
 
 class SentImage(NamedTuple):
@@ -3530,31 +3528,24 @@ class SentImage(NamedTuple):
 
         Raises BadRequest: the file cannot be read, is too large or slow to unpack.
         """
-        image = self._open()
-        try:
-            return _normalize(image)
-        except Exception as error:  # Pillow's readers raise errors of any kind
-            raise self._refusal(_UNREADABLE) from error
-
-    def _open(self) -> Image.Image:
-        """The image, of which only the header is read so far."""
         if _has_many_slow_parts(self.data):
             fault = f"has more than {_MAX_SLOW_PARTS} scans or compressed texts"
-            raise self._refusal(f"{fault}; save it anew")
+            raise BadRequest(f"{fault}; save it anew", field=self.field)
+
+        max_pixels = _MAX_PIXELS  # Pillow's limit is above it
         try:
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
-        except Image.DecompressionBombError as error:  # Pillow's limit is above ours
-            raise self._refusal(_TOO_LARGE.format(_MAX_PIXELS)) from error
-        except Exception as error:
-            raise self._refusal(_UNREADABLE) from error
-
-        max_pixels = _MAX_WEBP_PIXELS if image.format == "WEBP" else _MAX_PIXELS
-        if math.prod(image.size) > max_pixels:
-            raise self._refusal(_TOO_LARGE.format(max_pixels))
-        return image
-
-    def _refusal(self, fault: str) -> BadRequest:
-        return BadRequest(fault, field=self.field)
+            if image.format == "WEBP":
+                max_pixels = _MAX_WEBP_PIXELS
+            if math.prod(image.size) > max_pixels:
+                raise Image.DecompressionBombError
+            return _normalize(image)
+        except Image.DecompressionBombError as error:
+            fault = f"has more than {max_pixels:,} pixels"
+            raise BadRequest(fault, field=self.field) from error
+        except Exception as error:  # Pillow's readers raise errors of any kind
+            fault = f"is no {', '.join(_FORMATS)} that can be read"
+            raise BadRequest(fault, field=self.field) from error
 
 
 def _normalize(image: Image.Image) -> Image.Image:
@@ -24164,12 +24155,14 @@ def _own_entries(
 def metrics_text(state: ServerState) -> bytes:
     """GET /metrics: counters, histograms and figures of the status, for Prometheus."""
     status = status_body(state)
-    gauges = {f"memory_{kind}_bytes": n for kind, n in status["memory"].items()}
     phases = Counter(row["phase"] for row in status["requests"])
-    gauges["queued"] = phases["queued"]
-    gauges["prefilling"] = phases["prefill"]
-    gauges["decoding"] = phases["decode"]
-    gauges["lines"] = len(status["cache"])
+    gauges = {
+        **{f"memory_{kind}_bytes": n for kind, n in status["memory"].items()},
+        "queued": phases["queued"],
+        "prefilling": phases["prefill"],
+        "decoding": phases["decode"],
+        "lines": len(status["cache"]),
+    }
     if "exact_worst" in status["engine"]:
         gauges["exact_worst"] = status["engine"]["exact_worst"]
     if "disk" in status:
