@@ -1698,7 +1698,7 @@ class WorkBudget:
         self.n_units = n_units
         self.n_free = n_units
         self._changed = threading.Condition()  # guards `n_free` and the queue
-        self._waiting: deque[Reservation] = deque()  # the oldest first
+        self.waiting: deque[Reservation] = deque()  # the oldest first
 
     @contextmanager
     def reserve(
@@ -1711,13 +1711,13 @@ class WorkBudget:
         """
         reservation = Reservation(self, min(n_units, self.n_units))
         with self._changed:
-            self._waiting.append(reservation)
+            self.waiting.append(reservation)
         try:
             while not self._take(reservation):
                 check_client()
         finally:
             with self._changed:
-                self._waiting.remove(reservation)
+                self.waiting.remove(reservation)
                 self._changed.notify_all()
 
         try:
@@ -1730,7 +1730,7 @@ class WorkBudget:
         with self._changed:
             has_turn = self._changed.wait_for(
                 lambda: (
-                    self._waiting[0] is reservation
+                    self.waiting[0] is reservation
                     and reservation.n_units <= self.n_free
                 ),
                 timeout=CLIENT_LOOK_SECONDS,
