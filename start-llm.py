@@ -8984,20 +8984,38 @@ class MtpHead:
         layer_caches: LayerCaches = self.model.make_cache()
         return layer_caches
 
-    def read(
-        self, tokens: mx.array, states: mx.array, layer_caches: LayerCaches
-    ) -> mx.array:
-        """States `(1, n, size)` of pairs: tokens `(1, n)`, and as many states."""
-        embeddings = self.model._input_embed(tokens)
-        start = layer_caches[0].offset
-        positions = start + mx.arange(tokens.shape[1])[None]
-        made: mx.array
-        made = self.model._forward_hidden(embeddings, states, layer_caches, positions)
-        return made
+    def measure_kv(self) -> int:
+        """Bytes of its KV of a token."""
+        weight = self.tap.norm.weight
+        layer_caches = self.make_cache()
+        state = mx.zeros((1, 1, weight.size), weight.dtype)
+        mx.eval(self.draft(mx.array([[0]]), state, layer_caches, n_tokens=1))
+        return sum(layer.nbytes // layer.step for layer in layer_caches)
 
-    def guess(self, state: mx.array) -> mx.array:
-        """The most probable token `(1, 1)` of a state `(1, 1, size)`."""
-        return mx.argmax(self.model._lm_head_fn(state), axis=-1)
+    def draft(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        layer_caches: LayerCaches,
+        *,
+        n_tokens: int,
+    ) -> mx.array:
+        """The most probable tokens `(1, n_tokens)` after pairs that it reads.
+
+        `tokens`: `(1, n)`; `states`: `(1, n, size)`. KV has then all but the last guess.
+        """
+        guesses: list[mx.array] = []
+        while len(guesses) < n_tokens:
+            start = layer_caches[0].offset
+            states = self.model._forward_hidden(
+                self.model._input_embed(tokens),
+                states,
+                layer_caches,
+                start + mx.arange(tokens.shape[1])[None],
+            )[:, -1:]
+            tokens = mx.argmax(self.model._lm_head_fn(states), axis=-1)
+            guesses.append(tokens)
+        return mx.concatenate(guesses, axis=1)
 
 
 # -- 6 CUDA ----------------------------------------------------------------------------
@@ -15264,26 +15282,20 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 # one call of the model, and each token of the draft counts as far as it is the one that
 # would have been sampled in its place. So a reply is the same with drafts and without,
 # greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
-# as long as one of a single token, or as 27 of them. That is measured. A DraftBudget
-# says whether there may be a draft, and how long; a Drafter finds its tokens.
+# as long as one of a single token, or as 27 of them. That is measured.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
 #
-# CopyDrafter copies, and is asked first. Where it has nothing, the one that DRAFT_MODEL
-# names is asked, of which there is one, for all requests:
+#     DraftBudget    an account: whether there may be a draft, and how long (L-224)
+#     CopyDrafter    what followed the last tokens before; it is asked first
+#     GuessDrafter   what a Guesser says, of which there is one for all requests:
+#       DraftModel     a smaller model. A draft need not be accepted, so of a long
+#                      conversation it reads the tail only: its KV has a bound.
+#       DraftHead      a head of the model (UPSTREAM, "heads"). It reads the model's own
+#                      states, of the reply, not of the prompt (L-230).
 #
-#     DraftModel   a smaller model. It reads the conversation that it was asked about
-#                  last. A draft need not be accepted, so of a long conversation it
-#                  reads the tail only: its KV has a bound.
-#     DraftHead    a head of the model (MTP: UPSTREAM, "heads"). It guesses from the
-#                  model's own states, which TokenGenerator keeps for it. Its KV is that
-#                  of a reply, not of the prompt (L-230).
-#
-# Dropped: an expected speed by the share of tokens that were accepted, three lengths,
-# and pauses. On real edits (L-224) the account alone is as good or better.
-#
-# Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
+# Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING, SAMPLING
 # Thread   model; mlx
 
 # Copies: the last 6 tokens stood somewhere before; near the last copy 3 are enough.
@@ -15301,10 +15313,8 @@ _COPY_LENGTHS: Final = (15, 31)
 _MODEL_LENGTHS: Final = (4, 7)
 _HEAD_LENGTHS: Final = (1, 3)
 
-# An account of plain steps: what it begins with, what is spent, what it earns. A model
-# first has to read the conversation. A reply has one; all replies share that of a head.
+# An account of plain steps: what it begins with, what is spent, what it earns.
 _FIRST_BALANCE: Final = 8.0
-_FIRST_MODEL_BALANCE: Final = 256.0
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
@@ -15313,14 +15323,13 @@ _MAX_RISE: Final = 2.0  # times the mean, that a new value counts at most
 _MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then plain ones are measured again
 _STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
-# DraftModel.
-_MAX_TAIL_TOKENS: Final = 8192  # of a conversation that it reads
+# What DRAFT_MODEL reads.
+_MAX_TAIL_TOKENS: Final = 8192  # of a conversation, by a model
+_MAX_HEAD_TOKENS: Final = 4096  # of a reply, by a head
+_FEW_TOKENS: Final = MAX_STATES  # that it reads and guesses after, in the same step
 _MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
-_FEW_TOKENS: Final = 16  # that it reads and drafts after, in the same step
-
-# DraftHead.
-_MAX_HEAD_TOKENS: Final = 4096  # of a reply that it has KV of; then it begins anew
-_MAX_PENDING_TOKENS: Final = 8  # to be fed again, with which it may draft
+_MAX_READ_COST: Final = 256.0  # of reading in a reply, in plain steps
+_MAX_PENDING_TOKENS: Final = 8  # to be fed again, with which a head may draft
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
@@ -15329,22 +15338,20 @@ def can_draft(layer_caches: LayerCaches) -> bool:
     return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
 
-# -- whether a draft pays --------------------------------------------------------------
+# -- 1 whether a draft pays ------------------------------------------------------------
 
 
 class DraftCosts:
     """Seconds of a step by the tokens that are fed in it, on this machine and model.
 
-    why(L-231): the machine does other things, too, now and then for long.
-
-    A step that feeds one token is a *plain* step.
+    A step that feeds one token is a *plain* step. why(L-231): the machine does other
+    things, too, now and then for long.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # moving means
-        self._begun: set[int] = set()
-        self._n_measured = 0
-        self._n_since_plain = 0  # steps that were measured since the last plain one
+        self._n_steps: Counter[int] = Counter()
+        self._n_since_plain = 0  # steps that counted since the last plain one
 
     @property
     def is_known(self) -> bool:
@@ -15353,19 +15360,21 @@ class DraftCosts:
 
     def measure(self, n_fed: int, seconds: float) -> bool:
         """A step that fed so many tokens took so long; returns whether it counts."""
-        if n_fed not in self._begun:
-            self._begun.add(n_fed)  # the first may have compiled kernels
+        self._n_steps[n_fed] += 1
+        if self._n_steps[n_fed] == 1:  # it may have compiled kernels
             return False
-        mean = self._seconds.get(n_fed, seconds)
-        # Once in a while something else holds a step up, for a hundred times as long.
+
+        # Something else may hold a step up, for a hundred times as long: this one, or
+        # the one that the mean began with.
+        mean = min(self._seconds.get(n_fed, seconds), _MAX_RISE * seconds)
         seconds = min(seconds, _MAX_RISE * mean)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
         self._n_since_plain = 0 if n_fed == 1 else self._n_since_plain + 1
         if 1 in self._seconds:  # the machine was busy then: a plain step takes no more
             self._seconds[1] = min(self._seconds[1], self._seconds[n_fed])
-        self._n_measured += 1
-        if self._n_measured % _STEPS_KEPT == 0 and self.is_known:
+        if self._n_steps.total() >= _STEPS_KEPT and self.is_known:
             self._seconds = {1: self._seconds[1]}
+            self._n_steps = Counter([1])
         return True
 
     def in_plain_steps(self, seconds: float) -> float:
@@ -15373,22 +15382,26 @@ class DraftCosts:
         return seconds / self._seconds[1]
 
     def can_pay(self, n_draft: int) -> bool:
-        """Whether a draft of this length would pay if it were right to its end."""
+        """Whether a draft of this length would pay if it were right to its end.
+
+        That is believed until two steps have counted: one alone may have been held up.
+        """
         n_fed = n_draft + 1
-        seconds = self._seconds.get(n_fed)
-        return seconds is None or self.in_plain_steps(seconds) < n_fed
+        if self._n_steps[n_fed] < 3:
+            return True
+        return self.in_plain_steps(self._seconds[n_fed]) < n_fed
 
 
 class DraftBudget:
-    """Whether there may be another draft in this reply, and how long it may be.
+    """Whether there may be another draft, and how long it may be.
 
-    Drafts may lose what they have gained in this reply, and a hundredth of its time.
-    `balance` counts that in plain steps; there is no draft while it is below 0:
+    Drafts may lose what they have gained, and a hundredth of the time. `balance` counts
+    that in plain steps; there is no draft while it is below 0:
 
-        a plain step                 + 0.01
-        one that feeds tokens again  + 1 - what it cost
-        a step with a draft          + tokens - what it cost
-        time without a draft of it   - what it cost
+        a plain step            + 0.01
+        a step with a draft     + tokens - what it cost
+        what is fed again       + 1 - what the step cost
+        a search for nothing    - what it cost
     """
 
     def __init__(
@@ -15396,12 +15409,11 @@ class DraftBudget:
         costs: DraftCosts,
         *,
         lengths: tuple[int, int],
-        balance: float,
         max_balance: float = math.inf,
     ) -> None:
         """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
-        self.balance = balance
+        self.balance = _FIRST_BALANCE
         self._max_balance = max_balance
         self._lengths = lengths
         self._length = lengths[0]  # of the next draft
@@ -15429,25 +15441,19 @@ class DraftBudget:
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
 
-    def learn_again(self, seconds: float) -> None:
-        """A step without a draft took so long: it fed again what a draft had fed."""
-        self._add(1 - self.costs.in_plain_steps(seconds))
-
-    def charge(self, seconds: float) -> None:
-        """Time was spent, and no draft came of it."""
-        self._add(-self.costs.in_plain_steps(seconds))
+    def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
+        """Time was spent without a draft, for so many tokens of the reply."""
+        self._add(n_tokens - self.costs.in_plain_steps(seconds))
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(self.balance + plain_steps, self._max_balance)
 
 
-# -- what a draft is -------------------------------------------------------------------
+# -- 2 copies --------------------------------------------------------------------------
 
 
 class Drafter:
     """Drafts for one request, as long as they pay."""
-
-    max_pending_tokens: int = sys.maxsize  # to be fed again: with more, none is asked
 
     def __init__(
         self,
@@ -15483,10 +15489,12 @@ class Drafter:
         self._buffer[self._n_history : end] = new_ids
         self._n_history = end
 
-    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
+    def draft(
+        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
+    ) -> list[int]:
         """What may follow y, at most `max_tokens`; [] if nothing would pay.
 
-        y comes after the history; `wait_for_y` returns it, once it is computed.
+        y comes after the history; `wait_for_y` returns it, once `generator` has it.
         """
         raise NotImplementedError
 
@@ -15519,19 +15527,31 @@ class CopyDrafter(Drafter):
     ) -> None:
         """`others`: conversations to copy from where this one has nothing, best first.
 
-        They come before the prompt in the history that is searched.
+        They come before the prompt in the history, the first of them next to it.
         """
+        parts = [prompt]
+        n_left = _MAX_OTHER_TOKENS
+        for tokens in others:
+            if n_left <= 0:
+                break
+            parts[:0] = [tokens[-n_left:], _SEPARATOR]
+            n_left -= len(tokens)
         super().__init__(
-            _join(prompt, others),
+            np.concatenate(parts),
             end_ids=end_ids,
-            budget=DraftBudget(costs, lengths=_COPY_LENGTHS, balance=_FIRST_BALANCE),
+            budget=DraftBudget(costs, lengths=_COPY_LENGTHS),
             metrics=metrics,
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
         self._copy_start = 0
         self._copy_end: int | None = None
 
-    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
+    def draft(
+        self,
+        max_tokens: int,
+        wait_for_y: Callable[[], int],
+        generator: TokenGenerator,  # noqa: ARG002 - a copy asks nobody
+    ) -> list[int]:
         """What follows y in the copy; [] if the copy does not begin with y."""
         n_draft = min(self.budget.choose_length(), max_tokens)
         if n_draft <= 0:
@@ -15544,6 +15564,11 @@ class CopyDrafter(Drafter):
             self.budget.balance -= _WAIT_COST
             return []
         return y_and_draft[1:]
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """Remember where the copy ended, too."""
+        self._copy_end = self._copy_start + 1 + n_accepted
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
     def _find_copy(self, n_tokens: int) -> list[int]:
         """What follows the history, if this goes on as it did before; [] if unknown."""
@@ -15558,9 +15583,7 @@ class CopyDrafter(Drafter):
             start = int((long_enough if long_enough.size else starts)[-1])
         self._copy_start = start
         copied = history[start : start + n_tokens]
-        if len(copied) < n_tokens:
-            copied = np.resize(copied, n_tokens)
-        return self._before_end(copied.tolist())
+        return self._before_end(np.resize(copied, n_tokens).tolist())
 
     def _find_near(self, history: TokenIds) -> int | None:
         """Where the last copy may go on, after something that was changed in it."""
@@ -15572,394 +15595,6 @@ class CopyDrafter(Drafter):
         if not starts.size:
             return None
         return int(starts[np.abs(starts - self._copy_end).argmin()])
-
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """Remember where the copy ended, too."""
-        self._copy_end = self._copy_start + 1 + n_accepted
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-
-
-class GuessDrafter(Drafter):
-    """Drafts of what DRAFT_MODEL names, for one request: the base of two kinds."""
-
-    def __init__(
-        self,
-        prompt: TokenIds,
-        guesser: Guesser,
-        *,
-        budget: DraftBudget,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> None:
-        super().__init__(prompt, end_ids=end_ids, budget=budget, metrics=metrics)
-        self._guesser = guesser
-        self._drafting_seconds = 0.0  # that the last draft took
-
-    def can_guess(self) -> bool:
-        """Whether it could guess what follows the history and y, whatever y is."""
-        raise NotImplementedError
-
-    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
-        """What follows a past, the last token of which is y; [] if it has no draft."""
-        raise NotImplementedError
-
-    def draft(self, max_tokens: int, wait_for_y: Callable[[], int]) -> list[int]:
-        """The most probable tokens, once it has read what it needs."""
-        n_draft = min(self.budget.choose_length(), max_tokens)
-        if n_draft <= 0 or self._guesser.has_failed or not self.can_guess():
-            return []
-
-        y = wait_for_y()
-        if y in self._end_ids:
-            return []
-        past = np.append(self._history, np.int32(y))
-        began = time.monotonic()
-        guessed = self._guess_or_end(past, n_draft)
-        self._drafting_seconds = time.monotonic() - began
-        draft = self._before_end(guessed)
-        if not draft:
-            self.budget.charge(self._drafting_seconds)
-            self._count_gain(n_tokens=0, seconds=self._drafting_seconds)
-        return draft
-
-    def _guess_or_end(self, past: TokenIds, n_tokens: int) -> list[int]:
-        """`guess`; after a failure there are no more drafts, and no request ends."""
-        try:
-            return self.guess(past, n_tokens)
-        except Exception:
-            logger.exception("the draft model has failed, and is not asked any more")
-            self._guesser.has_failed = True
-            self._guesser.forget()
-            return []
-
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """Count it among all drafts, and among those of DRAFT_MODEL."""
-        self._metrics.bump("draft_model_tokens", n_draft)
-        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
-        seconds += self._drafting_seconds
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-        self._count_gain(n_tokens=1 + n_accepted, seconds=seconds)
-
-    def _count_gain(self, *, n_tokens: int, seconds: float) -> None:
-        """Count what a plain step a token would have cost, and what was spent."""
-        plain_steps = self.budget.costs.in_plain_steps(seconds)
-        self._guesser.count_gain(n_tokens=n_tokens, plain_steps=plain_steps)
-
-
-class ModelDrafter(GuessDrafter):
-    """Drafts of the DraftModel for one request."""
-
-    max_pending_tokens = 0  # they are fed first: it would add to them at each step
-
-    def __init__(
-        self,
-        prompt: TokenIds,
-        draft_model: DraftModel,
-        *,
-        tenant: str,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> None:
-        budget = DraftBudget(
-            draft_model.costs, lengths=_MODEL_LENGTHS, balance=_FIRST_MODEL_BALANCE
-        )
-        super().__init__(
-            prompt, draft_model, budget=budget, end_ids=end_ids, metrics=metrics
-        )
-        self._draft_model = draft_model
-        self._tenant = tenant
-        self._has_drafted = False
-
-    def can_guess(self) -> bool:
-        """Whether the model knows the tokens."""
-        return self._draft_model.can_read(self._history)
-
-    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
-        """The model's most probable tokens; [] while it reads the conversation."""
-        return self._draft_model.propose(past, n_tokens, tenant=self._tenant)
-
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """Begin to count against the reply: it has been read."""
-        if not self._has_drafted:  # what reading has left is not for wrong drafts
-            self._has_drafted = True
-            self.budget.balance = min(self.budget.balance, _FIRST_BALANCE)
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-
-
-class HeadDrafter(GuessDrafter):
-    """Drafts of the DraftHead for one request, whose reply it follows.
-
-        reply            r0   r1   r2   y
-        states after          r0   r1   r2      kept by the TokenGenerator
-        pairs read           (r1) (r2) (y)      of each token and the state before it
-
-    What the head has read of its own guesses is cut off at once: if they were right,
-    they are read again, with the model's states.
-    """
-
-    max_pending_tokens = _MAX_PENDING_TOKENS
-
-    def __init__(
-        self,
-        prompt: TokenIds,
-        draft_head: DraftHead,
-        *,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> None:
-        super().__init__(
-            prompt,
-            draft_head,
-            budget=draft_head.budget,
-            end_ids=end_ids,
-            metrics=metrics,
-        )
-        self._draft_head = draft_head
-        self._layer_caches: LayerCaches = []
-        self._n_read = 0  # tokens of prompt and reply up to the last pair read
-        self.states: Sequence[mx.array] = ()  # of the model, after the last tokens fed
-
-    def can_guess(self) -> bool:
-        """Whether the state is known that y was sampled from."""
-        return bool(self.states)
-
-    def guess(self, past: TokenIds, n_tokens: int) -> list[int]:
-        """The head's most probable tokens."""
-        head = self._draft_head.head
-        states = mx.concatenate([*self.states], axis=1)
-        n_unread = len(past) - self._n_read
-        if n_unread > states.shape[1] or self._n_read_tokens() > _MAX_HEAD_TOKENS:
-            self._layer_caches = head.make_cache()
-            n_unread = states.shape[1]
-
-        token_ids = mx.array(past[-n_unread:])[None]
-        state = head.read(token_ids, states[:, -n_unread:], self._layer_caches)
-        guesses = [head.guess(state[:, -1:])]
-        while len(guesses) < n_tokens:
-            state = head.read(guesses[-1], state[:, -1:], self._layer_caches)
-            guesses.append(head.guess(state))
-        guessed_row: Any = mx.concatenate(guesses, axis=1)[0]
-        guessed_ids: list[int] = guessed_row.tolist()
-
-        for layer in self._layer_caches:
-            layer.trim(n_tokens - 1)
-        self._n_read = len(past)
-        return guessed_ids
-
-    def _n_read_tokens(self) -> int:
-        """Tokens that its KV has."""
-        return self._layer_caches[0].offset if self._layer_caches else 0
-
-
-class DraftGain(TypedDict):
-    """Whether DRAFT_MODEL pays: it does if `tokens` exceed `plain_steps`."""
-
-    tokens: int  # of replies, from steps with a draft of it; each has a plain step else
-    plain_steps: float  # that take as long as these steps, with reading and drafting
-
-
-class Guesser:
-    """What DRAFT_MODEL names, for all requests: the base of two kinds."""
-
-    def __init__(self, path: Path, *, nbytes: int, n_places: int) -> None:
-        self.has_failed = False  # then it is not asked any more
-        self.costs = DraftCosts()
-        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
-        self.nbytes = nbytes
-        self._path = path
-        self._is_judged = False
-        logger.info(
-            "drafts: %s, with KV of %d tokens: %s", path, n_places, in_bytes(nbytes)
-        )
-
-    def make_drafter(
-        self,
-        prompt: TokenIds,
-        *,
-        tenant: str,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> Drafter:
-        """What drafts for one request."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Drop what it has read of conversations, if it keeps that."""
-
-    def count_gain(self, *, n_tokens: int, plain_steps: float) -> None:
-        """Add tokens, and what they took; the log says once whether that pays."""
-        gain = self.gain
-        gain["tokens"] += n_tokens
-        gain["plain_steps"] += plain_steps
-        if self._is_judged or gain["plain_steps"] < _JUDGED_STEPS:
-            return
-        self._is_judged = True
-        pays = gain["tokens"] > gain["plain_steps"]
-        logger.info(
-            "drafts: %s %s: %d tokens took as long as %.0f without it%s",
-            self._path,
-            "pays" if pays else "does not pay",
-            gain["tokens"],
-            gain["plain_steps"],
-            "" if pays else "; it is tried now and then",
-        )
-
-
-class DraftHead(Guesser):
-    """A head of the model, with one budget for all requests.
-
-    A reply of a few hundred tokens would else spend a budget of its own on finding out
-    that the head does not pay.
-    """
-
-    def __init__(self, loaded: LoadedDraftHead) -> None:
-        n_bytes = loaded.nbytes + _MAX_HEAD_TOKENS * _measure_head(loaded.head)
-        super().__init__(loaded.path, nbytes=n_bytes, n_places=_MAX_HEAD_TOKENS)
-        self.head = loaded.head
-        self.budget = DraftBudget(
-            self.costs,
-            lengths=_HEAD_LENGTHS,
-            balance=_FIRST_BALANCE,
-            max_balance=_FIRST_BALANCE,
-        )
-
-    def make_drafter(
-        self,
-        prompt: TokenIds,
-        *,
-        tenant: str,  # noqa: ARG002 - nothing of another request is kept
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> Drafter:
-        """What drafts for one request."""
-        return HeadDrafter(prompt, self, end_ids=end_ids, metrics=metrics)
-
-
-class DraftModel(Guesser):
-    """A second, smaller model, which reads the conversation that it was last asked of.
-
-        read before    a b c d x y      x, y: its draft, or another conversation
-        asked of       a b c d e f g
-                       [kept ] [read]   x and y are cut off; then h, i, ... is proposed
-
-    Of a long conversation it reads the tail, which begins at a multiple of half its
-    bound. So its KV has a bound, and half of that is read again now and then.
-    """
-
-    def __init__(self, loaded: LoadedDraftModel) -> None:
-        """Runs the model on two tokens, to measure it."""
-        n_places = _MAX_TAIL_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
-        n_bytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
-        super().__init__(loaded.path, nbytes=n_bytes, n_places=_MAX_TAIL_TOKENS)
-        self._loaded = loaded
-        self._layer_caches: LayerCaches = []
-        self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
-        self._tenant = ""  # whose conversation they are
-
-    def make_drafter(
-        self,
-        prompt: TokenIds,
-        *,
-        tenant: str,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> Drafter:
-        """What drafts for one request."""
-        return ModelDrafter(
-            prompt, self, tenant=tenant, end_ids=end_ids, metrics=metrics
-        )
-
-    def forget(self) -> None:
-        """Drop the conversation, and its KV."""
-        self._layer_caches = []
-        self._read_ids = self._read_ids[:0]
-
-    def can_read(self, past: TokenIds) -> bool:
-        """Whether the tail of a past has tokens of its vocabulary only: no images."""
-        tail = past[_tail_start(len(past)) :]
-        return bool(tail.min() >= 0 and tail.max() < self._loaded.vocab_size)
-
-    def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
-        """The most probable tokens after a past; [] while it still has to read of it.
-
-        [] for what it cannot read, too.
-        """
-        if not self.can_read(past):
-            return []
-        tail = past[_tail_start(len(past)) :]
-        self._cut_to(tail, tenant)
-        return self._read_or_draft(tail, n_tokens)
-
-    def _cut_to(self, tail: TokenIds, tenant: str) -> None:
-        """Keep the KV that these tokens begin with, but not that of the last one."""
-        if tenant != self._tenant:  # what another one has sent makes nothing faster
-            self.forget()
-            self._tenant = tenant
-        n_kept = common_prefix_length(self._read_ids, tail[:-1])
-        if n_kept == 0:
-            self.forget()
-            self._layer_caches = make_prompt_cache(self._loaded.model)
-        for leaf in cache_leaves(self._layer_caches):
-            leaf.trim(len(self._read_ids) - n_kept)
-        self._read_ids = self._read_ids[:n_kept]
-
-    def _read_or_draft(self, tail: TokenIds, n_tokens: int) -> list[int]:
-        """Read what is missing; the draft, if that was little."""
-        n_read = len(self._read_ids)
-        missing_ids = mx.array(tail[n_read:])[None]
-        if missing_ids.size > _FEW_TOKENS:  # no logits are computed of so many
-            self._feed(missing_ids[:, :-1][:, :_MAX_READ_TOKENS])
-            evaluate_caches(self._layer_caches)
-            read_end = min(n_read + _MAX_READ_TOKENS, len(tail) - 1)
-            self._read_ids = tail[:read_end].copy()
-            return []
-
-        token = self._feed(missing_ids)
-        drafted = [token]
-        while len(drafted) < n_tokens:
-            token = self._feed(token)
-            drafted.append(token)
-        drafted_row: Any = mx.concatenate(drafted, axis=1)[0]
-        drafted_ids: list[int] = drafted_row.tolist()
-        fed_ids = np.array(drafted_ids[:-1], np.int32)
-        self._read_ids = np.append(tail, fed_ids)
-        return drafted_ids
-
-    def _feed(self, tokens: mx.array) -> mx.array:
-        """Read tokens `(1, n)`; the most probable one after them, `(1, 1)`."""
-        logits = self._loaded.model(tokens, cache=self._layer_caches)
-        return mx.argmax(logits[:, -1:, : self._loaded.vocab_size], axis=-1)
-
-
-def _measure_head(head: MtpHead) -> int:
-    """Bytes of its KV of a token. Runs the head, on one."""
-    size = head.tap.norm.weight.size
-    dtype = head.tap.norm.weight.dtype
-    layer_caches = head.make_cache()
-    mx.eval(head.read(mx.array([[0]]), mx.zeros((1, 1, size), dtype), layer_caches))
-    return sum(
-        array[:, :, :1].nbytes
-        for layer in layer_caches
-        for array in (layer.keys, layer.values)
-    )
-
-
-def _tail_start(n_past: int) -> int:
-    """Where the tail of a past begins, which the draft model reads."""
-    half = _MAX_TAIL_TOKENS // 2
-    return max(0, -(-n_past // half) - 2) * half
-
-
-def _join(prompt: TokenIds, others: Sequence[TokenIds]) -> TokenIds:
-    """The prompt, and before it other conversations, the first of them next to it."""
-    parts = [prompt]
-    n_left = _MAX_OTHER_TOKENS
-    for tokens in others:
-        if n_left <= 0:
-            break
-        parts[:0] = [tokens[-n_left:], _SEPARATOR]
-        n_left -= len(tokens)
-    return np.concatenate(parts)
 
 
 def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
@@ -15973,6 +15608,288 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
     for back in range(2, n_last):
         starts = starts[tokens[starts - 1 - back] == last[-1 - back]]
     return starts
+
+
+# -- 3 guesses -------------------------------------------------------------------------
+
+
+class DraftGain(TypedDict):
+    """Whether DRAFT_MODEL pays: it does if `tokens` exceed `plain_steps`."""
+
+    tokens: int  # of replies, from steps with a draft of it; each has a plain step else
+    plain_steps: float  # that take as long as these steps, with reading and drafting
+
+
+class Guesser:
+    """What DRAFT_MODEL names, with the KV of the conversation that it was last asked of.
+
+        read before    ... a b c d x y
+        asked of       ... a b c d e f g    x, y are cut off; e, f, g are read
+        guessed                          h i j
+
+    That KV begins somewhere in the conversation, and has a bound: then it begins anew.
+    What it has read of its own guesses is cut off at once: if they were right, it reads
+    them again.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedDraftModel | LoadedDraftHead,
+        make_cache: Callable[[], LayerCaches],
+        *,
+        token_bytes: int,
+        max_kv_tokens: int,
+        lengths: tuple[int, int],
+    ) -> None:
+        n_places = max_kv_tokens + BUFFER_STEP_TOKENS  # with guesses
+        self.nbytes = loaded.nbytes + n_places * token_bytes
+        self.has_failed = False  # then it is not asked any more
+        # One for all replies: each would spend one of its own on finding out that the
+        # guesses do not pay.
+        self.budget = DraftBudget(
+            DraftCosts(), lengths=lengths, max_balance=_FIRST_BALANCE
+        )
+        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
+        self._is_judged = False
+        self._path = loaded.path
+        self._max_kv_tokens = max_kv_tokens
+        self._make_cache = make_cache
+        self._layer_caches: LayerCaches = []
+        self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
+        self._start = 0  # where they begin in their conversation
+        self._tenant = ""  # whose conversation it is
+        logger.info("drafts: %s, with its KV: %s", self._path, in_bytes(self.nbytes))
+
+    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:
+        """Whether it can read a past, all of which `generator` was fed."""
+        raise NotImplementedError
+
+    def guess(
+        self, past: TokenIds, n_tokens: int, generator: TokenGenerator, *, tenant: str
+    ) -> list[int]:
+        """The most probable tokens after a past, the last token of which is y.
+
+        [] if it still has to read. `generator` was fed all of the past but y.
+        """
+        if tenant != self._tenant:  # what another one has sent makes nothing faster
+            self.forget()
+            self._tenant = tenant
+        n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
+        n_now = len(past) - self._start
+        n_readable = self._count_readable(generator)
+        if not n_kept or n_now - n_kept > n_readable or n_now > self._max_kv_tokens:
+            self.forget()
+            self._start = max(0, len(past) - n_readable)
+            self._layer_caches = self._make_cache()
+            n_kept = 0
+        self._cut(len(self._read_ids) - n_kept)
+
+        unread_ids = past[self._start + n_kept :]
+        if len(unread_ids) > _FEW_TOKENS:
+            part_ids = unread_ids[:-1][:_MAX_READ_TOKENS]
+            self._propose(part_ids, 1, generator)
+            evaluate_caches(self._layer_caches)  # and no logits
+            self._read_ids = past[self._start :][: n_kept + len(part_ids)]
+            return []
+
+        guesses: Any = self._propose(unread_ids, n_tokens, generator)
+        guessed_ids: list[int] = guesses[0].tolist()
+        self._cut(n_tokens - 1)
+        self._read_ids = past[self._start :]
+        return guessed_ids
+
+    def forget(self) -> None:
+        """Drop the conversation, and its KV."""
+        self._layer_caches = []
+        self._read_ids = self._read_ids[:0]
+
+    def count_gain(self, *, n_tokens: int, seconds: float) -> None:
+        """Add tokens, and what they took; the log says once whether that pays."""
+        gain = self.gain
+        gain["tokens"] += n_tokens
+        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+        if self._is_judged or gain["plain_steps"] < _JUDGED_STEPS:
+            return
+        self._is_judged = True
+        pays = gain["tokens"] > gain["plain_steps"]
+        logger.info(
+            "drafts: %s %s: %d tokens took as long as %.0f without it%s",
+            self._path,
+            "pays" if pays else "does not pay",
+            gain["tokens"],
+            gain["plain_steps"],
+            "" if pays else "; it is tried now and then",
+        )
+
+    def _cut(self, n_tokens: int) -> None:
+        for leaf in cache_leaves(self._layer_caches):
+            leaf.trim(n_tokens)
+
+    def _count_readable(self, generator: TokenGenerator) -> int:
+        """How many tokens it can read at most, the last of which is y."""
+        raise NotImplementedError
+
+    def _propose(
+        self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
+    ) -> mx.array:
+        """The most probable tokens `(1, n_tokens)` after those that it reads.
+
+        KV has then all but the last one proposed.
+        """
+        raise NotImplementedError
+
+
+class DraftModel(Guesser):
+    """A second, smaller model. Of a long conversation it reads the tail."""
+
+    def __init__(self, loaded: LoadedDraftModel) -> None:
+        """Runs the model on two tokens, to measure it."""
+        self._loaded = loaded
+        super().__init__(
+            loaded,
+            partial(make_prompt_cache, loaded.model),
+            token_bytes=measure_kv(loaded.model).token_bytes,
+            max_kv_tokens=_MAX_TAIL_TOKENS,
+            lengths=_MODEL_LENGTHS,
+        )
+
+    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:
+        """Whether the tail has tokens of its vocabulary only: no images.
+
+        What is pending is fed first: a draft would add to it at each step.
+        """
+        tail = past[-_MAX_TAIL_TOKENS:]
+        is_known = tail.min() >= 0 and tail.max() < self._loaded.vocab_size
+        return bool(is_known) and not generator.pending_ids
+
+    def _count_readable(self, generator: TokenGenerator) -> int:  # noqa: ARG002 - it reads tokens alone
+        return _MAX_TAIL_TOKENS // 2
+
+    def _propose(
+        self,
+        token_ids: TokenIds,
+        n_tokens: int,
+        generator: TokenGenerator,  # noqa: ARG002 - it reads tokens alone
+    ) -> mx.array:
+        tokens = mx.array(token_ids)[None]
+        proposed: list[mx.array] = []
+        while len(proposed) < n_tokens:
+            logits = self._loaded.model(tokens, cache=self._layer_caches)
+            known_logits = logits[:, -1:, : self._loaded.vocab_size]
+            tokens = mx.argmax(known_logits, axis=-1)
+            proposed.append(tokens)
+        return mx.concatenate(proposed, axis=1)
+
+
+class DraftHead(Guesser):
+    """A head of the model, which reads pairs of a token and the state before it.
+
+        reply            r0   r1   r2   y
+        states after          r0   r1   r2      kept by the TokenGenerator
+        pairs read           (r1) (r2) (y)
+
+    It begins anew where a state is missing.
+    """
+
+    def __init__(self, loaded: LoadedDraftHead) -> None:
+        self.head = loaded.head
+        super().__init__(
+            loaded,
+            loaded.head.make_cache,
+            token_bytes=loaded.head.measure_kv(),
+            max_kv_tokens=_MAX_HEAD_TOKENS,
+            lengths=_HEAD_LENGTHS,
+        )
+
+    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:  # noqa: ARG002 - of any past
+        """Whether the state is known that y was sampled from."""
+        n_pending = len(generator.pending_ids)
+        return bool(generator.states) and n_pending <= _MAX_PENDING_TOKENS
+
+    def _count_readable(self, generator: TokenGenerator) -> int:
+        n_states = sum(states.shape[1] for states in generator.states)
+        return min(n_states, _FEW_TOKENS)
+
+    def _propose(
+        self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
+    ) -> mx.array:
+        return self.head.draft(
+            mx.array(token_ids)[None],
+            mx.concatenate([*generator.states], axis=1)[:, -len(token_ids) :],
+            self._layer_caches,
+            n_tokens=n_tokens,
+        )
+
+
+class GuessDrafter(Drafter):
+    """Drafts of what DRAFT_MODEL names, for one request."""
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        guesser: Guesser,
+        *,
+        tenant: str,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> None:
+        super().__init__(
+            prompt, end_ids=end_ids, budget=guesser.budget, metrics=metrics
+        )
+        self._guesser = guesser
+        self._tenant = tenant
+        self._read_cost = 0.0  # of steps in which it had to read, in plain steps
+        self._drafting_seconds = 0.0  # that the last draft took
+
+    def draft(
+        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
+    ) -> list[int]:
+        """The most probable tokens, once the guesser has read what it needs.
+
+        After a failure there are no more, and no request ends.
+        """
+        guesser = self._guesser
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        if (
+            n_draft <= 0
+            or guesser.has_failed
+            or self._read_cost >= _MAX_READ_COST
+            or not guesser.can_guess(self._history, generator)
+        ):
+            return []
+
+        y = wait_for_y()
+        if y in self._end_ids:
+            return []
+        began = time.monotonic()
+        past = np.append(self._history, np.int32(y))
+        try:
+            guessed_ids = guesser.guess(past, n_draft, generator, tenant=self._tenant)
+        except Exception:
+            logger.exception("the draft model has failed, and is not asked any more")
+            guesser.has_failed = True
+            guesser.forget()
+            guessed_ids = []
+        seconds = time.monotonic() - began
+        self._drafting_seconds = seconds
+        draft = self._before_end(guessed_ids)
+        if draft:
+            return draft
+
+        guesser.count_gain(n_tokens=0, seconds=seconds)
+        if guessed_ids:
+            self.budget.charge(seconds)
+        else:
+            self._read_cost += self.budget.costs.in_plain_steps(seconds)
+        return []
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """Count it among all drafts, and among those of DRAFT_MODEL."""
+        self._metrics.bump("draft_model_tokens", n_draft)
+        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
+        seconds += self._drafting_seconds
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        self._guesser.count_gain(n_tokens=1 + n_accepted, seconds=seconds)
 
 
 # region EXACT CHECKS ==========================================================
@@ -16991,12 +16908,8 @@ class DecodeBatch:
         # of its own.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in running.drafters:
-            if len(self._generator.pending_ids) > drafter.max_pending_tokens:
-                continue
             drafter.follow(running.output_ids, n_fed)
-            if isinstance(drafter, HeadDrafter):
-                drafter.states = self._generator.states
-            draft = drafter.draft(n_left, self._wait_for_y)
+            draft = drafter.draft(n_left, self._wait_for_y, self._generator)
             if draft:
                 return drafter, draft
         return None
@@ -17018,7 +16931,7 @@ class DecodeBatch:
         has_waited = ended - began > began - self._launched_at
         if len(rows) == 1 and has_waited:
             if self._wrong_drafter is not None:
-                self._wrong_drafter.budget.learn_again(ended - began)
+                self._wrong_drafter.budget.charge(ended - began, n_tokens=1)
             else:
                 for drafter in self.requests[0].drafters:
                     drafter.budget.learn_plain(ended - began)
@@ -18019,8 +17932,12 @@ class Scheduler:
             )
         ]
         if self.draft_model is not None:
-            guess_drafter = self.draft_model.make_drafter(
-                prompt, tenant=owner.tenant, end_ids=end_ids, metrics=metrics
+            guess_drafter = GuessDrafter(
+                prompt,
+                self.draft_model,
+                tenant=owner.tenant,
+                end_ids=end_ids,
+                metrics=metrics,
             )
             drafters.append(guess_drafter)
         return drafters

@@ -56,13 +56,18 @@ def guessing(guess: Any, file: Path) -> Any:
     """In the place of what a head guesses."""
     chance = random.Random(1)
 
-    def guess_known(drafter: Any, past: Any, n_tokens: int) -> list[int]:
-        guessed: list[int] = guess(drafter, past, n_tokens)
-        written = past[drafter._reply_start :].tolist()
+    def guess_known(
+        head: Any, past: Any, n_tokens: int, *rest: Any, **fields: Any
+    ) -> list[int]:
+        guessed: list[int] = guess(head, past, n_tokens, *rest, **fields)
         share_right = float(file.with_suffix(".right").read_text())
         for reply in json.loads(file.read_text()):
-            if reply[: len(written)] == written:
-                coming = reply[len(written) : len(written) + n_tokens]
+            end = past[-len(reply) :].tolist()
+            n_written = next(
+                (n for n in range(len(end), 0, -1) if end[-n:] == reply[:n]), 0
+            )
+            if n_written:
+                coming = reply[n_written : n_written + n_tokens]
                 guessed[: len(coming)] = [
                     token_id if chance.random() < share_right else token_id - 1
                     for token_id in coming
@@ -78,7 +83,7 @@ def main() -> None:
     if sys.argv[0] == OURS:
         ours = start_llm()
         ours.make_processors = forcing(ours.make_processors, replies)
-        ours.HeadDrafter.guess = guessing(ours.HeadDrafter.guess, replies)
+        ours.DraftHead.guess = guessing(ours.DraftHead.guess, replies)
         ours.end_process(ours.main())
 
     import mlx_lm.server as theirs

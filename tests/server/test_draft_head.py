@@ -141,25 +141,22 @@ class Pairs:
         self.largest_difference = 0.0
         self.n_pairs = 0
         self.n_colds = 0
-        self.read_now = []
-        guess = s.HeadDrafter.guess
-        read = s.MtpHead.read
+        guess = s.DraftHead.guess
+        draft = s.MtpHead.draft
 
-        def read_noted(head, tokens, states, layer_caches):
-            offset = layer_caches[0].offset
-            self.read_now.append((tokens.tolist()[0], states, offset))
-            return read(head, tokens, states, layer_caches)
+        def draft_noted(head, tokens, states, layer_caches, *, n_tokens):
+            self.read_now = (tokens.tolist()[0], states, layer_caches[0].offset)
+            return draft(head, tokens, states, layer_caches, n_tokens=n_tokens)
 
-        def guess_checked(drafter, past, n_tokens):
-            old_caches, n_read = drafter._layer_caches, drafter._n_read
-            guessed = guess(drafter, past, n_tokens)
-            (token_ids, states, offset), *of_guesses = self.read_now
-            self.read_now = []
+        def guess_checked(draft_head, past, n_tokens, generator, *, tenant):
+            old_caches = draft_head._layer_caches
+            n_read = draft_head._start + len(draft_head._read_ids)
+            guessed = guess(draft_head, past, n_tokens, generator, tenant=tenant)
+            token_ids, states, offset = self.read_now
             n = len(token_ids)
-            is_cold = drafter._layer_caches is not old_caches
+            is_cold = draft_head._layer_caches is not old_caches
             self.n_colds += is_cold
             self.n_pairs += n
-            assert [ids for ids, _, _ in of_guesses] == [[i] for i in guessed[:-1]]
             assert len(guessed) == n_tokens
             assert token_ids == past[-n:].tolist()
             if is_cold:
@@ -169,13 +166,16 @@ class Pairs:
                 assert n_read == len(past) - n
                 assert offset == self.n_before
             self.n_before += n
+            assert {layer.offset for layer in draft_head._layer_caches} == {
+                self.n_before
+            }
             cold = self.layers(mx.array(past)[None])[:, -n - 1 : -1]
             difference = mx.abs(cold - states).max().item()
             self.largest_difference = max(self.largest_difference, difference)
             return guessed
 
-        monkeypatch.setattr(s.HeadDrafter, "guess", guess_checked)
-        monkeypatch.setattr(s.MtpHead, "read", read_noted)
+        monkeypatch.setattr(s.DraftHead, "guess", guess_checked)
+        monkeypatch.setattr(s.MtpHead, "draft", draft_noted)
 
 
 @pytest.mark.parametrize("kind", [HYBRID, *map(at_night, (MOE, NEXT))])
@@ -284,22 +284,22 @@ def test_without_a_head_no_state_is_kept_and_no_norm_replaced(engines, monkeypat
 def test_a_head_that_fails_costs_nobody_anything(engines, monkeypatch, caplog):
     plain, b = engines(HYBRID)
     prompt = words(np.random.default_rng(9), 50)
-    read = s.MtpHead.read
-    n_read = itertools.count(1)
+    draft = s.MtpHead.draft
+    n_drafts = itertools.count(1)
 
-    def failing(*args):
-        if next(n_read) == 12:
+    def failing(*args, **fields):
+        if next(n_drafts) == 12:
             raise RuntimeError("out of memory")
-        return read(*args)
+        return draft(*args, **fields)
 
-    monkeypatch.setattr(s.MtpHead, "read", failing)
+    monkeypatch.setattr(s.MtpHead, "draft", failing)
     expected, _, _ = plain.ask(prompt, n=60)
     ids, _, ticket = b.ask(prompt, n=60)
 
     assert ids == expected
     assert b.largest_difference(ticket, ids) == 0.0
     assert "the draft model has failed" in caplog.text
-    assert next(n_read) == 13
+    assert next(n_drafts) == 13
 
 
 def test_the_memory_of_a_head_is_taken_from_the_limit(engines):
@@ -309,8 +309,8 @@ def test_the_memory_of_a_head_is_taken_from_the_limit(engines):
     assert "draft_model" not in plain.engine.memory
     lost_bytes = [bench.engine.report["cache_max_bytes"] for bench in (plain, b)]
     assert lost_bytes[0] - lost_bytes[1] == pytest.approx(n_bytes * s.KV_SHARE, abs=2)
-    # Keys and values of two heads of 16 floats.
-    assert n_bytes == (1 << 20) + 4096 * 2 * 2 * 16 * 4
+    # Keys and values of two heads of 16 floats; buffers grow by 256 tokens.
+    assert n_bytes == (1 << 20) + (4096 + 256) * 2 * 2 * 16 * 4
 
 
 # -- without an engine ---------------------------------------------------------------------
@@ -319,20 +319,17 @@ def test_the_memory_of_a_head_is_taken_from_the_limit(engines):
 class RightHead:
     """A head that says 7 after everything, and has one number of KV for each token."""
 
-    tap = SimpleNamespace(norm=SimpleNamespace(weight=mx.zeros(4)))
-
     def make_cache(self):
         return [s.KVCache()]
 
-    def read(self, tokens, states, layer_caches):
-        assert states.shape == (1, tokens.shape[1], 4)
-        kv = mx.zeros((1, 1, tokens.shape[1], 1))
-        layer_caches[0].update_and_fetch(kv, kv)
-        return states
+    def measure_kv(self):
+        return 8
 
-    def guess(self, state):
-        assert state.shape == (1, 1, 4)
-        return mx.array([[7]])
+    def draft(self, tokens, states, layer_caches, *, n_tokens):
+        assert states.shape == (1, tokens.shape[1], 4)
+        kv = mx.zeros((1, 1, tokens.shape[1] + n_tokens - 1, 1))
+        layer_caches[0].update_and_fetch(kv, kv)
+        return mx.full((1, n_tokens), 7)
 
 
 @pytest.fixture
@@ -346,8 +343,9 @@ def reply_seconds(draft_head, n_right, n_tokens=400, costs=(1.0, 1.6, None, 2.4)
 
     `costs`: seconds of a step that feeds 1, 2, ... tokens, drafting included.
     """
-    drafter = draft_head.make_drafter(
+    drafter = s.GuessDrafter(
         np.arange(5, dtype=np.int32),
+        draft_head,
         tenant="",
         end_ids=frozenset(),
         metrics=s.CacheMetrics(),
@@ -357,8 +355,9 @@ def reply_seconds(draft_head, n_right, n_tokens=400, costs=(1.0, 1.6, None, 2.4)
     n_drafts = 0
     while len(output_ids) < n_tokens:
         drafter.follow(output_ids, len(output_ids))
-        drafter.states = [mx.zeros((1, 1, 4))] * min(64, len(output_ids) + 1)
-        draft = drafter.draft(1000, lambda: 6)
+        states = [mx.zeros((1, 1, 4))] * min(64, len(output_ids) + 1)
+        generator = SimpleNamespace(states=states, pending_ids=[])
+        draft = drafter.draft(1000, lambda: 6, generator)
         n = min(n_right, len(draft))
         step_seconds = costs[len(draft)]
         if draft:
@@ -370,6 +369,14 @@ def reply_seconds(draft_head, n_right, n_tokens=400, costs=(1.0, 1.6, None, 2.4)
         seconds += step_seconds
         output_ids += [6, *draft[:n]]
     return seconds / len(output_ids), n_drafts
+
+
+def test_of_more_states_than_it_reads_at_once_a_head_reads_the_newest(draft_head):
+    past = np.arange(200, dtype=np.int32)
+    generator = SimpleNamespace(states=[mx.zeros((1, 32, 4))] * 3, pending_ids=[])
+
+    assert draft_head.guess(past, 2, generator, tenant="") == [7, 7]
+    assert draft_head._read_ids.tolist() == [*range(200 - 64, 200)]
 
 
 def test_a_head_that_is_never_right_takes_a_hundredth_of_the_time(draft_head, caplog):

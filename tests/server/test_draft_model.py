@@ -22,7 +22,6 @@ from drafting import (
     refusal,
 )
 from engine_fixture import words
-from mlx_lm.models.cache import make_prompt_cache
 from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until
 from test_drafts import (
@@ -162,29 +161,37 @@ def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(
 def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch):
     monkeypatch.setattr(s, "_MAX_TAIL_TOKENS", 64)
     monkeypatch.setattr(s, "_MAX_READ_TOKENS", 16)
+    monkeypatch.setattr(s, "_FEW_TOKENS", 16)
     b = drafting(DENSE)
     prompt = words(np.random.default_rng(8), 300)
     expected, _, _ = bench(DENSE, speculation="off").ask(prompt, n=100)
     most = 0
-    read_or_draft = s.DraftModel._read_or_draft
+    n_begun = 0
+    guess = s.DraftModel.guess
 
-    def watched(draft_model, tail, n_tokens):
-        nonlocal most
-        draft = read_or_draft(draft_model, tail, n_tokens)
+    def watched(draft_model, past, n_tokens, generator, *, tenant):
+        nonlocal most, n_begun
+        old_caches = draft_model._layer_caches
+        guessed = guess(draft_model, past, n_tokens, generator, tenant=tenant)
+        n_begun += draft_model._layer_caches is not old_caches
+        start, read_ids = draft_model._start, draft_model._read_ids
+        assert read_ids.tolist() == past[start:][: len(read_ids)].tolist()
+        assert bool(guessed) == (start + len(read_ids) == len(past))
         offsets = {layer.offset for layer in draft_model._layer_caches}
-        assert offsets == {len(draft_model._read_ids)}
+        assert offsets == {len(read_ids)}
         most = max(most, *offsets)
-        return draft
+        return guessed
 
-    monkeypatch.setattr(s.DraftModel, "_read_or_draft", watched)
+    monkeypatch.setattr(s.DraftModel, "guess", watched)
     ids, _, _ = b.ask(prompt, n=100)
 
     assert ids == expected
-    assert 32 < most <= 64 + 6
+    assert 32 < most <= 64
+    assert 2 <= n_begun <= 4
     assert count_guesses(b)[0] > 0
 
 
-def test_a_draft_model_that_fails_costs_nobody_anything(drafting, monkeypatch, caplog):
+def test_a_draft_model_that_fails_costs_nobody_anything(drafting, caplog):
     b = drafting(DENSE)
     prompt = words(np.random.default_rng(9), 50)
     fed = iter(range(100))
@@ -198,7 +205,6 @@ def test_a_draft_model_that_fails_costs_nobody_anything(drafting, monkeypatch, c
         loaded = b.draft_model._replace(model=failing)
         scheduler.draft_model._loaded = loaded
 
-    monkeypatch.setattr(s, "make_prompt_cache", lambda _: make_prompt_cache(b.model))
     b.engine.call(set_model)
     ids, end, ticket = b.ask(prompt, n=60)
 
@@ -222,16 +228,16 @@ def test_its_memory_is_taken_from_the_limit(bench, drafting):
 
 
 def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
-    propose = s.DraftModel.propose
+    guess = s.DraftModel.guess
 
     def slowly(*args, **fields):
         time.sleep(0.05)
-        return propose(*args, **fields)
+        return guess(*args, **fields)
 
-    monkeypatch.setattr(s.DraftModel, "propose", slowly)
+    monkeypatch.setattr(s.DraftModel, "guess", slowly)
     b = drafting(DENSE)
     b.ask(words(np.random.default_rng(11), 30), n=60)
-    costs = b.engine.call(lambda scheduler: scheduler.draft_model.costs)
+    costs = b.engine.call(lambda scheduler: scheduler.draft_model.budget.costs)
 
     with_draft = [seconds for n_fed, seconds in costs._seconds.items() if n_fed > 1]
     assert with_draft
@@ -279,6 +285,9 @@ def counting():
     return SimpleNamespace(model=model, draft_model=draft_model)
 
 
+NOTHING_PENDS = SimpleNamespace(pending_ids=[])
+
+
 def tokens(*ids):
     return np.array(ids, np.int32)
 
@@ -286,11 +295,12 @@ def tokens(*ids):
 def test_a_token_is_read_once_and_only_by_its_own_tenant(counting):
     def n_fed(*ids, n=3, tenant="a"):
         before = counting.model.n_fed
-        assert counting.draft_model.propose(tokens(*ids), n, tenant=tenant) == [7] * n
+        guess = counting.draft_model.guess
+        assert guess(tokens(*ids), n, NOTHING_PENDS, tenant=tenant) == [7] * n
         return counting.model.n_fed - before
 
     assert n_fed(1, 2, 3, 4) == 4 + 2
-    assert n_fed(1, 2, 3, 4, 7, 7) == 1 + 2  # its second token is fed again
+    assert n_fed(1, 2, 3, 4, 7, 7) == 2 + 2  # what it has guessed is fed again
     assert n_fed(1, 2, 3, 5) == 1 + 2
     assert n_fed(1, 2, 3, 5, 6, 6, 6) == 3 + 2
     assert n_fed(1, 2, 3, 5, 6, 6, 6, tenant="b") == 7 + 2
@@ -299,31 +309,45 @@ def test_a_token_is_read_once_and_only_by_its_own_tenant(counting):
 
 
 def test_what_it_cannot_read_has_no_draft(counting):
-    propose = counting.draft_model.propose
+    can_guess = counting.draft_model.can_guess
 
-    assert propose(tokens(1, -5, 2), 3, tenant="") == []
-    assert propose(tokens(1, 8, 2), 3, tenant="") == []
-    assert propose(tokens(1, 7, 2), 3, tenant="") == [7, 7, 7]
+    assert not can_guess(tokens(1, -5, 2), NOTHING_PENDS)
+    assert not can_guess(tokens(1, 8, 2), NOTHING_PENDS)
+    assert can_guess(tokens(1, 7, 2), NOTHING_PENDS)
+    assert not can_guess(tokens(1, 7, 2), SimpleNamespace(pending_ids=[5]))
 
 
 def test_it_reads_a_part_in_each_step(counting):
     past = np.full(1200, 3, np.int32)
-    drafts = [counting.draft_model.propose(past, 2, tenant="") for _ in range(4)]
+    guess = counting.draft_model.guess
+    drafts = [guess(past, 2, NOTHING_PENDS, tenant="") for _ in range(4)]
 
     assert drafts == [[], [], [], [7, 7]]
     assert counting.model.n_fed == 1200 + 1
 
 
-@pytest.mark.parametrize(
-    "n_past, start", [(1, 0), (8192, 0), (8193, 4096), (12288, 4096), (12289, 8192)]
-)
-def test_the_end_of_a_conversation_is_followed(n_past, start):
-    assert s._tail_start(n_past) == start
+def test_the_end_of_a_conversation_is_followed(counting):
+    """Its last 4,096 tokens at first, and no more than 8,192."""
+    past = np.full(13_000, 3, np.int32)
+
+    def start_at(n_past):
+        while not counting.draft_model.guess(
+            past[:n_past], 2, NOTHING_PENDS, tenant=""
+        ):
+            pass
+        return counting.draft_model._start
+
+    assert start_at(5000) == 904
+    assert start_at(904 + 8192) == 904
+    assert start_at(904 + 8193) == 904 + 8193 - 4096
+    assert start_at(1) == 0
+    assert start_at(4097) == 0
+    assert start_at(8194) == 4098
 
 
 def drafter_of(counting, *end_ids):
     """For a reply to a prompt of two tokens."""
-    return s.ModelDrafter(
+    return s.GuessDrafter(
         tokens(1, 2),
         counting.draft_model,
         tenant="",
@@ -334,7 +358,7 @@ def drafter_of(counting, *end_ids):
 
 def know_plain_steps(counting):
     for _ in range(2):  # the first is not counted
-        counting.draft_model.costs.measure(1, 1.0)
+        counting.draft_model.budget.costs.measure(1, 1.0)
 
 
 def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
@@ -345,7 +369,7 @@ def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
     counting.draft_model.has_failed = True
     drafter = drafter_of(counting)
 
-    assert drafter.draft(7, wait) == []
+    assert drafter.draft(7, wait, NOTHING_PENDS) == []
 
 
 def test_for_a_tail_with_an_image_nobody_waits(counting):
@@ -356,7 +380,7 @@ def test_for_a_tail_with_an_image_nobody_waits(counting):
     drafter = drafter_of(counting)
     drafter.follow([3, -5, 3], 3)
 
-    assert drafter.draft(7, wait) == []
+    assert drafter.draft(7, wait, NOTHING_PENDS) == []
 
 
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 4, 20), (7, 149, 999)])
@@ -371,7 +395,7 @@ def test_where_drafts_do_not_pay_it_rests(
     n_drafts = 0
     while len(output_ids) < 1200:
         drafter.follow(output_ids, len(output_ids))
-        draft = drafter.draft(1000, lambda: 6)
+        draft = drafter.draft(1000, lambda: 6, NOTHING_PENDS)
         if draft:
             n_drafts += 1
             n = min(n_right, len(draft))
@@ -386,15 +410,15 @@ def test_where_drafts_do_not_pay_it_rests(
     assert (gain["tokens"] > gain["plain_steps"]) == (n_right > 0)
     assert gain["plain_steps"] == pytest.approx(2.1 * n_drafts, rel=0.1)
     for n_fed in (8, 5, 3) * 12:  # its own seconds count
-        counting.draft_model.costs.measure(n_fed, 1000.0)
-    assert drafter.draft(1000, lambda: 6) == []
+        counting.draft_model.budget.costs.measure(n_fed, 1000.0)
+    assert drafter.draft(1000, lambda: 6, NOTHING_PENDS) == []
 
 
 def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
     know_plain_steps(counting)
 
     def drafted(y, *end_ids):
-        return drafter_of(counting, *end_ids).draft(2, lambda: y)
+        return drafter_of(counting, *end_ids).draft(2, lambda: y, NOTHING_PENDS)
 
     assert set(drafted(3)) == {7}
     assert drafted(3, 3) == []
@@ -410,11 +434,11 @@ def test_two_conversations_in_turn_do_not_make_it_read_for_ever(counting, monkey
         drafter.follow([number] * 4000, 4000)
     for _ in range(2000):
         for drafter in drafters:
-            assert drafter.draft(7, lambda: 6) == []
+            assert drafter.draft(7, lambda: 6, NOTHING_PENDS) == []
             drafter.budget.learn_plain(1.0)
 
     # Of 8,000,000 tokens.
-    assert counting.model.n_fed < 2 * s._MAX_READ_TOKENS * (s._FIRST_MODEL_BALANCE + 50)
+    assert counting.model.n_fed <= 2 * s._MAX_READ_TOKENS * s._MAX_READ_COST
 
 
 # -- loading -------------------------------------------------------------------------------
@@ -496,13 +520,7 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
 
 
 def kv_not_cut(monkeypatch):
-    def cut_to(draft_model, tail, tenant):
-        n_kept = s.common_prefix_length(draft_model._read_ids, tail[:-1])
-        draft_model._read_ids = draft_model._read_ids[:n_kept]
-        if not draft_model._layer_caches:
-            draft_model._layer_caches = make_prompt_cache(draft_model._loaded.model)
-
-    monkeypatch.setattr(s.DraftModel, "_cut_to", cut_to)
+    monkeypatch.setattr(s.DraftModel, "_cut", lambda *_: None)
 
 
 def test_kv_of_the_draft_model_that_is_not_cut_is_noticed(drafting, monkeypatch):

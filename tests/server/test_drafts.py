@@ -32,9 +32,9 @@ PENALTY = GREEDY.model_copy(update={"repetition_penalty": 1.2})
 
 
 def measured(seconds):
-    """Costs of calls of these lengths; the first of each is not counted."""
+    """Costs of calls of these lengths; the first of each is not counted, the second not alone."""
     costs = s.DraftCosts()
-    for n_fed, call_seconds in [*seconds.items()] * 2:
+    for n_fed, call_seconds in [*seconds.items()] * 3:
         costs.measure(n_fed, call_seconds)
     return costs
 
@@ -52,7 +52,7 @@ BEGUN = [*FILE, 7, 8, *FILE[:6]]
 
 
 def draft_after(y, writer, max_tokens=1000):
-    return writer.draft(max_tokens, lambda: y)
+    return writer.draft(max_tokens, lambda: y, None)
 
 
 def test_a_draft_is_what_followed():
@@ -125,8 +125,19 @@ def test_the_first_call_of_a_length_does_not_count():
     writer.budget.costs.measure(16, 100.0)
     assert draft_after(FILE[6], writer) == FILE[7:22]
 
-    writer.budget.costs.measure(16, 100.0)
+    for _ in range(2):
+        writer.budget.costs.measure(16, 100.0)
     assert draft_after(FILE[6], writer) == []
+
+
+def test_a_length_does_not_rest_because_one_step_was_held_up():
+    """The first that counts, at the start, when the machine does much else."""
+    writer = drafter(BEGUN, {1: 1.0})
+    for seconds in (75.0, 300.0, 1.2, 1.2):
+        assert len(draft_after(FILE[6], writer)) == 15
+        writer.learn(n_draft=15, n_accepted=14, seconds=seconds)
+
+    assert writer.budget.costs.in_plain_steps(writer.budget.costs._seconds[16]) < 2.4
 
 
 def test_a_first_call_that_compiles_costs_a_reply_no_drafts():
@@ -423,7 +434,7 @@ def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
         n_pending.append(len(generator.pending_ids))
         return step_with(generator, draft)
 
-    def draft(drafter, max_tokens, _wait_for_y):
+    def draft(drafter, max_tokens, _wait_for_y, _generator):
         y_place = drafter._n_history - drafter._reply_start
         right = reply[y_place + 1 : y_place + 7]
         return [*right, 9, 9][: max(0, max_tokens)]

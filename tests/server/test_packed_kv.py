@@ -299,7 +299,7 @@ def test_with_drafts_packed_kv_is_what_a_cold_run_has(
     """Drafts everywhere: how the prompt begins, which is wrong nearly always."""
     lengths = itertools.cycle([7, 1, 15, 3])
 
-    def guess(drafter, max_tokens, _wait_for_y):
+    def guess(drafter, max_tokens, _wait_for_y, _generator):
         n_tokens = max(0, min(next(lengths), max_tokens))
         return drafter._history[:n_tokens].tolist()
 
