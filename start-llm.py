@@ -8926,12 +8926,20 @@ def _add_image_block(mask: mx.array, image_flags: mx.array) -> mx.array:
 #     token          b   c   y
 #     state made     .   .   s1    s1 -> g1, the guess of what follows y
 #                                  (g1, s1) -> s2 -> g2, and so on
+#
+# Gemma 4's assistant is such a head without KV: it reads the last pair alone, and the
+# model's own KV, of the last layer with full attention and the last one with a window.
 
 # By the model_type of a head, those of the models that it may belong to.
+_GEMMA_4: Final = frozenset(
+    ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+)
 HEAD_TARGETS: Final[Mapping[str, frozenset[str]]] = {
     "qwen3_5_mtp": frozenset(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-    )
+    ),
+    "gemma4_assistant": _GEMMA_4,
+    "gemma4_unified_assistant": _GEMMA_4,
 }
 
 
@@ -8969,15 +8977,17 @@ class StateTap(Module):  # type: ignore[misc]
 class MtpHead:
     """A head of mlx-vlm, and the tap that it needs in the model that it belongs to."""
 
+    reads_model_kv = False
+
     def __init__(self, path: Path, model: Any) -> None:
         """Put the tap into `model`, which is one of mlx-lm or mlx-vlm."""
         from mlx_vlm.speculative import drafters
 
         self.model: Any = drafters.load_drafter(str(path))[0]
         self.model.bind(model)
-        layers = getattr(model, "language_model", model).model
-        self.tap = StateTap(layers.norm)
-        layers.norm = self.tap
+        self._text_model = getattr(model, "language_model", model).model
+        self.tap = StateTap(self._text_model.norm)
+        self._text_model.norm = self.tap
 
     def make_cache(self) -> LayerCaches:
         """Empty caches of its layers; all can be cut."""
@@ -9016,6 +9026,70 @@ class MtpHead:
             tokens = mx.argmax(self.model._lm_head_fn(states), axis=-1)
             guesses.append(tokens)
         return mx.concatenate(guesses, axis=1)
+
+
+# Pinned by test_draft_head.py
+class AssistantHead(MtpHead):
+    """Gemma 4's assistant, which has no KV: it is given that of the model."""
+
+    reads_model_kv = True
+
+    def __init__(self, path: Path, model: Any) -> None:
+        """Put the tap into `model`, as of any head."""
+        super().__init__(path, model)
+        if self.model.masked_embedding is not None:  # the E models'
+            self.model._lm_head_fn = (
+                None  # unused; it would keep weights that are freed
+            )
+
+    def make_cache(self) -> LayerCaches:
+        """None at all."""
+        return []
+
+    def measure_kv(self) -> int:
+        """Nothing."""
+        return 0
+
+    def draft(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        layer_caches: LayerCaches,
+        *,
+        n_tokens: int,
+    ) -> mx.array:
+        """The most probable tokens `(1, n_tokens)` after the last pair.
+
+        `layer_caches`: of the model, which was fed all but the last of `tokens`.
+        """
+        shared_kv: dict[str, tuple[mx.array, mx.array]] = {}
+        # why(L-232): the last of each type counts; layers after those have no KV.
+        for layer, cache in zip(self._text_model.layers, layer_caches, strict=False):
+            n_fed: int = cache.offset
+            keys, values = cache.keys[..., :n_fed, :], cache.values[..., :n_fed, :]
+            if isinstance(cache, RotatingKVCache):
+                keys = cache._temporal_order(keys)
+                values = cache._temporal_order(values)
+            shared_kv[layer.layer_type] = keys, values
+        # As upstream has it: all guesses have the position of the last token fed.
+        self.model.set_shared_kv(shared_kv, kv_offset=n_fed, position=n_fed - 1)
+        guesses: mx.array = self.model.draft_block(
+            tokens[:, -1],
+            states[:, -1:],
+            None,
+            n_tokens + 1,
+            partial(mx.argmax, axis=-1),
+            greedy=True,
+        )
+        return guesses
+
+
+# Pinned by test_draft_head.py
+def load_head(path: Path, model: Any) -> MtpHead:
+    """The head in a folder, for a model of mlx-lm or mlx-vlm, which gets its tap."""
+    config = json.loads((path / "config.json").read_bytes())
+    is_assistant = config["model_type"].endswith("_assistant")
+    return (AssistantHead if is_assistant else MtpHead)(path, model)
 
 
 # -- 6 CUDA ----------------------------------------------------------------------------
@@ -13840,6 +13914,14 @@ def _load_draft_head(
             f"{setting} is a head for models of the types {', '.join(sorted(targets))};"
             f" {loaded.model_id} is of type {facts.get('model_type')}"
         )
+    if "backbone_hidden_size" in head_config and config.kv_bits != "off":
+        raise ModelError(
+            f"{setting} reads the KV of the model, which KV_BITS={config.kv_bits} packs:"
+            " only one of the two can be set"
+        )
+    # An assistant has a size of its own, and names that of its model.
+    its_size = head_config.get("backbone_hidden_size", head_facts.get("hidden_size"))
+    head_facts = {**head_facts, "hidden_size": its_size}
     for name in ("hidden_size", "vocab_size"):
         if head_facts.get(name) != facts.get(name):
             raise ModelError(
@@ -13870,7 +13952,7 @@ def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | Non
 
 def _read_head(path: Path, loaded: LoadedModel, config: Config) -> LoadedDraftHead:
     whole = loaded.model.whole if isinstance(loaded.model, VlmModel) else loaded.model
-    head = MtpHead(path, whole)
+    head = load_head(path, whole)
     _widen_on_cpu(head.model, config, share=1 / 8)
     return LoadedDraftHead(
         head, path, nbytes=count_array_bytes(head.model.parameters())
@@ -15293,7 +15375,8 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 #       DraftModel     a smaller model. A draft need not be accepted, so of a long
 #                      conversation it reads the tail only: its KV has a bound.
 #       DraftHead      a head of the model (UPSTREAM, "heads"). It reads the model's own
-#                      states, of the reply, not of the prompt (L-230).
+#                      states, of the reply, not of the prompt (L-230); Gemma 4's
+#                      assistant reads the model's own KV, too.
 #
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING, SAMPLING
 # Thread   model; mlx
@@ -15802,9 +15885,12 @@ class DraftHead(Guesser):
         )
 
     def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:  # noqa: ARG002 - of any past
-        """Whether the state is known that y was sampled from."""
-        n_pending = len(generator.pending_ids)
-        return bool(generator.states) and n_pending <= _MAX_PENDING_TOKENS
+        """Whether the state is known that y was sampled from.
+
+        What is pending is missing in the model's KV.
+        """
+        max_pending = 0 if self.head.reads_model_kv else _MAX_PENDING_TOKENS
+        return bool(generator.states) and len(generator.pending_ids) <= max_pending
 
     def _count_readable(self, generator: TokenGenerator) -> int:
         n_states = sum(states.shape[1] for states in generator.states)
@@ -15813,10 +15899,11 @@ class DraftHead(Guesser):
     def _propose(
         self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
     ) -> mx.array:
+        reads_model_kv = self.head.reads_model_kv
         return self.head.draft(
             mx.array(token_ids)[None],
             mx.concatenate([*generator.states], axis=1)[:, -len(token_ids) :],
-            self._layer_caches,
+            generator.layer_caches if reads_model_kv else self._layer_caches,
             n_tokens=n_tokens,
         )
 

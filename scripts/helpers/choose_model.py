@@ -96,6 +96,10 @@ QWEN_35B_HEAD: Final = Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_00
 QWEN_27B_HEAD: Final = Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000)
 QWEN_9B_HEAD: Final = Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000)
 QWEN_4B_HEAD: Final = Head("mlx-community/Qwen3.5-4B-MTP-4bit", 68_000_000)
+GEMMA_26B_HEAD: Final = Head(
+    "mlx-community/gemma-4-26B-A4B-it-assistant-bf16", 872_000_000
+)
+GEMMA_E4B_HEAD: Final = Head("mlx-community/gemma-4-E4B-it-assistant-bf16", 158_000_000)
 QUICK_WORDS: Final = (
     "the quick one: does most tasks well, four to six times as fast as a smart one"
 )
@@ -175,6 +179,7 @@ SECOND_CHOICES: Final = (
         KVBytes(20_480, 209_715_200),
         sees_images=True,
         good_for="the quick one: five times as fast as a smart one; leave its thinking on",
+        head=GEMMA_26B_HEAD,
     ),
     Model(
         "mlx-community/gpt-oss-20b-MXFP4-Q8",
@@ -190,6 +195,7 @@ SECOND_CHOICES: Final = (
         sees_images=True,
         longest_context=131_072,
         good_for="for chats and longer texts; less sure with an agent's tools",
+        head=GEMMA_E4B_HEAD,
     ),
     Model(
         "mlx-community/Qwen3-1.7B-4bit",

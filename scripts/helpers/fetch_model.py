@@ -41,7 +41,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 WORKING_BYTES: Final = (
     2 * 2**30
 )  # beside the weights: activations, KV of an agent's first steps
-HEAD_TYPES: Final = ("qwen3_5_mtp",)  # HEAD_TARGETS of start-llm.py
+# HEAD_TARGETS of start-llm.py.
+HEAD_TYPES: Final = ("qwen3_5_mtp", "gemma4_assistant", "gemma4_unified_assistant")
 # What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
 snapshot = partial(
     huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS

@@ -155,12 +155,16 @@ def test_the_names_of_the_list_are_repositories():
     assert all(model.name.count("/") == 1 for model in KNOWN_MODELS)
 
 
-def test_each_large_qwen_has_its_head_here_or_not():
+def test_each_large_qwen_and_gemma_has_its_head_here_or_not():
     with_head = {model.name: model.head.name for model in KNOWN_MODELS if model.head}
-    assert len(with_head) == 7
+    assert len(with_head) == 9
     for name, head_name in with_head.items():
-        size = re.match(r"mlx-community/Qwen[\d.]+-[\dAB-]+B", name)
-        assert size and head_name == f"{size[0]}-MTP-4bit"
+        size = re.search(r"/(Qwen[\d.]+-[\dAB-]+B|gemma-4-[\dABEabe-]+-it)", name)
+        assert size
+        assert head_name.lower() in (
+            f"mlx-community/{size[1]}-mtp-4bit".lower(),
+            f"mlx-community/{size[1]}-assistant-bf16".lower(),
+        )
     here = local("/home/me/.lmstudio/models/mlx-community/Qwen3.5-9B-MLX-4bit", 6 * GB)
     (offer, *_) = list_offers(mac(16), [here])
     assert offer.head is not None and offer.head.name.endswith("9B-MTP-4bit")

@@ -16,10 +16,10 @@ def load_with(folder, draft_folder, **settings):
     return s.load_model(folder, config)
 
 
-def refusal(*folders):
+def refusal(*folders, **settings):
     """What the start says of a folder and a DRAFT_MODEL that does not suit it."""
     with pytest.raises(s.ModelError) as caught:
-        load_with(*folders)
+        load_with(*folders, **settings)
     return str(caught.value)
 
 

@@ -115,7 +115,7 @@ class Bench:
             return Loaded(self.model)
         draft_config = json.loads((self.draft_folder / "config.json").read_text())
         if draft_config["model_type"] in s.HEAD_TARGETS:
-            self.head = s.MtpHead(self.draft_folder, model)
+            self.head = s.load_head(self.draft_folder, model)
             loaded_head = s.LoadedDraftHead(self.head, self.draft_folder, 1 << 20)
             return Loaded(self.model, draft_model=loaded_head)
         draft_model, _ = load(str(self.draft_folder))

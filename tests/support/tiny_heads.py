@@ -6,15 +6,25 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
+from tiny_families import tiny_family
 from tiny_models import tiny_model
 
 # What is left of that which the layers write: of 1, a head would be right one time in four.
 SCALE = 0.05
 WRITERS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+GEMMA = "gemma4"
+# Gemma's layers norm what they write.
+GEMMA_WRITERS = (
+    "post_attention_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "post_per_layer_input_norm.weight",
+)
 
 
 def tiny_pair(kind: str, tmp_root: Path, **size: int) -> tuple[Path, Path]:
     """Folders of a model and of its head."""
+    if kind == GEMMA:
+        return tiny_gemma(tmp_root)
     plain_folder = tiny_model(kind, tmp_root, **size)
     folder = tmp_root / f"{plain_folder.name}-by-last-token"
     if not folder.exists():
@@ -49,6 +59,87 @@ def tiny_head(folder: Path) -> Path:
     (head_folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(
         str(head_folder / "model.safetensors"), head_weights, metadata={"format": "mlx"}
+    )
+    return head_folder
+
+
+def tiny_gemma(tmp_root: Path) -> tuple[Path, Path]:
+    """Folders of a Gemma 4 with windows, shared KV and a tower, and of its assistant."""
+    plain_folder = tiny_family(GEMMA, tmp_root)
+    folder = tmp_root / f"{plain_folder.name}-by-last-token"
+    if not folder.exists():
+        shutil.copytree(plain_folder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+        file = str(folder / "model.safetensors")
+        weights = {
+            name: values * SCALE if name.endswith(GEMMA_WRITERS) else values
+            for name, values in mx.load(file).items()
+        }
+        mx.random.seed(2)
+        for name, values in weights.items():
+            if name.endswith("language_model.model.norm.weight"):
+                # Else each token would be followed by itself: the embeddings are tied.
+                weights[name] = mx.random.normal(values.shape)
+        mx.save_safetensors(file, weights, metadata={"format": "mlx"})
+    return folder, tiny_assistant(folder)
+
+
+def tiny_assistant(folder: Path, *, is_masked: bool = False) -> Path:
+    """The folder of an assistant, which reads the token, and of states and KV little.
+
+    `is_masked`: with the output layer of the E models, here of a quarter of the tokens.
+    """
+    head_folder = folder.with_name(f"{folder.name}-head{'-masked' * is_masked}")
+    if head_folder.exists():
+        return head_folder
+    from mlx_vlm.speculative.drafters import gemma4_assistant
+
+    facts = json.loads((folder / "config.json").read_text())["text_config"]
+    size = facts["hidden_size"]
+    kept = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "rms_norm_eps",
+        "head_dim",
+    )
+    kept += ("num_attention_heads", "num_key_value_heads", "global_head_dim")
+    config = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": size,
+        "use_ordered_embeddings": is_masked,
+        "num_centroids": 16,
+        "centroid_intermediate_top_k": 16,
+        "text_config": {
+            **{name: facts[name] for name in (*kept, "sliding_window")},
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+        },
+    }
+    mx.random.seed(1)
+    head = gemma4_assistant.Model(gemma4_assistant.ModelConfig.from_dict(config))
+    weights = {
+        name: values * SCALE if name.endswith(GEMMA_WRITERS) else values
+        for name, values in tree_flatten(head.parameters())
+    }
+    parts = [mx.eye(size), SCALE * mx.random.normal((size, size)) / size**0.5]
+    weights["pre_projection.weight"] = mx.concatenate(parts, axis=1)
+    weights["post_projection.weight"] = mx.eye(size)
+    for name, values in mx.load(str(folder / "model.safetensors")).items():
+        if name.endswith("language_model.model.norm.weight"):
+            weights["model.norm.weight"] = values
+        elif name.endswith("language_model.model.embed_tokens.weight"):
+            weights["model.embed_tokens.weight"] = values
+    if is_masked:
+        weights["masked_embedding.token_ordering"] = mx.arange(facts["vocab_size"])
+    head_folder.mkdir()
+    (head_folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(
+        str(head_folder / "model.safetensors"), weights, metadata={"format": "mlx"}
     )
     return head_folder
 
