@@ -3954,7 +3954,7 @@ class Note(NamedTuple):
 
     rule: str
     text: str  # as the model reads it
-    start: int = 0  # in the content of `original`, if the block stands there
+    start: int = 0  # as of a PinnedValue, if the block stands in the content
     end: int = 0
 
 
@@ -3981,7 +3981,7 @@ class CanonicalMessage:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """All its notes, in the order in which the model reads them."""
+        """All, in the order in which the model reads them."""
         return (*self.notes_above, *self.inline_notes, *self.notes_below)
 
 
@@ -4026,10 +4026,7 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
 
 
 def wrap_reminder(text: str) -> str:
-    """Tag the text of a system message, so that the model can tell it from its place.
-
-    It may stand in a tool result or after a user's words. A text with tags stays.
-    """
+    """Tag the text of a system message, which may stand after a user's words."""
     if "<system-reminder>" in text:
         return text
     return f"<system-reminder>\n{text}\n</system-reminder>"
@@ -4039,10 +4036,7 @@ def wrap_reminder(text: str) -> str:
 
 
 def reply_digest(message: Message) -> bytes:
-    """The digest of a reply: its content and tool calls.
-
-    Neither its thinking, which clients drop, nor the ids of calls, which they rewrite.
-    """
+    """The digest of a reply, without what clients drop or rewrite: thinking, call ids."""
     digest = sha256(message["content"].rstrip().encode())  # why(L-92): clients trim it
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -4100,8 +4094,7 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
 def _command_starts(message: Message) -> Iterator[str]:
     """What a client may cut off in front of the commands of a reply's calls, in order.
 
-    It has no part in the digest. But a client that sends it means this one: who has
-    "cd a && ls" was not given "cd b && ls".
+    If it sends "cd a && ls", it was not given "cd b && ls".
     """
     for call in message.get("tool_calls", ()):
         arguments = call["function"].get("arguments")
@@ -4115,13 +4108,10 @@ def _command_starts(message: Message) -> Iterator[str]:
 
 
 class Memo[Value]:
-    """Values that need not be made again, by tenant and key.
+    """Values that need not be made again, by tenant and key. For any thread.
 
-    A value is quicker to find than to make, so whoever finds one learns that somebody
-    has sent the same. why(L-109): only a tenant's own requests find what it has made.
-
-    It is emptied when they take more than `max_bytes`. Any thread may use it: two may
-    make the same value at the same time, and one of both is kept.
+    why(L-109): how quickly a value comes tells that somebody has sent the same, so only
+    a tenant's own requests find it. It is emptied at `max_bytes`.
     """
 
     ENTRY_BYTES: Final = 100  # of an empty entry
@@ -4169,10 +4159,7 @@ class Canonicalizer:
     def __init__(
         self, config: Config, *, part_separator: str, thinking_tags: tuple[str, str]
     ) -> None:
-        """`part_separator`: between text parts, as the chat template joins them.
-
-        `thinking_tags`: the texts around the model's thinking; "" where there are none.
-        """
+        """`part_separator`: of text parts in the template. `thinking_tags`: "": none."""
         self.rules: list[Rule] = []  # but those that are off
         self._moves_late_system = False
         if config.cache_canonicalize_tool_context:
@@ -4190,7 +4177,7 @@ class Canonicalizer:
         return canonicalizer
 
     def canonicalize(self, message: Message) -> CanonicalMessage:
-        """The canonical message of one message, wherever it stands. For any thread."""
+        """The canonical message of one message, wherever it stands."""
         # Version 2: equal bytes for equal messages with the same order of members.
         key = marshal.dumps(message, 2)
         return self.memo.get_or_make(
@@ -4268,8 +4255,7 @@ class Canonicalizer:
     def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
         """The text of several parts, as the template joins them, and where each begins.
 
-        Blocks and the parts of a system prompt or tool result begin on a new line,
-        though some templates put nothing between parts.
+        But blocks and the parts of a system prompt or tool result begin on a new line.
         """
         text = ""
         starts = []
@@ -4340,9 +4326,8 @@ _FENCE: Final = re.compile(
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    A pinned block is followed by the values in it, which have places of their own. What
-    begins in a code fence is data and no field, and neither is what has an image in it:
-    the model must see this image (L-57).
+    A pinned block is followed by the values in it. What begins in a code fence is data,
+    and what has an image in it must be seen (L-57): neither is a field.
     """
     if not rules:
         return []
@@ -4527,9 +4512,8 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 #     load  <----------------+-- a database of SQLite, with a journal (WAL): what was
 #                                committed is there, however the process ended
 #
-# The file is a copy: whoever puts records keeps its own in memory, and calls load()
-# once, when it is made. A record is a row, with what is new in it as JSON, and the id
-# of its parent, which was put before and has the rest:
+# A record is a row, with what is new in it as JSON, and the id of its parent, which was
+# put before and has the rest:
 #
 #     id    parent
 #     5a            a request and its reply
@@ -4613,9 +4597,9 @@ class RecordFile:
         self.number = 0  # one more for each file that was begun; 0: there is none yet
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
-        """Read and write this file from now on; drop what was not used for so long.
+        """Read and write this file from now on; a file of no use now is tried again.
 
-        `ttl_seconds`: 0 for ever. A file that cannot be used now is tried again.
+        `ttl_seconds`: what was not used for so long is dropped; 0: nothing.
         """
         try:
             try:
@@ -4892,10 +4876,8 @@ class TenantRecords:
 
 
 # region THINKING RESTORE ======================================================
-# Puts the thinking back that a client has stripped from a reply.
-#
-# LEDGER replays the recorded tokens of most replies, with their thinking. This section
-# is for replies that have to be rendered again. LEDGER keeps their thinking, too.
+# Puts the thinking back that a client has stripped from a reply, where LEDGER, which
+# keeps it, cannot replay the reply's tokens but must have it rendered again.
 #
 #     the model wrote        [thinking: "2 + 2"] "4"
 #     the client sends       user "sum of 2 and 2?", assistant "4", user "and 3?"
@@ -4905,10 +4887,8 @@ class TenantRecords:
 # the text and calls of the reply together with what the reply answered: "yes" alone
 # may follow from any thinking (L-76). Thinking that a client sends is never replaced.
 #
-# Thinking is kept with and put back into plain Messages, whose content is one text.
-# What a reply answers is named by CanonicalMessages: `original` is such a Message;
-# `digest` names it without what changes by itself, such as ids and dates; `pinned` are
-# such values, of which some are private to a session (`is_private`).
+# What a reply answers is named by the digests of CanonicalMessages, and by those of
+# their pinned values that are private to a session.
 #
 # Uses     API TYPES, CANONICALIZATION
 # Thread   any; pure
@@ -4977,15 +4957,16 @@ def heal_messages(
     """The same messages; replies that were sent without their thinking have it again.
 
     `find_thinking`: of a reply in a context; "" if it is not known.
-    `contexts`: one for each message, in order; more are ignored.
+    `contexts`: one for each message, in order, and maybe more.
     """
     healed = []
     for message, context in zip(messages, contexts, strict=False):
-        thinking = ""
+        restored = {**message}
         if message["role"] == "assistant" and not message.get("reasoning_content"):
             thinking = find_thinking(message, context)
-        restored = {"reasoning_content": thinking} if thinking else {}
-        healed.append({**message, **restored})
+            if thinking:
+                restored["reasoning_content"] = thinking
+        healed.append(restored)
     return healed
 
 
@@ -4993,10 +4974,10 @@ def heal_messages(
 # Text -> tokens. Markup ("<|im_end|>") is markup if the chat template prints it, and
 # plain text if a client sends it, in a file for example.
 #
-# A tokenizer first finds its added tokens in a text: they are the markup. So that the
-# text of a client is not taken for markup, break_markup() puts a character into all
-# that looks like an added token, and encode() takes this character out again after it
-# has looked for added tokens. In between, the text is called broken:
+# A tokenizer first finds its added tokens in a text: they are the markup. So
+# break_markup() puts a character into all of a client's text that looks like one, and
+# encode() takes it out again after it has looked for them. In between, the text is
+# called broken:
 #
 #     a client sends             what is <|im_end|> ?
 #     break_markup()             what is <\ufdd0|im_end|> ?
@@ -5038,7 +5019,9 @@ def break_markup(value: Any, markup: re.Pattern[str]) -> Any:
         case str():
             text = keep_breaks(value)
             while markup.search(text):  # again: "]~b]~b]" is two tokens that overlap
-                text = markup.sub(_break_token, text)
+                text = markup.sub(
+                    lambda token: f"{token[0][0]}{_BREAK}{token[0][1:]}", text
+                )
             return text
         case dict():
             pairs = value.items()
@@ -5049,11 +5032,6 @@ def break_markup(value: Any, markup: re.Pattern[str]) -> Any:
         case list() | tuple():
             return [break_markup(item, markup) for item in value]
     return value
-
-
-def _break_token(match: re.Match[str]) -> str:
-    token = match[0]
-    return token[0] + _BREAK + token[1:]
 
 
 def keep_breaks(text: str) -> str:
@@ -5069,8 +5047,8 @@ def remove_breaks(text: str) -> str:
 class Encoder:
     """The tokens of rendered text.
 
-    It remembers those of each piece of text between added tokens, so that to encode a
-    long history again is to look up its pieces:
+    Those of pieces between added tokens are remembered: of a long history all but the
+    newest.
 
         <|im_start|>  user\nhi  <|im_end|>  \n
         token         piece     token       piece
@@ -5112,10 +5090,9 @@ class Encoder:
         return encoder
 
     def find_markup(self, template: str, tags: Iterable[str]) -> re.Pattern[str]:
-        """A pattern of what has to be broken in texts of clients.
+        """A pattern of what has to be broken in texts of clients: added tokens, `tags`.
 
-        That is all added tokens and `tags`. Not broken are single characters, white
-        space, and added tokens that are words of the plain vocabulary as well, such as
+        Not single characters, white space, and words of the plain vocabulary, such as
         Gemma's "<table>", unless they are special or the chat template contains them.
         """
         markup = {*tags, *self._ids_of_added}
@@ -5127,9 +5104,24 @@ class Encoder:
                 markup.discard(token.content)
         return token_pattern(t for t in markup if len(t) > 1 and not t.isspace())
 
-    def encode(self, text: str) -> TokenIds:
-        """The tokens of a text. Broken markup is text, all other markup is markup."""
-        return self._encode_parts(self._parts(text))
+    def encode(self, text: str, request: ChatRequest | None = None) -> TokenIds:
+        """The tokens of a text. Broken markup is text, all other markup is markup.
+
+        In a prompt of a request marks stand for its images (REQUEST IMAGES): each is a
+        digest between two noncharacters. For it the prompt has a text and tokens of
+        `image_tokens`, the tokens where the mark is in that text. Raises ClientGone.
+        """
+        images = request.image_tokens if request else {}
+        check_client = request.check_client if request else assume_client
+        ids_of_parts = [np.empty(0, np.int32)]
+        for part in self._parts_with_images(text, images):
+            check_client()
+            if isinstance(part, str):
+                with self._reserve_long(part, check_client):
+                    ids_of_parts.append(self._encode_part(part))
+            else:
+                ids_of_parts.append(part)
+        return np.concatenate(ids_of_parts)
 
     def encode_completion(
         self, text: str, check_client: Callable[[], None] = assume_client
@@ -5138,32 +5130,6 @@ class Encoder:
         check_client()
         with self._reserve_long(text, check_client):
             return _tokenize(self.tokenizer, text, add_special_tokens=True)
-
-    def encode_prompt(self, text: str, request: ChatRequest) -> TokenIds:
-        """The tokens of a text in which marks stand for images of the request.
-
-        A mark is a digest between two noncharacters (REQUEST IMAGES). `image_tokens`
-        of the request: by digest, the text that a prompt has for the image, with the
-        mark in it once more, and the tokens for that mark. Raises ClientGone.
-        """
-        parts = self._parts_with_images(text, request.image_tokens)
-        return self._encode_parts(parts, request.check_client)
-
-    def _encode_parts(
-        self,
-        parts: Iterable[str | TokenIds],
-        check_client: Callable[[], None] = assume_client,
-    ) -> TokenIds:
-        """The tokens of the parts of a text, of which some are tokens already."""
-        ids_of_parts = [np.empty(0, np.int32)]
-        for part in parts:
-            check_client()
-            if isinstance(part, str):
-                with self._reserve_long(part, check_client):
-                    ids_of_parts.append(self._encode_part(part))
-            else:
-                ids_of_parts.append(part)
-        return np.concatenate(ids_of_parts)
 
     def _reserve_long(
         self, text: str, check_client: Callable[[], None]
@@ -5234,9 +5200,8 @@ def _tokenize(
 # Finds out what the chat template of the model can print, and how.
 #
 # A template may drop what it does not know, a role for example, without an error
-# (L-14). So each template is probed at start: it renders canned conversations, which we
-# have written, and what it prints shows its traits. CHAT TEMPLATE relies on them. No
-# template is known by name.
+# (L-14). So it is probed at start: it renders canned conversations, which we have
+# written, and what it prints shows its traits. No template is known by name.
 #
 #     user      zq0q             <|im_start|>user\nzq0q<|im_end|>\n
 #     assistant zq1q      ->     <|im_start|>assistant\nzq1q<|im_end|>\n
@@ -5265,8 +5230,7 @@ class Renderer:
             # LLaVA's template prints the text parts of a message, but no plain text.
             self._reads_only_parts = _CANNED_FIRST in self.try_render("parts")
 
-        # "" if there is no template. It may be a function (DeepSeek-V3.2's): then
-        # something that it prints.
+        # A function (DeepSeek-V3.2's) has none: then it is something that it prints.
         sources = tokenizer.chat_template or ""
         if isinstance(sources, dict):  # several templates, by name
             sources = "\n".join(sources.values())
@@ -5504,8 +5468,8 @@ def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
 def _probe_efforts(renderer: Renderer, switch: str) -> Sequence[str]:
     """The efforts that this template kwarg may have, lowest first.
 
-    A template may refuse a word, print it, or take each word that it does not know for
-    its default. What it prints for `zqfirst` tells:
+    It may refuse a word, print it, or take one that it does not know for its default.
+    What it prints for `zqfirst` tells:
 
         template      low  medium  high  xhigh  max  zqfirst    efforts
         Qwen3.8       L    (none)  -     X      -    -          low, medium, xhigh
@@ -5722,8 +5686,7 @@ def _probe_message_start(
 ) -> str:
     """The text that opens a message of this kind after `past`; "" if there is none.
 
-    If `kind` is "", the message is the reply. Two texts are compared, from the last
-    words of the past on:
+    If `kind` is "", it opens the reply. From the last words of the past on:
 
         only the past         zq1q<|im_end|>\n
         with the message      zq1q<|im_end|>\n<|im_start|>user\nzq2q
@@ -5772,10 +5735,7 @@ def count_common(first: str, second: str) -> int:
 
 
 class Sample(NamedTuple):
-    """Canned conversations as some template kwargs make the template print them.
-
-    Without generation prompts: kwargs that change nothing else give the same sample.
-    """
+    """Canned conversations as template kwargs have them, without generation prompts."""
 
     head: str  # of each up to the words of the first user message
     rest: str  # what follows
@@ -5813,9 +5773,8 @@ def compute_msg_token_boundaries(
 ) -> tuple[int, ...]:
     """The positions in a prompt where a message, or the generation prompt, begins.
 
-    Results of tools often stand in a user message: the first one then begins with
-    <|im_start|>user\n<tool_response>, the second with <tool_response> alone. So a token
-    that begins messages is none if it soon follows another one.
+    A token that begins messages is none if it soon follows another one: results often
+    stand in a user message, the first after <|im_start|>user\n<tool_response>.
     """
     starts = np.flatnonzero(np.isin(ids, traits.message_start_ids))
     distances = np.diff(starts, prepend=-_INNER_DISTANCE - 1)
@@ -6149,15 +6108,6 @@ class RenderedPrompt:
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
 
-def _parse_arguments(text: str) -> JsonObject:
-    """The arguments of a call; text that is no JSON object as a single one, `_raw`."""
-    with suppress(BadRequest):
-        arguments = parse_json_body(text.encode())
-        if isinstance(arguments, dict):
-            return arguments
-    return {"_raw": text}
-
-
 def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
@@ -6262,13 +6212,13 @@ class ChatTemplate:
         """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
         text = ""
         tokenizer = self._encoder.tokenizer
+        if not prompt:
+            raise BadRequest("should not be empty", field="prompt")
         if isinstance(prompt, str):
             text = prompt
             ids = self._encoder.encode_completion(text, check_client)
         else:
             ids = np.array(prompt, np.int32)
-        if not prompt:
-            raise BadRequest("should not be empty", field="prompt")
         unknown_ids = ids[(ids < 0) | (ids >= tokenizer.get_vocab_size())]
         if unknown_ids.size:
             raise BadRequest(
@@ -6334,7 +6284,10 @@ class ChatTemplate:
         function = call["function"]
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _parse_arguments(arguments)
+            parsed: object = None
+            with suppress(BadRequest):
+                parsed = parse_json_body(arguments.encode())
+            arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
 
         hides_writes = self._config.normalize_write_tool_content_for_prompt
         written = arguments.get("content")
@@ -6360,11 +6313,8 @@ class ChatTemplate:
         last_role: str,
         recorded: RenderedPrompt,
     ) -> RenderedPrompt:
-        """The prompt of a rendered text, after the tokens and positions of `recorded`.
-
-        `last_role`: of the last message, which the generation prompt depends on.
-        """
-        new_ids = self._encoder.encode_prompt(text, request)
+        """The prompt of a rendered text, after the tokens and positions of `recorded`."""
+        new_ids = self._encoder.encode(text, request)
         ids = np.concatenate([recorded.ids, new_ids])
 
         # The last turn begins with the last user message; where the text has none, it
@@ -6444,7 +6394,7 @@ class ChatTemplate:
 
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
-        return len(self._encoder.encode_prompt(text, request))
+        return len(self._encoder.encode(text, request))
 
     # Template kwargs: what it reads beside messages and tools.
 
@@ -6465,10 +6415,10 @@ class ChatTemplate:
         return kwargs | self.traits.effort_kwargs.get(self.find_effort(request), {})
 
     def find_effort(self, request: ChatRequest) -> str:
-        """The effort that the template gets: the nearest to that asked for.
+        """The effort that the template takes which is nearest to that asked for.
 
-        Of two that are equally near the higher: for Qwen3.8, "high" is "xhigh". It is
-        "" if none is asked for, or if the template reads none.
+        Of two the higher: for Qwen3.8, "high" is "xhigh". "": none is asked for, or the
+        template reads none.
         """
         if not request.thinking or not request.effort:
             return ""
@@ -6523,9 +6473,9 @@ class ChatTemplate:
 
 
 # -- 3 splicing ------------------------------------------------------------------------
-# The ledger has the tokens of a past: a conversation up to a reply as the model has
-# generated it. What the template prints after a reply is found by rendering the same
-# conversation with a word of our own, the nonce, for the words of that reply:
+# The ledger has the tokens of a past: a conversation up to a reply as it was generated.
+# What the template prints after a reply is found by rendering the same conversation
+# with a word of our own, the nonce, for the words of that reply:
 #
 #     recorded  ...<|im_start|>assistant\n<think>\nhm\n</think>\n\nHello!
 #     rendered  ...<|im_start|>assistant\nNONCE<|im_end|>\n<|im_start|>user\nBye ...
@@ -6574,9 +6524,9 @@ class Splice(NamedTuple):
         return self._render_after(self.past_messages)
 
     def guess(self) -> RenderedPrompt | None:
-        """The same, rendered after an excerpt of the past, which is much faster.
+        """The same, rendered after an excerpt of the past: it may be wrong (L-44).
 
-        It may be wrong (L-44): render() tells. None if it is refused, or saves little.
+        None if it is refused, or saves little.
         """
         excerpt = _excerpt(self.past_messages)
         if 2 * len(excerpt) >= len(self.past_messages):
@@ -6633,9 +6583,8 @@ class Splice(NamedTuple):
     def _find_closing_end(self, suffix: str, new_message: Message) -> int | None:
         """Where the end token of the reply stands; None: the template prints none.
 
-        The first end token in the suffix is the template's own: those of a client are
-        broken. But it may end the new message, which then stands before it alone.
-        (Words of a letter or two may stand in the closing, too, and then on both sides.)
+        Those of a client are broken, so it is the first one, unless this ends the new
+        message. (Words of a letter or two may stand in the closing, too.)
         """
         end = self.template.find_end_token(suffix)
         if end is None:
@@ -6648,8 +6597,8 @@ class Splice(NamedTuple):
     def _missing_closing(self, closing: str) -> str:
         """What the recorded reply, which was cut, lacks of the closing.
 
-        After a text that is the whole closing. A call has ended with a part of it
-        (L-120): the part that has most last letters in common with what was written.
+        A text lacks all of it. A call has ended with a part of it (L-120): the one that
+        has most last letters in common with what was written.
 
             the reply ends with    {"q": "x"}
             the closing is         "}\n</tool_call>
@@ -6673,8 +6622,7 @@ class Splice(NamedTuple):
 def _with_nonce(reply: Message) -> Message:
     """The reply with the nonce for its content, or for the last argument of its calls.
 
-    Thinking, and text beside calls, are left out: templates print these in other
-    places, or refuse them.
+    Templates print thinking, and text beside calls, in other places, or refuse them.
     """
     calls = [_replace_arguments(call, {}) for call in reply.get("tool_calls", ())]
     if not calls:
@@ -6684,10 +6632,9 @@ def _with_nonce(reply: Message) -> Message:
 
 
 def _excerpt(messages: list[Message]) -> list[Message]:
-    """The messages that nearly always decide what a template prints after all of them.
+    """The messages that nearly always decide what a template prints after all (L-63).
 
-    why(L-63): the first one, the last one from the user, and the last steps, which are
-    four messages and those before them up to a reply.
+    The first, the user's last one, and the last four with those before up to a reply.
     """
     last_user = 0
     last_steps = 0
@@ -6820,14 +6767,9 @@ def block_hashes(
 #  2 Restating  Pinned values (ids, dates) stay as first rendered; notes (reminders,
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
-#  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
-#               after each reply under the key of that conversation. It has what is new
-#               in it alone, and points to the transcript that it continues, its parent.
-#               (A prompt needs none: rendered again, it gives the same tokens.) System
-#               messages and tools are recorded as they were first rendered, and the
-#               thinking of replies for THINKING RESTORE.
-#  4 Whose      Conversations of several people may have the same key. Which records may
-#               be used for whom is decided here.
+#  3 Records    Transcripts: the tokens of a conversation up to each reply. System
+#               messages and tools as they were first rendered. The thinking of replies.
+#  4 Whose      Which records may be used for whom, as people have the same keys.
 #  5 Store      Finds records by key, and drops those used least recently.
 #  6 Planner    Replay the longest transcript that fits and render the remaining
 #               messages after it. Where that cannot be done, render all as sent.
@@ -6865,12 +6807,10 @@ class Conversation(NamedTuple):
     @property
     def n_system(self) -> int:
         """How many system messages it begins with."""
-        n_system = 0
-        for message in self.messages:
+        for index, message in enumerate(self.messages):
             if message.role not in SYSTEM_ROLES:
-                break
-            n_system += 1
-        return n_system
+                return index
+        return len(self.messages)
 
 
 def _extend_key(key: bytes, message: CanonicalMessage) -> bytes:
@@ -6888,8 +6828,8 @@ def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
 
 # -- 2 restating -----------------------------------------------------------------------
 # Pure functions. A new class of volatile fields needs a place in StatedValues, to know
-# what the model has read of it, a step in restate_messages() that uses it, and a column
-# in the table of part 4.
+# what the model has read of it, a step in restate_messages() that uses it, and one in
+# may_replay() and find_mismatch().
 
 
 class FieldPlace(NamedTuple):
@@ -6928,9 +6868,6 @@ class StatedValues(NamedTuple):
     notes: tuple[str, ...]  # in the order in which they are stated
     private: frozenset[PrivateValue]
 
-    def has_pinned(self, place: FieldPlace, value: str) -> bool:
-        return value in self.pinned.get(place, ())
-
 
 NOTHING_STATED: Final = StatedValues({}, frozenset(), (), frozenset())
 
@@ -6949,7 +6886,7 @@ def join_stated(parts: Iterable[StatedValues]) -> StatedValues:
 
 
 class Restated(NamedTuple):
-    """Messages to render, and what they add to what the prompt states."""
+    """Messages to render, and what they change of what the prompt states."""
 
     messages: list[Message]
     stated: StatedValues
@@ -6960,9 +6897,9 @@ def restate_messages(
 ) -> Restated:
     """Copy messages[start:], to be rendered after a prompt of messages[:start].
 
-    `stated` is what that prompt states. The client may have changed messages[:start]
-    since, so the newest input states whatever the prompt lacks or has wrong. A note
-    that only moved to a new message is left out there.
+    `stated` is what that prompt states. Whatever it lacks or has wrong, as the client
+    has changed messages[:start] since, the newest input states. A note that only moved
+    to a new message is left out there.
     """
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
@@ -6974,8 +6911,7 @@ def restate_messages(
         text for text in _note_texts(past_messages) if text not in stated.notes
     ]
     sent_again = set(_note_texts(messages[start : newest_index + 1]))
-    missing_notes = [text for text in added_notes if text not in sent_again]
-    missing_notes = list(dict.fromkeys(missing_notes))
+    missing_notes = [t for t in dict.fromkeys(added_notes) if t not in sent_again]
 
     copies: list[Message] = []
     new_notes: list[str] = []
@@ -7016,10 +6952,7 @@ def restate_messages(
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
-    """What a message has to state: its notes and its text, without the moved notes.
-
-    Only notes are left out. A text that reads like one of them is the client's.
-    """
+    """What a message has to state: its notes and its text, without the moved notes."""
     notes_above = [n.text for n in message.notes_above if n.text not in moved_notes]
     notes_below = [n.text for n in message.notes_below if n.text not in moved_notes]
     moved_inside = [note for note in message.inline_notes if note.text in moved_notes]
@@ -7046,10 +6979,8 @@ def _find_moved_notes(
         "plan"         -           "plan"   moved
         "plan" "edit"  "edit"      "plan"   news: "edit" came after it and stayed (L-96)
         "plan"         "plan"      "plan"   news: the first one is still there (L-84)
-        "plan" "edit"  -           "plan"   news: "edit" is gone, and with it its rule
-
-    Rules are not recorded, so that of a note in no message is unknown. It may have been
-    any, so all that was stated before such a note is news.
+        "plan" "edit"  -           "plan"   news: "edit" is gone, and with it its rule,
+                                            as only messages tell rules
     """
     rule_of = {note.text: note.rule for message in messages for note in message.notes}
     past_notes = set(_note_texts(messages[:start]))
@@ -7057,7 +6988,7 @@ def _find_moved_notes(
     n_moved: Counter[str] = Counter()  # a note that was stated twice may move twice
     for text in reversed(stated.notes):
         if text not in rule_of:
-            break  # gone, and its rule unknown: what was stated before it is news
+            break  # its rule may have been any: what was stated before it is news
         if text in past_notes:
             rules_that_stayed.add(rule_of[text])
         elif rule_of[text] not in rules_that_stayed:
@@ -7075,7 +7006,7 @@ def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> 
     """A line, or the whole block, for each pinned value that was stated differently."""
     lines = []
     for place, pinned in _pinned_fields(messages):
-        if not stated.has_pinned(place, pinned.value):
+        if pinned.value not in stated.pinned.get(place, ()):
             block = pinned.block.strip()
             lines.append(block or f"[{pinned.rule} is now {pinned.value}]")
     return "\n".join(dict.fromkeys(lines))
@@ -7125,9 +7056,8 @@ class LedgerRecord:
         the system prompt                   head
         the system prompt, in session s     alias           head
 
-    It is held by its key, and by each record that is held and has it for a parent. With
-    its last holder it goes, from the count of bytes and from the file: transcript 1 may
-    be found no more, and stays as long as transcript 2.
+    It is held by its key, and by each record that is held and has it for a parent.
+    Without a holder it goes: transcript 1 may lose its key, and stays with transcript 2.
     """
 
     parent: LedgerRecord | None = None
@@ -7184,12 +7114,11 @@ class ShownEnd(NamedTuple):
 class GeneratedReply:
     """The tokens of a reply."""
 
-    # The last one is the end token, unless the reply is cut. Those of a reply that its
-    # client has left may go on to an end token, and to calls: cut_to() drops these.
-    ids: _SavedIds
-    is_cut: bool  # it is replayed without its end token; always, if its client left it
-    shown_text: str = ""  # of a reply that its client has left: the content
-    shown_ends: tuple[ShownEnd, ...] = ()  # and where it may have; ascending
+    ids: _SavedIds  # the last one is the end token, unless it is cut
+    is_cut: bool  # it has no end token, or its client left it before that
+    # Of a reply that its client has left, the content, and where it may have; ascending.
+    shown_text: str = ""
+    shown_ends: tuple[ShownEnd, ...] = ()
     # Of the prompt; of a transcript those that its parents do not have.
     block_hashes: Annotated[Sequence[bytes], Field(exclude=True)] = ()
 
@@ -7198,11 +7127,8 @@ class GeneratedReply:
 class Transcript(LedgerRecord):
     """The tokens of a conversation up to a reply, after those of its parent.
 
-    Each field is about what comes after the parent; the methods tell it of all.
-
-    The end token of the reply is not among them: templates print it before the next
-    message. Before the end token of a cut reply they may print more (a line break),
-    which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
+    Each field is about what comes after the parent; the methods tell it of all. The end
+    token of the reply is not replayed: templates print it before the next message.
     """
 
     kind: Literal["transcript"] = "transcript"
@@ -7253,10 +7179,8 @@ class Transcript(LedgerRecord):
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
         """The transcript up to where the client's copy of the reply ends.
 
-        It is None if no delta ended there.
-
         A client that leaves a reply may have some deltas less than were generated
-        (L-121). White space at the end does not count:
+        (L-121). White space at the end does not count. None: no delta ended there.
 
             deltas shown          I have | looked. | It is | four
             tokens so far         2        4         6       7
@@ -7276,17 +7200,17 @@ class Transcript(LedgerRecord):
         part = replace(self.reply, ids=shown_ids, shown_text="", shown_ends=())
         return replace(self, reply=part, part_of=self)
 
-    def is_same(self, other: Transcript) -> bool:
-        """Whether both serve the same requests, with the same tokens."""
+    def identity(self) -> tuple[object, ...]:
+        """Is equal for two that serve the same requests, with the same tokens."""
         return (
-            self.session_id == other.session_id
-            and self.is_named == other.is_named
-            and self.stated() == other.stated()
-            and self.thinking() == other.thinking()
-            and self.last_call_id == other.last_call_id
-            and self.reply.shown_ends == other.reply.shown_ends
-            and self.reply.is_cut == other.reply.is_cut
-            and np.array_equal(self.token_ids(), other.token_ids())
+            self.session_id,
+            self.is_named,
+            self.stated(),
+            self.thinking(),
+            self.last_call_id,
+            self.reply.shown_ends,
+            self.reply.is_cut,
+            self.token_ids().tobytes(),
         )
 
 
@@ -7376,7 +7300,7 @@ def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     head_values = _private_values(messages[: conversation.n_system])
     has_other_head = not head_values.issubset(stated.private)
     if session or has_other_head:
-        return not unsent
+        call_index = 0
     return all(private.place.message_index < call_index for private in unsent)
 
 
@@ -7430,7 +7354,7 @@ def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatc
     stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
-        if not stated.has_pinned(place, pinned.value):
+        if pinned.value not in stated.pinned.get(place, ()):
             n_unstated += 1
     sent_notes = _note_texts(conversation.messages)
     n_unsent = len(set(stated.notes).difference(sent_notes))
@@ -7443,8 +7367,7 @@ def _thinking_keys(
 ) -> list[bytes]:
     """The keys of the thinking of a reply; the first that is there counts.
 
-    A signature is a hash of the thinking, whosever it is: a client has it only from a
-    reply with that thinking. What is none finds nothing.
+    A signature is a hash of the thinking: a client has it only from such a reply.
     """
     digest = reply_digest(reply)
     by_context = [_digest("thinking", part, digest) for part in context]
@@ -7468,13 +7391,11 @@ class Chosen[Value](NamedTuple):
 class Ledger:
     """What is remembered: transcripts, heads and tools as rendered, and thinking.
 
-    For any thread, in memory. It records and finds; what a prompt becomes is decided by
-    PromptPlanner. A model of its own needs a ledger of its own: no key names the model.
+    For any thread, and for one model: no key names it.
 
     why(L-128): all of it is counted in bytes, each record as long as it is held (L-135).
-    Of a request that is refused nothing is remembered. Until a request is accepted, only
-    its plan holds what it begins with. The ledger finds it there (`_planned`), so that
-    requests planned at the same time begin alike.
+    Until a request is accepted, only its plan holds what it begins with. The ledger
+    finds it there (`_planned`), so that requests planned at the same time begin alike.
     """
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
@@ -7553,7 +7474,6 @@ class Ledger:
     ) -> Chosen[tuple[JsonObject, ...]]:
         """The tools to show for a request with these tools and messages.
 
-        Templates print them first: after another list of tools nothing can be replayed.
         why(L-89): lists that differ only in order are shown in the order seen first.
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
@@ -7612,9 +7532,8 @@ class Ledger:
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
-        why(L-136): only this is a use, of that and of the transcript that it replays.
-        What is found for a request that is refused stays as old as it was.
-        `session_id`: see LedgerRecord.
+        why(L-136): only this is a use, of that and of the transcript that it replays:
+        what is found for a request that is refused stays as old as it was.
         """
         transcript = plan.transcript
         with self._ledger_lock:
@@ -7636,19 +7555,16 @@ class Ledger:
     ) -> None:
         """Remember a reply. `reply`: as the client will send it back.
 
-        If the client has left it, what it sends back may be shorter: it lies under the
-        key of its prompt.
+        If the client has left it, that may be shorter: then the key is the prompt's.
         """
-        last_call_id = ""
-        n_hashes = 0
-        if plan.transcript:
-            last_call_id = plan.transcript.last_call_id
-            n_hashes = len(plan.transcript.block_hashes())
+        parent = plan.transcript
+        last_call_id = parent.last_call_id if parent else ""
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
+        n_hashes = len(parent.block_hashes()) if parent else 0
         new_hashes = generated.block_hashes[n_hashes:]
         new = Transcript(
-            parent=plan.transcript,
+            parent=parent,
             session_id=session_id,
             last_used=now,
             prompt_ids=plan.rendered.ids[plan.n_replayed :].copy(),
@@ -7666,7 +7582,7 @@ class Ledger:
             key = _extend_key(key, reply)
         with self._ledger_lock:
             transcripts = self._find_transcripts(key)
-            same = [transcript for transcript in transcripts if transcript.is_same(new)]
+            same = [t for t in transcripts if t.identity() == new.identity()]
             if same:
                 self._mark_used(same[0], now)
             else:
@@ -7688,11 +7604,10 @@ class Ledger:
                 yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
     def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
-        """Which private value keeps a transcript of more messages from being replayed.
+        """The rule of a private value that keeps a transcript from being replayed.
 
         why(L-106): without a session id it may be another person's, so it is only named.
-        `n_replayed`: messages that are replayed. Returns the name of the value's rule;
-        "" if there is none, or if the session has a name.
+        "": none of more than `n_replayed` messages, or the session has a name.
         """
         if conversation.session:
             return ""
@@ -7709,8 +7624,7 @@ class Ledger:
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
-        `session_id`: see LedgerRecord. What another session continues, or begins with,
-        stays for it alone.
+        What another session continues, or begins with, stays for it alone.
         """
         with self._ledger_lock:
             for key, records in list(self._records.items()):
@@ -7725,21 +7639,17 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is recorded. (One integer is read: that needs no lock.)"""
+        """Bytes of all that is recorded."""
         return self._nbytes
 
     def oldest_use(self) -> float:
-        """When the record was used that was not used for longest.
-
-        TENANTS compares ledgers by it, and then calls drop_oldest(). If that record is
-        used in between, another is dropped, which costs no more than rendering it anew.
-        """
+        """When the record was used that drop_oldest() would drop."""
         with self._ledger_lock:
             oldest = next(iter(self._records.values()), ())
             return max((record.last_used for record in oldest), default=math.inf)
 
     def drop_oldest(self) -> None:
-        """Drop the record that was not used for longest."""
+        """Drop what was not used for longest."""
         with self._ledger_lock:
             key = next(iter(self._records), b"")
             self._put(key, ())
@@ -7820,8 +7730,7 @@ class Ledger:
     def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
         """Replace the records under a key, in the file, too; [] removes it.
 
-        why(L-136): a record that alone is too large is not kept, or all others would go
-        for it.
+        why(L-136): all others would go for a record that alone is too large.
         """
         max_bytes = self._config.ledger_max_bytes
         replaced = self._records.pop(key, ())
@@ -7935,7 +7844,7 @@ class PromptPlanner:
     config: Config
     metrics: CacheMetrics
     ledger: Ledger
-    # Context keys for which a guess was wrong.
+    # Context keys for which a guess was wrong, the last 256.
     unguessable: LRUCache = field(default_factory=lambda: LRUCache(256))
 
     def plan(
@@ -7943,9 +7852,8 @@ class PromptPlanner:
     ) -> PromptPlan:
         """Make the prompt of a chat; verify() it before a token of the reply is sent.
 
-        `room`: tokens that the prompt may have. A longer one goes without the thinking
-        of past turns, and may still be too long.
-        Raises BadRequest: the chat template refuses the messages.
+        `room`: tokens that it may have. A longer one goes without the thinking of past
+        turns, and may still be too long. Raises BadRequest: the template refuses it.
         """
         messages = template.canonicalize(
             request.messages, check_client=request.check_client
@@ -7979,11 +7887,10 @@ class PromptPlanner:
         return replace(plan, tools=request.tools, starts=starts)
 
     def verify(self, plan: PromptPlan) -> bool:
-        """Whether a prompt is what it would be without a guess.
+        """Whether a prompt is what it would be without a guess; all messages are rendered.
 
         If not, the caller cancels it and plans again: guesses are over for this
-        template with these tools (the last 256 such pairs are noted). This renders all
-        messages, so it is called when the model is at work on the prompt already.
+        template with these tools.
         """
         if plan.unverified is None:
             return True
@@ -8086,9 +7993,9 @@ class PromptPlanner:
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
 
-        These stay as they were first rendered, where that may be used, and where a
-        newer message can restate them. `drops_thinking`: without the thinking that was
-        sent from before the newest user message. None is put back then, either.
+        These stay as first rendered, where a newer message can restate them.
+        `drops_thinking`: without the thinking that was sent from before the newest user
+        message; none is put back, either.
         """
         messages = conversation.messages
         n_system = conversation.n_system
@@ -8127,13 +8034,9 @@ class PromptPlanner:
 
 
 def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
-    """The thinking of each message; "" for all that are no replies."""
-    thinking = []
-    for message in messages:
-        is_reply = message["role"] == "assistant"
-        text = message.get("reasoning_content", "") if is_reply else ""
-        thinking.append(text.strip())
-    return tuple(thinking)
+    """The thinking of each message."""
+    texts = [message.get("reasoning_content") or "" for message in messages]
+    return tuple(text.strip() for text in texts)
 
 
 # region PACKED KV =============================================================
