@@ -8984,6 +8984,7 @@ class AssistantHead(MtpHead):
             partial(mx.argmax, axis=-1),
             greedy=True,
         )
+        self.model._shared_kv = None  # else the next step copies the model's buffers
         return guesses
 
 

@@ -265,6 +265,7 @@ def test_the_assistant_is_given_the_kv_of_the_model_and_its_last_state(
     assert seen.n_guesses > 15
     assert seen.largest_difference < 1e-4
     assert end.saved_steps > 15
+    assert b.head.model._shared_kv is None  # nothing refers to the buffers
 
 
 def test_an_assistant_with_an_output_layer_in_parts_is_right_as_often(
