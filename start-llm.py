@@ -9028,38 +9028,28 @@ def read_gated_delta_in_chunks() -> None:
 #
 #     attention   KV of every token. It can be cut anywhere: the KV of [0, 300) begins
 #                 with that of [0, 200).
-#     state       What a recurrent layer, or a layer that sees a window, has made of all
-#                 tokens so far. It is known only at positions where a copy was taken.
-#                 An opaque leaf is state, too, though it may grow with each token.
+#     state       What a recurrent layer, or one that sees a window, has made of all
+#                 tokens so far. It is known only where a copy was taken. An opaque
+#                 leaf is state, too, though it may grow with each token.
 #
 #     tokens             0 ........................ 200 .......... 300
 #     attention leaves   [==========================|==============)   KVSpan
 #     state leaves                                  S              S   StateCheckpoint
 #
-# A request goes on from 200 with KV [0, 200) of the span and the checkpoint that was
-# taken at 200. It cannot go on from 250: attention could, but no state is known there.
+# A request goes on from 200 with KV [0, 200) of the span and the checkpoint at 200. It
+# cannot go on from 250: attention could, but no state is known there.
 #
-# While a request runs, all this lies in cache objects. At rest it lies in spans and
-# checkpoints, which are arrays without cache objects:
-#
-#     running                      at rest
+#     running: cache objects       at rest: arrays alone
 #     LayerCaches  -- take_span --> KVSpan           moved; the caches are empty then
 #                  <-- load_span --                  moved; the span is spent
 #                  -- copy_span -->
 #                  -- copy_state --> StateCheckpoint
 #                  <-- restore_state --              the checkpoint stays usable
 #
-# No array object is ever in two caches: a write through one changed what the other had
+# No array object is in two caches: a write through one would change what the other has
 # stored (L-03). (Arrays of recurrent layers may be, for a step: they are replaced, and
 # never written into. hold_recurrent_state() and the tap rely on it.) A copy is
-# contiguous and evaluated: a view would keep the whole buffer that it is taken from
-# (L-06).
-#
-#  1 What a model keeps   its kind and size, measured; how many tokens it has read
-#  2 Spans                attention KV
-#  3 State                checkpoints
-#  4 Batches              several rows in one cache
-#  5 The tap              checkpoints from inside a call of the model
+# contiguous and evaluated: a view would keep the whole buffer alive (L-06).
 #
 # Uses     API TYPES, PACKED KV, UPSTREAM
 # Thread   model; mlx
@@ -9089,25 +9079,27 @@ class KVSpec(NamedTuple):
 
 
 def measure_kv(model: Any) -> KVSpec:
-    """Run two tokens through a model, read what it keeps, and try to install a tap."""
+    """What a model keeps of two tokens; a tap is installed, if it can be."""
     layer_caches = make_prompt_cache(model)
-    two_tokens = mx.array([[0, 0]])
-    model(two_tokens, cache=layer_caches)
+    model(mx.array([[0, 0]]), cache=layer_caches)
     evaluate_caches(layer_caches)
 
     attention_leaves = _attention_leaves(layer_caches)
     state_leaves = _state_leaves(layer_caches)
     is_opaque = has_opaque_leaf(layer_caches)
-    opaque_bytes, opaque_token_bytes = (
-        _measure_opaque_bytes(model) if is_opaque else (0, 0)
-    )
-    known_bytes = sum(_max_state_bytes(leaf) for leaf in state_leaves)
+    state_bytes = opaque_token_bytes = 0
+    if is_opaque:
+        state_bytes, opaque_token_bytes = _measure_opaque_bytes(model)
+    for leaf in state_leaves:
+        n_tokens = window_tokens(leaf)
+        if n_tokens:  # a window counts as full (L-74)
+            state_bytes += n_tokens * _bytes_per_token(leaf)
+        elif not leaf_kind(leaf).is_opaque:
+            state_bytes += leaf.nbytes
     return KVSpec(
-        token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
-        packed_token_bytes=sum(
-            _packed_bytes_per_token(leaf) for leaf in attention_leaves
-        ),
-        state_bytes=known_bytes + opaque_bytes,
+        token_bytes=sum(map(_bytes_per_token, attention_leaves)),
+        packed_token_bytes=sum(map(_packed_bytes_per_token, attention_leaves)),
+        state_bytes=state_bytes,
         has_state=bool(state_leaves),
         can_batch=not is_opaque
         and all(hasattr(layer, "merge") for layer in layer_caches),
@@ -9126,8 +9118,8 @@ def has_opaque_leaf(layer_caches: LayerCaches) -> bool:
 def _measure_opaque_bytes(model: Any) -> tuple[int, int]:
     """What opaque leaves take at once, and with each token, in bytes.
 
-    Measured after whole buffer steps, and after a token more: a class that doubles its
-    buffers may take twice as much. A window larger than that counts as growing.
+    Measured after whole buffer steps, and after a token more: a class may double its
+    buffers then. A larger window counts as growing.
     """
     layer_caches = make_prompt_cache(model)
     n_tokens = 2 * BUFFER_STEP_TOKENS
@@ -9147,8 +9139,7 @@ def check_copies(model: Any) -> None:
     """Raise ValueError if a model goes on otherwise from a copy of what it keeps.
 
     For classes that nobody here knows: eight tokens are read in one call, and in two
-    calls, the second one after a copy. Not for rounding: a difference as large as half
-    of the logits, as that of a model which sees tokens that come later.
+    calls, the second after a copy. Rounding is no difference, half of the logits is.
     """
     tokens = mx.array([[*range(8)]])
     all_logits = model(tokens, cache=make_prompt_cache(model))
@@ -9183,48 +9174,28 @@ def _name_kind(layer: Any) -> str:
 
 
 def _attention_leaves(layer_caches: LayerCaches) -> list[Any]:
-    leaves = cache_leaves(layer_caches)
-    return [leaf for leaf in leaves if leaf_kind(leaf).can_cut]
+    return [leaf for leaf in cache_leaves(layer_caches) if leaf_kind(leaf).can_cut]
 
 
 def _state_leaves(layer_caches: LayerCaches) -> list[Any]:
-    leaves = cache_leaves(layer_caches)
-    return [leaf for leaf in leaves if not leaf_kind(leaf).can_cut]
+    return [leaf for leaf in cache_leaves(layer_caches) if not leaf_kind(leaf).can_cut]
 
 
 def _bytes_per_token(leaf: Any) -> int:
-    n_places: int = leaf.keys.shape[2]
-    n_bytes: int = leaf.nbytes
-    return n_bytes // n_places
+    return int(leaf.nbytes // leaf.keys.shape[2])
 
 
 def _packed_bytes_per_token(leaf: Any) -> int:
     if leaf.keys.dtype == mx.uint32:  # it is packed
         return _bytes_per_token(leaf)
     packing = KVPacking(key_bits=8, value_bits=8, group_size=64, is_rotated=False)
-    n_places: int = leaf.keys.shape[2]
-    return packing.count_bytes(leaf.keys, leaf.values) // n_places
-
-
-def _max_state_bytes(leaf: Any) -> int:
-    """Bytes of a state leaf in a checkpoint, where a window counts as full (L-74).
-
-    0 of an opaque leaf: they are measured together.
-    """
-    if leaf_kind(leaf).is_opaque:
-        return 0
-    n_tokens = window_tokens(leaf)
-    if n_tokens:
-        return _bytes_per_token(leaf) * n_tokens
-    n_bytes: int = leaf.nbytes
-    return n_bytes
+    return packing.count_bytes(leaf.keys, leaf.values) // int(leaf.keys.shape[2])
 
 
 def kv_cache_offset(layer_caches: LayerCaches, *, recorded: int) -> KvOffset:
-    """How many tokens the layers have really read: the only maker of a KvOffset.
+    """How many tokens the layers of a row have read: the only maker of a KvOffset.
 
-    The caches are those of a single row. `recorded` is what the caller's books say. It
-    is taken only where no layer counts: recurrent layers do not.
+    `recorded`: what the caller's books say, for where no layer counts (recurrent ones).
     """
     # why(L-02): attention first: a hybrid model's first layer may not count tokens.
     leaves = _attention_leaves(layer_caches) + _state_leaves(layer_caches)
@@ -9238,9 +9209,8 @@ def kv_cache_offset(layer_caches: LayerCaches, *, recorded: int) -> KvOffset:
 
 
 def evaluate_caches(layer_caches: LayerCaches) -> None:
-    """Finish all pending work on the caches, as upstream does after a prefill slice."""
-    states = [layer.state for layer in layer_caches]
-    mx.eval(states)
+    """Finish all pending work on the caches."""
+    mx.eval([layer.state for layer in layer_caches])
 
 
 # -- 2 spans ---------------------------------------------------------------------------
@@ -9270,8 +9240,7 @@ class KVSpan(NamedTuple):
     def join(self, *tails: KVSpan) -> KVSpan:
         """These tokens and then the tails'. None of the spans may be used afterwards.
 
-        why(L-105): one array at a time, so at most one exists twice: the lists let go
-        of the old ones before the next one is written.
+        why(L-105): one array at a time, so at most one exists twice.
         """
         length = self.length + sum(tail.length for tail in tails)
         for i in range(len(self.arrays)):
@@ -9293,53 +9262,45 @@ def _grow(buffer: mx.array, n_tokens: int) -> mx.array:
         return buffer
     n_steps = math.ceil(n_tokens / BUFFER_STEP_TOKENS)
     n_new_places = n_steps * BUFFER_STEP_TOKENS - n_places
-    padding = [(0, 0), (0, 0), (0, n_new_places), (0, 0)]
-    larger_buffer = mx.pad(buffer, padding)
+    larger_buffer = mx.pad(buffer, [(0, 0), (0, 0), (0, n_new_places), (0, 0)])
     mx.eval(larger_buffer)
     return larger_buffer
 
 
 def take_span(layer_caches: LayerCaches, length: int) -> KVSpan:
-    """Move the attention KV of a single row, `length` tokens, out of its caches.
+    """Move the attention KV of a row, `length` tokens, out of its caches.
 
-    The list of caches is emptied.
+    why(L-105): the list is emptied, or whoever has it would keep the buffers alive.
     """
-    leaves = _attention_leaves(layer_caches)
-    for leaf in leaves:
-        assert leaf.offset == length, "attention layers disagree on depth"
-
     arrays: list[mx.array] = []
-    for leaf in leaves:
+    for leaf in _attention_leaves(layer_caches):
+        assert leaf.offset == length, "attention layers disagree on depth"
         arrays += [leaf.keys, leaf.values]
     mx.eval(arrays)
-    # why(L-105): whoever still has this list would keep the buffers alive.
     layer_caches.clear()
     return KVSpan(arrays, length)
 
 
 def load_span(layer_caches: LayerCaches, span: KVSpan) -> None:
     """Move a span's buffers into empty caches; the span must not be used afterwards."""
-    leaves = _attention_leaves(layer_caches)
-    pairs = batched(span.arrays, 2)  # keys and values
-    for leaf, (keys, values) in zip(leaves, pairs, strict=True):
-        leaf.state = (keys, values, span.length)
+    pairs = batched(span.arrays, 2)
+    for leaf, pair in zip(_attention_leaves(layer_caches), pairs, strict=True):
+        leaf.state = (*pair, span.length)
 
 
 def copy_span(layer_caches: LayerCaches, end: int, *, row: int) -> KVSpan:
-    """Copy tokens [0, end) of one row out of caches in use, be they a batch or not."""
+    """Copy tokens [0, end) of one row of caches in use, be they a batch or not."""
     views: list[mx.array] = []
     for leaf in _attention_leaves(layer_caches):
         start = first_slot(leaf, row=row)
-        buffers = (leaf.keys, leaf.values)
-        views += [buffer[row : row + 1, :, start:] for buffer in buffers]
+        views += [b[row : row + 1, :, start:] for b in (leaf.keys, leaf.values)]
     return KVSpan(views, end).cut(0, end)
 
 
 def reserve_tokens(layer_caches: LayerCaches, n_tokens: int, *, capacity: int) -> None:
     """Grow buffers that have no place for `n_tokens`, to `capacity` at least (L-33).
 
-    `capacity` is no less than `n_tokens`. Empty caches stay empty: their first write
-    makes the buffers.
+    Empty caches stay empty: their first write makes the buffers.
     """
     for leaf in _attention_leaves(layer_caches):
         if not leaf.empty() and leaf.keys.shape[2] < n_tokens:
@@ -9360,13 +9321,8 @@ class StateCheckpoint(NamedTuple):
 def copy_state(layer_caches: LayerCaches, *, row: int = 0) -> StateCheckpoint:
     """Copy the state leaves of one row; an empty checkpoint if there are none.
 
-    It changes the caches, but nothing that is read: after a prefill slice a window
-    still has tokens that have left it, and these are dropped first.
+    Tokens that have left a window in a prefill slice are dropped of the caches first.
     """
-
-    def slice_row(array: mx.array) -> mx.array:
-        return array[row : row + 1]
-
     views: list[Any] = []
     for leaf in _state_leaves(layer_caches):
         if leaf_kind(leaf).is_opaque:
@@ -9375,10 +9331,10 @@ def copy_state(layer_caches: LayerCaches, *, row: int = 0) -> StateCheckpoint:
             views.append(leaf.extract(row).state)
         else:
             drop_outside_window(leaf)
-            views.append(_map_arrays(leaf.state, slice_row))
+            views.append(_map_arrays(leaf.state, lambda a: a[row : row + 1]))
 
-    # why(L-06): contiguous, or a view would keep the arrays of all rows. (Of the arrays
-    # of a single row no copy is made until the cache writes into its own.)
+    # why(L-06): contiguous, or a view would keep the arrays of all rows. (Those of a
+    # single row are copied when the cache writes into its own.)
     return make_checkpoint(_map_arrays(views, mx.contiguous))
 
 
@@ -9386,18 +9342,14 @@ def make_checkpoint(leaves: Sequence[Any]) -> StateCheckpoint:
     """A checkpoint of states whose arrays nobody else has; they are evaluated."""
     arrays = _arrays_in(leaves)
     mx.eval(arrays)
-    return StateCheckpoint(leaves, sum(array.nbytes for array in arrays))
+    return StateCheckpoint(leaves, sum(a.nbytes for a in arrays))
 
 
 def restore_state(layer_caches: LayerCaches, checkpoint: StateCheckpoint) -> None:
     """Put a checkpoint into the state leaves; it stays usable."""
-
-    def new_handle(array: mx.array) -> mx.array:
-        return array[...]  # why(L-03): the first write through it makes a copy
-
-    leaves = _state_leaves(layer_caches)
-    states = _map_arrays(checkpoint.leaves, new_handle)
-    for leaf, state in zip(leaves, states, strict=True):
+    # why(L-03): new handles, through which the first write makes a copy.
+    states = _map_arrays(checkpoint.leaves, lambda array: array[...])
+    for leaf, state in zip(_state_leaves(layer_caches), states, strict=True):
         if isinstance(state, OpaqueState):
             state.restore(leaf)
         else:
@@ -9427,9 +9379,8 @@ def _map_arrays(state: Any, change: Callable[[mx.array], mx.array]) -> Any:
 def hold_recurrent_state(layer_caches: LayerCaches) -> LayerCaches | None:
     """The state before a decode step, for `copy_state` if a reply ends with it (L-10).
 
-    It costs nothing: a step replaces the arrays of recurrent layers, and leaves the old
-    ones as they are. None if no layer keeps state, or if a window does: a step writes
-    into its arrays.
+    It costs nothing: a step replaces the arrays of recurrent layers. None if no layer
+    keeps state, or if a window does: a step writes into its arrays.
     """
     leaves = _state_leaves(layer_caches)
     if not leaves or not all(leaf_kind(leaf).can_hold for leaf in leaves):
@@ -9445,8 +9396,7 @@ def to_batch(*rows: LayerCaches) -> LayerCaches:
 
     A copy; the arguments must not be used afterwards.
     """
-    layers = zip(*rows, strict=True)
-    return [layer_rows[0].merge(list(layer_rows)) for layer_rows in layers]
+    return [layers[0].merge(list(layers)) for layers in zip(*rows, strict=True)]
 
 
 def extract_row(layer_caches: LayerCaches, row: int) -> LayerCaches:
@@ -9459,10 +9409,9 @@ def extract_row(layer_caches: LayerCaches, row: int) -> LayerCaches:
 
 
 def row_offsets(layer_caches: LayerCaches) -> mx.array:
-    """How many tokens the layers have of each row, as those that count them say.
+    """How many tokens the layers have of each row, `(rows,)`, as those that count say.
 
-    The shape is `(rows,)`. Where none has attention, what opaque leaves call an offset
-    may count something else, but never more than there are tokens.
+    What opaque leaves call an offset may count something else, but never more.
     """
     leaves = _attention_leaves(layer_caches)
     if leaves:
@@ -9473,14 +9422,10 @@ def row_offsets(layer_caches: LayerCaches) -> mx.array:
 
 # -- 5 the tap -------------------------------------------------------------------------
 #
-# why(L-61): A checkpoint needs the state at its position. A call of the model leaves
-# only the state at its end. So a checkpoint inside a prefill slice would split it in
-# two calls, and each call is a pass over all layers, weights and tokens before.
-# (Splitting only where it saves 48 tokens was tried: a short prompt that was repeated
-# then had no checkpoint near its end.)
-#
-# But only the recurrent layers have to stop there. With the tap, each of them reads its
-# input in parts, inside one call of the model, and keeps the state after each part.
+# why(L-61): a call of the model leaves only the state at its end. So a checkpoint
+# inside a prefill slice would split it in two calls, each a pass over all layers,
+# weights and tokens before. But only the recurrent layers have to stop there: with the
+# tap each of them reads its input in parts, and keeps the state after each part.
 #
 #     one call with 36 tokens, state wanted after 31
 #
@@ -9488,13 +9433,10 @@ def row_offsets(layer_caches: LayerCaches) -> mx.array:
 #     recurrent layer    [0 ................... 31)[31 . 36)     put together again
 #                                                 S        S     taken
 #
-# It is asked by request_tapped_states before the call, and take_tapped_states after it.
-#
-# To install the tap, the class of each such layer is replaced by a subclass of it. Not
-# every layer works in parts: two may share a cache (RWKV-7), or a layer may hand parts
-# of it to others (RecurrentGemma). So the tap is tried when a model is loaded, and
-# removed if a tapped state is not that of a shorter call, or the call's output is not
-# what it is without a request. Eight families of ten can
+# To install it, the class of each such layer is replaced by a subclass. Not every layer
+# works in parts: two may share a cache (RWKV-7), or a layer may hand parts of it to
+# others (RecurrentGemma). So the tap is tried when a model is loaded, and removed if
+# states or output are not those of plain calls. Eight families of ten can
 # (tests/server/test_checkpoints.py). For the others, and for windows, a slice ends at
 # a checkpoint.
 
@@ -9507,37 +9449,34 @@ class _TapRequest:
     states: list[list[mx.array]] = field(default_factory=list)
 
 
-def request_tapped_states(layer_caches: LayerCaches, ends: Sequence[int]) -> None:
-    """Ask for the states after so many tokens each, ascending, of the next call."""
-    for leaf in _tapped_leaves(layer_caches):
-        leaf.tap_request = _TapRequest(ends)
-
-
 def _tapped_leaves(layer_caches: LayerCaches) -> list[Any]:
     """The state leaves that take a request: opaque ones stay as they are."""
     leaves = _state_leaves(layer_caches)
     return [leaf for leaf in leaves if not leaf_kind(leaf).is_opaque]
 
 
+def request_tapped_states(layer_caches: LayerCaches, ends: Sequence[int]) -> None:
+    """Ask for the states after so many tokens each, ascending, of the next call."""
+    for leaf in _tapped_leaves(layer_caches):
+        leaf.tap_request = _TapRequest(ends)
+
+
 def take_tapped_states(layer_caches: LayerCaches) -> list[StateCheckpoint]:
     """The states that were asked for, in order, and perhaps that at the call's end.
 
-    request_tapped_states() comes first. They are given out once; an empty list if no
-    tap is installed.
+    They are given out once; an empty list if no tap is installed.
     """
     leaves = _tapped_leaves(layer_caches)
     states_by_leaf = [leaf.tap_request.states for leaf in leaves]
     request_tapped_states(layer_caches, ())
-
-    checkpoints: list[StateCheckpoint] = []
-    for states in zip(*states_by_leaf, strict=True):
-        tapped_leaves = [make_recurrent(arrays) for arrays in states]
-        checkpoints.append(copy_state(tapped_leaves))
-    return checkpoints
+    return [
+        copy_state([make_recurrent(arrays) for arrays in states])
+        for states in zip(*states_by_leaf, strict=True)
+    ]
 
 
 def _install_tap(model: Any) -> bool:
-    """Give each recurrent layer a class that answers requests for states.
+    """Let recurrent layers answer requests for states.
 
     Returns False, and leaves the model as it was, if what they answer is wrong.
     """
@@ -9559,8 +9498,7 @@ def _install_tap(model: Any) -> bool:
 def _is_tap_right(model: Any) -> bool:
     """Whether a call of two tokens, tapped after one, is like two plain calls.
 
-    The states after one and after both are compared with those of plain calls, and the
-    logits.
+    By the states after one and after both, and the logits.
     """
     tapped_caches = make_prompt_cache(model)
     plain_caches = make_prompt_cache(model)
@@ -9571,21 +9509,18 @@ def _is_tap_right(model: Any) -> bool:
         tapped_logits = model(tokens, cache=tapped_caches)
         plain_logits = model(tokens, cache=plain_caches)
         model(tokens[:, :1], cache=short_caches)
-        after_one, after_both = take_tapped_states(tapped_caches)
-        return (
-            _is_close(tapped_logits, plain_logits)
-            and _is_same_state(after_one, copy_state(short_caches))
-            and _is_same_state(after_both, copy_state(plain_caches))
-        )
+        tapped_states = take_tapped_states(tapped_caches)
+        plain_states = [copy_state(short_caches), copy_state(plain_caches)]
+        arrays = [tapped_logits, *_arrays_in(tapped_states)]
+        expected_arrays = [plain_logits, *_arrays_in(plain_states)]
+        pairs = zip(arrays, expected_arrays, strict=True)
+        return all(_is_close(array, expected) for array, expected in pairs)
     except Exception:  # noqa: BLE001 - a layer that is called in another way
         return False
 
 
 def _find_cached_layers(model: Any) -> list[Any]:
-    """The innermost modules that are called with a cache.
-
-    Attention layers are among them. Nobody requests states of their leaves.
-    """
+    """The innermost modules that are called with a cache, attention layers, too."""
     layers: list[Any] = []
     for module in model.modules():
         ids_with_cache = [
@@ -9601,11 +9536,10 @@ def _find_cached_layers(model: Any) -> list[Any]:
 def _make_tapped_class(layer_class: Any) -> type:
     """A subclass of a layer's class that answers the request in its cache.
 
-    It reads its input `(1, n, ...)` in parts that end where states are wanted.
+    It reads its input `(1, n, ...)` in parts, which end where states are wanted.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Each layer comes here at each decode step, when nothing is requested.
         last_arg = args[-1] if args else None
         leaf: Any = kwargs.get("cache", last_arg)
         request: _TapRequest | None = getattr(leaf, "tap_request", None)
@@ -9617,27 +9551,17 @@ def _make_tapped_class(layer_class: Any) -> type:
             args = (kwargs.pop(first_name),)
         inputs, *other_args = args
         n_tokens = inputs.shape[1]
-        last_end = request.ends[-1]
-        assert last_end <= n_tokens, "a state is wanted after the end of the call"
+        assert request.ends[-1] <= n_tokens, "a state after the end of the call"
         inner_ends = [end for end in request.ends if end < n_tokens]
         request.ends = ()  # answered once, also if two layers share this cache
 
         outputs: list[mx.array] = []
         for part in mx.split(inputs, inner_ends, axis=1):
-            output = layer_class.__call__(self, part, *other_args, **kwargs)
-            outputs.append(output)
+            outputs.append(layer_class.__call__(self, part, *other_args, **kwargs))
             request.states.append(list(leaf.cache))
         return mx.concatenate(outputs, axis=1)
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})
-
-
-def _is_same_state(checkpoint: StateCheckpoint, expected: StateCheckpoint) -> bool:
-    """Whether two states are the same but for rounding. Raises ValueError."""
-    arrays = _arrays_in(checkpoint.leaves)
-    expected_arrays = _arrays_in(expected.leaves)
-    pairs = zip(arrays, expected_arrays, strict=True)
-    return all(_is_close(array, expected_array) for array, expected_array in pairs)
 
 
 def _is_close(array: mx.array, expected: mx.array) -> bool:
