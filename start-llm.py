@@ -9578,23 +9578,19 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     branch              [start ........... end)   owns the KV from `start` on; the
 #                                                   KV before is its parent's
 #
-# Lookups see an entry while it rests, and while it runs: then a request holds its KV
-# and extends it, and others can wait for a prefix that is being computed.
-#
 #     find -> start -> the request runs: advance, add_checkpoint -> put_back or drop
 #
+# While an entry runs, a request holds its KV and extends it. Lookups see it, too, so
+# others can wait for a prefix that is being computed.
+#
 # A request that continues an entry takes over its buffers and writes on in place. One
-# that diverges inside an entry splits it if little follows (the tail becomes a branch,
-# nothing is lost), and works on a copy if much follows. At rest a branch keeps only its
-# own tail: N sub-agents on one prefix cost that prefix once.
+# that diverges inside an entry splits it if little follows (the tail becomes a branch),
+# and works on a copy if much follows. At rest a branch keeps only its own tail: N
+# sub-agents on one prefix cost that prefix once.
 #
-# Bytes decide what is evicted: where they are short, the KV that saves least work for
-# each byte goes, by the time until its session will return. A limit of entries and of
-# idle time can be set as well; by default neither evicts while memory is free (L-119).
-#
-#     EntryTree      which entry owns which KV
-#     SessionPauses  when sessions return
-#     PrefixCache    lookup; what a request gets; what is evicted
+# Where bytes are short, the KV that saves least work for each byte goes, by the time
+# until its session will return. A limit of entries and of idle time can be set as well;
+# by default neither evicts while memory is free (L-119).
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
@@ -9661,7 +9657,7 @@ class CacheEntry:
         return self.read_span is not None
 
     def rested_span(self) -> KVSpan:
-        """The KV [start, end) of an entry at rest."""
+        """KV [start, end) of an entry at rest."""
         assert self.span is not None, "it runs, or its KV was taken"
         return self.span
 
@@ -9691,8 +9687,8 @@ class CacheEntry:
         """Drop the checkpoint whose neighbours are closest to each other.
 
         The first, the last two and those at `head_end` and `spared_position` stay:
-        there requests continue. Returns False, and drops none, if there is no other, or
-        if fewer than `min_left` would be left.
+        there requests continue. Returns False if there is no other, or if fewer than
+        `min_left` would be left.
         """
         if len(self.checkpoints) <= min_left:
             return False
@@ -9715,22 +9711,19 @@ class CacheEntry:
     def is_movable(self, depth: int) -> bool:
         """Whether a request can take over the buffers of KV [start, depth).
 
-        Not if a request runs here already. Not either if [depth, end), which has to be
-        copied out of the way, is longer than [0, depth).
+        Not if a request runs here already, or if [depth, end), which has to be copied
+        out of the way, is longer than [0, depth).
         """
         if self.is_running or depth <= self.start:
             return False
-        n_following = self.end - depth
-        return n_following <= depth
+        return self.end - depth <= depth
 
     def moved_tokens(self, depth: int) -> int:
         """How many tokens of KV move, if a request takes [0, depth)."""
         if not self.is_movable(depth):
             return 0
-        n_own = depth - self.start
-        if self.parent is None:
-            return n_own
-        return n_own + self.parent.moved_tokens(self.start)
+        n_before = self.parent.moved_tokens(self.start) if self.parent else 0
+        return n_before + depth - self.start
 
     def copy_kv(self, depth: int) -> KVSpan:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
@@ -9745,8 +9738,8 @@ class CacheEntry:
 class PrefixMatch(NamedTuple):
     """What a lookup found, as counts of leading tokens of the prompt.
 
-    It holds until the cache changes. evict_to_fit(keep=match) spares what was found,
-    unless there is no memory for a copy of it; so find() comes again before start().
+    It holds until the cache changes. evict_to_fit(keep=match) spares what was found, if
+    there is memory for a copy of it; so find() comes again before start().
 
     matched    [0 ................)          have KV in some entry
     cached     [0 ...........)               can be reused now: have their state, too
@@ -9772,22 +9765,10 @@ class PrefixMatch(NamedTuple):
     def rank(self) -> tuple[int, int, bool]:
         """By this, lookups compare what they find: the largest is the best.
 
-        To wait for pending tokens is better than to read them; of two as deep, that
-        with less to wait for is better, and then that which need not be split.
+        To wait for pending tokens is better than to read them. Of two as deep, that
+        with less to wait for is better, then that which need not be split.
         """
         return self.depth, self.cached_tokens, self.is_whole_entry
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether `start` moves the last cached tokens; else it copies all of them."""
-        owner = self.kv_owner
-        return owner is not None and owner.is_movable(self.cached_tokens)
-
-    @property
-    def moved_tokens(self) -> int:
-        """How many tokens of KV `start` moves."""
-        owner = self.kv_owner
-        return owner.moved_tokens(self.cached_tokens) if owner else 0
 
     @property
     def is_whole_entry(self) -> bool:
@@ -9804,16 +9785,14 @@ class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
     No other class writes `key`, `parent`, `start`, `span` or `read_span` of an entry,
-    nor `end` of one at rest; PrefixCache adds and thins checkpoints, and says whose it
-    is. These hold for every entry between two calls of its methods, except for one
-    whose KV was taken and does not run yet (inside PrefixCache.start):
+    nor `end` of one at rest. These hold for every entry between two calls:
 
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
-        run      an entry whose KV was taken, or a new one: its request has the KV
-        rest     the request is over, and gives the KV of the whole path back
+        start    a request runs, and has the KV of the whole path
+        rest     it is over, and gives that back
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -9836,9 +9815,9 @@ class EntryTree:
         return [entry for entry in self.resting if entry not in parents]
 
     def shared_depths(self) -> Counter[CacheEntry]:
-        """By entry, the depth to which branches need its KV; 0 if none does.
+        """By entry, the depth to which branches at rest need its KV; 0 if none does.
 
-        A running branch needs none: its request holds the KV of the whole path.
+        (The request of a running one has the KV of the whole path.)
         """
         depths: Counter[CacheEntry] = Counter()
         for branch in self.resting:
@@ -9851,32 +9830,48 @@ class EntryTree:
         entry.entry_id = next(self._ids)
         self.entries.append(entry)
 
-    def run(
+    def start(
         self,
-        entry: CacheEntry,
-        key: TokenKey,
+        source: CacheEntry | None,
+        depth: int,
         *,
-        end: int,
+        key: TokenKey,
         read_span: Callable[[int], KVSpan],
-    ) -> None:
-        """A request that has KV [0, end) extends an entry, towards all of `key`."""
+    ) -> tuple[CacheEntry, KVSpan | None]:
+        """Let a request run, towards all of `key`, that goes on from `source` at `depth`.
+
+        Returns the entry that it extends, and KV [0, depth), if any. That is `source`,
+        and its KV is moved, where it is movable; else a new branch, and a copy. Raises
+        what take_kv raises.
+        """
+        span: KVSpan | None = None
+        if source is not None and source.is_movable(depth):
+            span = self.take_kv(source, depth)
+            entry = source
+        else:
+            if source is not None:
+                span = source.copy_kv(depth)
+            entry = CacheEntry(key, parent=source, start=depth)
+            self.insert(entry)
         entry.key = key
-        entry.end = end
+        entry.end = depth
         entry.read_span = read_span
         entry.last_used = self._clock()
+        return entry, span
 
     def rest(self, entry: CacheEntry, key: TokenKey, span: KVSpan) -> None:
         """Let an entry rest with `span`, KV of all tokens of `key`.
 
-        A branch keeps what follows its parent's part; one that shares too little
-        becomes a root. Raises MemoryError or RuntimeError if there is no memory for
-        that copy: the entry is dropped then.
+        A branch keeps a copy of what follows its parent's part; one that shares too
+        little becomes a root. Raises MemoryError or RuntimeError if there is no memory
+        for the copy: the entry is dropped then.
         """
         end = len(key.tokens)
         min_shared = max(MIN_PREFIX_TOKENS, end // MAX_BRANCH_RATIO)
         if entry.parent is not None and entry.start < min_shared:
             entry.checkpoints = entry.path_checkpoints(end)
-            self._detach(entry)
+            entry.parent = None
+            entry.start = 0
         entry.checkpoints = entry.own_checkpoints(0, end)
         if entry.parent is not None:
             try:
@@ -9895,9 +9890,8 @@ class EntryTree:
         """Take KV [0, depth) out of an entry at rest, for a request to run on it.
 
         What follows `depth` becomes a branch. A parent that is movable, too, is merged
-        into the entry; the KV of one that is not is copied. Raises MemoryError or
-        RuntimeError if there is no memory for a copy: entries that are not whole any
-        more are dropped then (L-34).
+        into the entry; else its KV is copied. Raises MemoryError or RuntimeError if
+        there is no memory for a copy: what is not whole any more is dropped (L-34).
         """
         if depth < entry.end:
             self._split(entry, depth)
@@ -9917,8 +9911,7 @@ class EntryTree:
             before    parent  [0 ........ end)
                       entry         [start ......... end)
             after     entry   [0 ................... end)
-                      tail          [start)... end)      what the parent had beyond
-                                                         `start`, if anything
+                      tail          [start)... end)    what the parent had beyond it
         """
         parent = entry.parent
         if parent is None:
@@ -9952,18 +9945,15 @@ class EntryTree:
             if branch.start > depth:
                 branch.parent = tail
         self.insert(tail)
-        self._shorten(entry, depth, span=span._replace(length=n_kept))
-
-    def _shorten(self, entry: CacheEntry, end: int, *, span: KVSpan) -> None:
-        entry.end = end
-        entry.span = span
-        entry.checkpoints = entry.own_checkpoints(0, end)
+        entry.end = depth
+        entry.span = span._replace(length=n_kept)
+        entry.checkpoints = entry.own_checkpoints(0, depth)
 
     def truncate(self, entry: CacheEntry, depth: int) -> None:
         """Give up KV [depth, end) of an entry at rest; with depth 0 the whole entry.
 
-        All KV that is evicted goes through here. No branch at rest may need this KV.
-        Without memory for a copy of what stays, the whole entry goes.
+        All KV that is evicted goes through here; no branch at rest may need it. Without
+        memory for a copy of what stays, the whole entry goes.
         """
         span: KVSpan | None = None
         if depth:
@@ -9976,25 +9966,18 @@ class EntryTree:
         if span is None:
             self.drop(entry)
         else:
-            self._shorten(entry, depth, span=span)
-
-    def _detach(self, branch: CacheEntry) -> None:
-        """Make a running branch a root: its request holds the KV of the whole path.
-
-        It has its own checkpoints alone: those of a path that is dropped may be wrong.
-        """
-        branch.parent = None
-        branch.start = 0
+            entry.end = depth
+            entry.span = span
+            entry.checkpoints = entry.own_checkpoints(0, depth)
 
     def _reattach(self, branch: CacheEntry, parent: CacheEntry, *, depth: int) -> None:
         """Let a running branch start where its parent is about to end.
 
         That is at `depth`, or, if nothing of the parent stays, where the parent starts.
-        The request holds the KV from there on; the branch inherits the checkpoints,
-        without which the next session on this prefix would be cold (L-87).
+        The request has the KV from there on; the branch inherits the checkpoints: the
+        next session on this prefix would be cold without (L-87).
         """
-        inherited = parent.own_checkpoints(depth, branch.start)
-        branch.checkpoints.update(inherited)
+        branch.checkpoints |= parent.own_checkpoints(depth, branch.start)
         if depth:
             branch.parent = parent
             branch.start = depth
@@ -10009,7 +9992,10 @@ class EntryTree:
         """
         for branch in self.branches_of(entry):
             if branch.is_running:
-                self._detach(branch)  # its request has a copy, made while all was well
+                # It becomes a root: its request has a copy, made while all was well.
+                # Checkpoints of the path that is dropped may be wrong.
+                branch.parent = None
+                branch.start = 0
             else:
                 self.drop(branch)
         self._remove(entry)
@@ -10024,9 +10010,8 @@ class EntryTree:
 class SessionPauses:
     """How long each session leaves its KV unused between two requests.
 
-    why(L-119): of many agents that take turns, the one that just had its turn is the
-    last to return. To evict the least recently used evicts what is asked for next; if a
-    little more takes part than fits, nothing is ever found. Sessions are remembered
+    why(L-119): of agents that take turns, the one that just had its turn is the last to
+    return: the least recently used is what is asked for next. Sessions are remembered
     when their KV is gone, or nobody would be seen to return.
     """
 
@@ -10052,9 +10037,8 @@ class SessionPauses:
     def expected_wait(self, entry: CacheEntry, now: float) -> float:
         """In how many seconds an entry will be used, as far as its session shows.
 
-        By default as long as it was unused already. A session that made pauses is
-        expected back after its shortest recent one, so one that works on a task returns
-        soon. That holds until it is twice as late. With a shortest pause of 20 s:
+        As long as it was unused already; but until it is twice as late, a session is
+        expected back after its shortest recent pause. Where that is 20 s:
 
             unused for       5 s    15 s    30 s    50 s
             expected in     15 s     5 s    10 s    50 s
@@ -10078,13 +10062,6 @@ def retreat_from_image(tokens: TokenIds, depth: int) -> int:
     if not is_inside_image(tokens, depth):
         return depth
     return max(start for start in image_starts(tokens) if start < depth)
-
-
-class StartedEntry(NamedTuple):
-    """What a request starts with."""
-
-    entry: CacheEntry  # to be compared and looked at; only the cache changes it
-    span: KVSpan | None  # KV of the cached tokens, which the request now owns
 
 
 class EntryReport(TypedDict):
@@ -10143,8 +10120,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # An entry is compared if its KV may be deeper than that of `best`, or if
-            # it may match more than all others: that is reported, state or not.
+            # One that may be deeper than `best`, or may match more than all others:
+            # that is reported, state or not.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10168,7 +10145,7 @@ class PrefixCache:
 
         It may if it shares more than `depth` tokens with the prompt; or just `depth`,
         if it ends there, or if `best` still waits for them. So of 1,000 sessions on one
-        system prompt most are passed over: a lookup takes 2 ms, and 13 ms without this.
+        system prompt most are passed over: 2 ms for a lookup, not 13.
         """
         if not self._config.cache_use_block_index:
             return True  # there are no hashes: each entry is compared
@@ -10184,7 +10161,8 @@ class PrefixCache:
 
     def _match(self, entry: CacheEntry, key: TokenKey) -> PrefixMatch:
         """What one entry has of a prompt, except its last token: it is fed (L-11)."""
-        n_common = min(self.count_common(entry.key, key), len(key.tokens) - 1)
+        n_common = common_prefix_length(entry.key.tokens, key.tokens)
+        n_common = min(n_common, len(key.tokens) - 1)
         # The key of a running entry is its whole prompt, which will have been read.
         n_pending = n_common if entry.is_running and n_common > entry.end else 0
         depth = min(n_common, entry.end)
@@ -10203,21 +10181,6 @@ class PrefixCache:
             parts_image=n_matched < depth,
         )
 
-    def count_common(self, cached: TokenKey, wanted: TokenKey) -> int:
-        """How many leading tokens of two prompts are the same."""
-        if not self._config.cache_use_block_index:
-            return common_prefix_length(cached.tokens, wanted.tokens)
-
-        def differs(block: int) -> bool:
-            return cached.block_hashes[block] != wanted.block_hashes[block]
-
-        # Hashes are the same up to the block in which the tokens part, and none after.
-        n_blocks = min(len(cached.block_hashes), len(wanted.block_hashes))
-        size = self._config.prompt_cache_block_size
-        start = size * bisect_left(range(n_blocks), True, key=differs)
-        block = slice(start, start + size)
-        return start + common_prefix_length(cached.tokens[block], wanted.tokens[block])
-
     def _metrics_of(self, owner: RequestOwner) -> CacheMetrics:
         return self.metrics.of_tenant(owner.tenant)
 
@@ -10228,7 +10191,7 @@ class PrefixCache:
         entry.last_used = self._clock()
         self._tree.insert(entry)
 
-    def start(
+    def start(  # noqa: PLR0913 - what it reuses, and on whose behalf
         self,
         match: PrefixMatch,
         key: TokenKey,
@@ -10236,56 +10199,42 @@ class PrefixCache:
         read_span: Callable[[int], KVSpan],
         owner: RequestOwner,
         head_end: int = 0,
-    ) -> StartedEntry:
-        """Give a request an entry to extend, and the KV of its cached tokens.
+        is_background: bool = False,
+    ) -> tuple[CacheEntry, KVSpan | None]:
+        """Give a request an entry to extend, and the KV of its cached tokens, if any.
 
-        The KV is moved or copied. From now on the entry runs: `read_span` returns a
-        copy of KV [0, n) of the request. Raises MemoryError or RuntimeError if there is
-        no memory for a copy: there is no entry then, and what was moved is dropped.
+        From now on the entry runs: `read_span` returns a copy of KV [0, n) of the
+        request. Raises MemoryError or RuntimeError if there is no memory for a copy:
+        there is no entry then, and what was moved is dropped.
         """
-        source, depth = match.kv_owner, match.cached_tokens
-        span: KVSpan | None = None
-        if source is not None and match.is_movable:
-            span = self._tree.take_kv(source, depth)
-            entry = source
-        else:
-            if source is not None:
-                span = source.copy_kv(depth)
-            entry = CacheEntry(key, parent=source, start=depth, end=depth)
-            self._tree.insert(entry)
+        source = match.kv_owner
+        entry, span = self._tree.start(
+            source, match.cached_tokens, key=key, read_span=read_span
+        )
         if source is not None:
             source.n_uses += 1
             source.last_used = self._clock()
-        self._tree.run(entry, key, end=depth, read_span=read_span)
+        is_new = entry is not source
         entry.owner = owner
         entry.head_end = head_end
-        if self._lacks_checkpoint(match):
+        entry.is_background = is_background and (entry.is_background or is_new)
+        # A title, or a sub-agent beside others, is no return of its session (L-119).
+        has_returned = not is_background and not any(
+            other.is_running and other.owner == owner and not other.is_background
+            for other in self.entries
+            if other is not entry
+        )
+        if has_returned:
+            self._pauses.begin(owner, self._clock())
+
+        # Much KV may be of no use, for want of a state to go on from.
+        n_lost = match.matched_tokens - match.cached_tokens
+        block_size = self._config.prompt_cache_block_size
+        if n_lost >= (MIN_PREFIX_TOKENS if match.cached_tokens else block_size):
             self._metrics_of(owner).bump("hybrid_trim_miss")
         if match.parts_image:
             self._metrics_of(owner).bump("vlm_retreat")
-        return StartedEntry(entry, span)
-
-    def note_start(self, entry: CacheEntry, *, is_background: bool) -> None:
-        """Note who has started with an entry: if only background requests, it goes first.
-
-        A title, or a sub-agent beside others, is no return of its session (L-119).
-        """
-        is_new = not entry.n_uses
-        entry.is_background = is_background and (entry.is_background or is_new)
-        owner = entry.owner
-        running = [e for e in self.entries if e.is_running and e.owner == owner]
-        if not is_background and all(e is entry or e.is_background for e in running):
-            self._pauses.begin(owner, self._clock())
-
-    def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
-        """Whether much KV is of no use, for want of a state to go on from.
-
-        With no state at all that is a block; else as much as is worth sharing.
-        """
-        n_lost = match.matched_tokens - match.cached_tokens
-        if match.cached_tokens:
-            return n_lost >= MIN_PREFIX_TOKENS
-        return n_lost >= self._config.prompt_cache_block_size
+        return entry, span
 
     def advance(self, entry: CacheEntry, end: int) -> None:
         """Let lookups use KV [0, end) of the request that extends an entry."""
@@ -10324,8 +10273,8 @@ class PrefixCache:
             self._tree.drop(entry)
 
     # -- eviction ----------------------------------------------------------------------
-    # Who goes first: `_expected_saving`. What must stay: `_needed_depths`. What is
-    # worth keeping: `_depth_to_keep`. How KV is given up: `EntryTree.truncate`.
+    # Who goes first: `_expected_saving`. What is worth keeping of it: `_depth_to_keep`.
+    # How KV is given up: `EntryTree.truncate`.
 
     def evict_idle(self) -> None:
         """Evict entries that were not used for the TTL, once they have no branches."""
@@ -10347,8 +10296,8 @@ class PrefixCache:
     def evict_session(self, tenant: str, session: str | None) -> int:
         """Evict what rests of a session, or of a tenant (None), and no branch needs.
 
-        That is all that the tenant may see. What a branch needs is the branch's from
-        now on. Returns how many entries were evicted or shortened.
+        What a branch needs is the branch's from now on. Returns how many entries were
+        evicted or shortened.
         """
         entries = [e for e in self._tree.resting if is_seen_by(tenant, e.owner.tenant)]
         if session is not None:
@@ -10367,22 +10316,15 @@ class PrefixCache:
         return n_evicted
 
     def _enforce_entry_limit(self, *, newest: CacheEntry) -> None:
-        """Evict the least valuable entries until no more rest than the limit.
-
-        Only those without branches: to shorten one with branches frees no place.
-        """
+        """Evict the least valuable entries without branches until the limit is kept."""
         limit = self._config.prompt_cache_max_entries_global
         # why(L-78): the newest is continued next, unless its request has read nothing.
         spared = newest if limit and newest.end > newest.start else None
         while len(self._tree.resting) > limit:
-            savings = {
-                entry: self._expected_saving(entry, entry.start)
-                for entry in self._tree.leaves()
-                if entry is not spared
-            }
-            if not savings:
+            leaves = [entry for entry in self._tree.leaves() if entry is not spared]
+            if not leaves:
                 return
-            victim = min(savings, key=savings.__getitem__)
+            victim = min(leaves, key=lambda e: self._expected_saving(e, e.start))
             self._tree.truncate(victim, 0)
             self._metrics_of(victim.owner).bump("evicted_for_room")
 
@@ -10393,57 +10335,49 @@ class PrefixCache:
         keep: PrefixMatch = NO_MATCH,
         spares_recent: bool = False,
     ) -> bool:
-        """Evict until `extra_bytes` more fit, but nothing a request will reuse (L-78).
+        """Evict until `extra_bytes` more fit; False if nothing more can be evicted.
 
-        `keep`: what that request will reuse. `extra_bytes` includes those of its
-        buffers that will be moved to the request, so they are not counted twice.
-        `spares_recent`: what was used in the last minutes stays, too. Returns False if
-        nothing more can be evicted.
+        `keep`: what a request will reuse (L-78). Its buffers that will be moved are
+        part of `extra_bytes`, so they are not counted twice. `spares_recent`: what was
+        used in the last minutes stays, too.
 
         Of 100 MB 90 are used. A request needs 30, of which it takes 25 over from an
         entry: 90 - 25 + 30 = 95, so nothing is evicted. It would be 20 without that.
         """
         while True:
-            moved_bytes = keep.moved_tokens * self._spec.token_bytes
+            moved_tokens = 0
+            if keep.kv_owner is not None:
+                moved_tokens = keep.kv_owner.moved_tokens(keep.cached_tokens)
+            moved_bytes = moved_tokens * self._spec.token_bytes
             lacking_bytes = self.nbytes - moved_bytes + extra_bytes - self.max_bytes
             if lacking_bytes <= 0:
                 return True
-            if not self._free_some(
-                lacking_bytes, keep=keep, spares_recent=spares_recent
-            ):
+            if spares_recent:
+                has_freed = self._evict_kv(lacking_bytes, keep=keep, spares_recent=True)
+            else:
+                # why(L-77, L-97): checkpoints of an entry that has many go first, those
+                # of one that has few come last.
+                has_freed = (
+                    self._thin_largest(lacking_bytes, keep, min_left=MIN_CHECKPOINTS)
+                    or self._evict_kv(lacking_bytes, keep=keep)
+                    or self._thin_largest(lacking_bytes, keep)
+                )
+            if not has_freed:
                 return False
 
-    def _free_some(
-        self, lacking_bytes: int, *, keep: PrefixMatch, spares_recent: bool
-    ) -> bool:
-        """Free checkpoints that are many, or else KV, or else any that can be spared.
-
-        why(L-77, L-97): beyond a few, an entry's checkpoints are worth less than KV.
-        """
-        position = keep.cached_tokens
-        if spares_recent:
-            return self._evict_kv(lacking_bytes, keep=keep, spares_recent=True)
-        if self._thin_largest(
-            lacking_bytes, min_left=MIN_CHECKPOINTS, spared_position=position
-        ):
-            return True
-        if self._evict_kv(lacking_bytes, keep=keep):
-            return True
-        return self._thin_largest(lacking_bytes, spared_position=position)
-
     def _thin_largest(
-        self, lacking_bytes: int, *, min_left: int = 0, spared_position: int = 0
+        self, lacking_bytes: int, keep: PrefixMatch, *, min_left: int = 0
     ) -> bool:
-        """Drop checkpoints of the entry that has most bytes of them, then of the next.
+        """Drop checkpoints, of the entry that has most bytes of them first.
 
-        Until that is enough, or no entry can spare one. Returns False if none could.
+        Returns False if no entry could spare one.
         """
         freed_bytes = 0
         for entry in sorted(self.entries, key=lambda e: e.state_bytes, reverse=True):
             while freed_bytes < lacking_bytes:
                 bytes_before = entry.state_bytes
                 if not entry.thin_checkpoints(
-                    min_left=min_left, spared_position=spared_position
+                    min_left=min_left, spared_position=keep.cached_tokens
                 ):
                     break
                 freed_bytes += bytes_before - entry.state_bytes
@@ -10453,7 +10387,13 @@ class PrefixCache:
         self, lacking_bytes: int, *, keep: PrefixMatch, spares_recent: bool = False
     ) -> bool:
         """Evict or shorten the entry whose KV saves least per byte, if one can be."""
-        needed_depths = self._needed_depths(keep)
+        needed_depths = self._tree.shared_depths()
+        source = keep.kv_owner
+        if source is not None:
+            depth = max(needed_depths[source], keep.cached_tokens)
+            # Buffers that will be taken over: to shorten them would free nothing.
+            is_moved = source.is_movable(keep.cached_tokens)
+            needed_depths[source] = source.end if is_moved else depth
         savings = self._savings_per_byte(needed_depths)
         if spares_recent:
             used_before = self._clock() - RECENT_SECONDS
@@ -10491,7 +10431,7 @@ class PrefixCache:
     ) -> dict[CacheEntry, float]:
         """By entry at rest, what the KV saves that would go: what nobody needs now.
 
-        Of an entry of 2,000 tokens of which branches need 1,800, 200 would go.
+        Of 2,000 tokens of which branches need 1,800, 200 would go.
         """
         savings = {}
         for entry in self._tree.resting:
@@ -10504,9 +10444,8 @@ class PrefixCache:
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
         """How much prefill it saves to keep KV [start, end) of an entry (L-16).
 
-        The work is counted in tokens at the beginning of a prompt. The chance of reuse
-        is relative: it grows with the number of uses, and falls with the time until the
-        next.
+        In tokens at the beginning of a prompt, times a relative chance of reuse: it
+        grows with the number of uses, and falls with the time until the next.
         """
         work = (entry.end - start) * (1.0 + entry.end / DOUBLE_COST_DEPTH)
         frequency = 1.0 + math.log1p(entry.n_uses)
@@ -10516,24 +10455,12 @@ class PrefixCache:
             chance *= BACKGROUND_CHANCE
         return work * chance
 
-    def _needed_depths(self, keep: PrefixMatch) -> Counter[CacheEntry]:
-        """By entry, the depth to which branches, or the request, need its KV."""
-        depths = self._tree.shared_depths()
-        owner = keep.kv_owner
-        if owner is None:
-            return depths
-        if keep.is_movable:
-            depths[owner] = owner.end  # its buffers are taken over: shortening frees 0
-        else:
-            depths[owner] = max(depths[owner], keep.cached_tokens)
-        return depths
-
     def _depth_to_keep(self, entry: CacheEntry, lacking_bytes: int) -> int:
         """The depth to which a victim may stay although nobody needs it (L-87).
 
-        Its newest tokens go, an eighth at least. What stays has to be copied: 0 if that
-        is too little to be worth a copy, or too much to exist twice. Of a root of 8,000
-        tokens, where room for 500 is lacking, [0, 6,999) stay.
+        Its newest tokens go, an eighth at least: of a root of 8,000, where room for 500
+        is lacking, [0, 6,999) stay. 0 if what stays is too little to be worth a copy,
+        or too much to exist twice.
         """
         token_bytes = self._spec.token_bytes or 1  # 0: no layer has attention
         freed_bytes = max(lacking_bytes, entry.nbytes // 8)
@@ -10550,7 +10477,7 @@ class PrefixCache:
     def describe(
         self, *, shows_checkpoints: bool = False
     ) -> list[tuple[str, EntryReport]]:
-        """For each entry its tenant, and what the status page shows of it."""
+        """Each entry's tenant, and what the status page shows of it."""
         now = time.monotonic()  # self._clock would send it to the other ranks
         reports: list[tuple[str, EntryReport]] = []
         for entry in self.entries:
@@ -16484,8 +16411,8 @@ class RunningRequest:
             read_span=self.read_span,
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
+            is_background=request.is_background,
         )
-        cache.note_start(self.entry, is_background=request.is_background)
         if span is not None:
             try:
                 self.load_kv(span, match.state)

@@ -382,7 +382,7 @@ def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_f
     b.ask(head + words(rng, 700), n=2, boundaries=[280, 285, 290, 600])
 
     def thin(scheduler):
-        assert scheduler.cache._thin_largest(1 << 60, min_left=4)
+        assert scheduler.cache._thin_largest(1 << 60, s.NO_MATCH, min_left=4)
 
     b.engine.call(thin)
     _, end, _ = b.ask(head + words(rng, 50), n=2, boundaries=[280])

@@ -119,9 +119,13 @@ def begin(cache, tokens, *, head_end=0, session="", is_background=False):
     owner = s.RequestOwner("", session)
     row.source = reuse.kv_owner
     row.line, span = cache.start(
-        reuse, prompt, read_span=row.read_span, owner=owner, head_end=head_end
+        reuse,
+        prompt,
+        read_span=row.read_span,
+        owner=owner,
+        head_end=head_end,
+        is_background=is_background,
     )
-    cache.note_start(row.line, is_background=is_background)
     if span is not None:
         row.load_kv(span, reuse.state)
     assert len(row.filled) == reuse.cached_tokens == row.line.end
@@ -1064,7 +1068,7 @@ def test_a_failed_load_forgets_its_source_and_no_other_request():
     key = prompt_of([*past[:1400], *range(4000, 4100)])
     match = cache.find(key)
     assert match.entry is branch.line
-    assert match.is_movable
+    assert match.kv_owner.is_movable(match.cached_tokens)
 
     failing = Running(key.tokens.tolist())
     entry, _ = cache.start(match, key, read_span=failing.read_span, owner=s.NO_OWNER)
