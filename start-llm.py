@@ -211,7 +211,6 @@ from socketserver import ThreadingTCPServer
 from typing import (
     Annotated,
     Any,
-    BinaryIO,
     Final,
     Literal,
     NamedTuple,
@@ -10500,19 +10499,15 @@ class PrefixCache:
 # region DISK CACHE ============================================================
 # KV in files, for what a restart, an update or a crash would forget.
 #
-# A file is a segment: the KV of tokens [start, end) of one conversation, with these
-# tokens, and the states that were kept between them. What comes before `start` is in
-# the segment's parent. Of an entry that has grown only what is new is written:
+# A file is a segment: the KV of tokens [start, end) of one conversation, these tokens,
+# and the states that were kept between them. What comes before `start` is in the
+# segment's parent. Of an entry that has grown only what is new is written:
 #
 #     10:00  a conversation of 9,000 tokens rests   root    [0 ........ 9,000)
 #     10:01  it has grown to 9,700                  second  [9,000 .. 9,700)
 #     10:05  another one parts from it at 8,200     third   [8,200 .... 8,900)
 #
 # To continue the second, the 9,000 tokens of the root are loaded, and its own 700.
-#
-# A name stands for the tenant, the weights and all tokens from the beginning to `end`:
-# it is a hash over them. The tokens of all files are in memory (4 bytes each; a full
-# disk has some two million), so a lookup compares them and reads no file.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
@@ -10521,10 +10516,11 @@ class PrefixCache:
 #         secret                         that is in the names of images
 #         <name>.safetensors             a segment; 0600
 #
-# A segment is written under another name, and renamed once the disk has it: there is no
-# half of one. A file that is damaged, or of another format, is deleted, and its tokens
-# are read again. Each array has a checksum: safetensors has none, and one flipped bit
-# would be another KV.
+# A name is a hash of the tenant, the weights and all tokens from 0 to `end`. The tokens
+# of all files are in memory (4 bytes each; a full disk has some two million), so a
+# lookup compares them and reads no file.
+#
+# A file that is damaged, or of another format, is deleted, and its tokens are read again.
 #
 #     writing    between two steps of the model, DiskTier copies some arrays out of an
 #                entry that rests; once it has all, another thread writes the file
@@ -10535,8 +10531,7 @@ class PrefixCache:
 #          PREFIX CACHE
 # Thread   model; mlx; write_segment: a thread of its own
 
-MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
-MIN_SAVED_TOKENS: Final = 256  # new ones; fewer are written before they are lost
+MIN_FILE_TOKENS: Final = 256  # fewer are not loaded, nor written until they are lost
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
@@ -10553,10 +10548,7 @@ _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
 _LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
-_LOCK_LOOK_SECONDS: Final = 0.1  # between two looks whether it has
-_SECONDS_A_DAY: Final = 86_400
-_DEFAULT_DISK_BYTES: Final = 32 << 30  # by default, but at most a ...
-_DISK_PART: Final = 10  # ... tenth of the free disk
+_DEFAULT_DISK_BYTES: Final = 32 << 30  # at most a tenth of the free disk
 _DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
 
 _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -10564,6 +10556,11 @@ _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 class DiskError(Exception):
     """A file, or the whole cache on disk, cannot be used; the text says why."""
+
+
+def _reason_of(fault: BaseException) -> str:
+    """Why the disk could not do something, in words, without a path."""
+    return getattr(fault, "strerror", None) or str(fault) or repr(fault)
 
 
 # -- 1 files ---------------------------------------------------------------------------
@@ -10583,7 +10580,7 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     # By position, in (start, end]: the states there. In the place of each array is
     # {"array": its name}.
     states: dict[int, Any] = {}
-    # Of all arrays; write_segment() adds them.
+    # Of all arrays, by write_segment(): a flipped bit would be another KV.
     checksums: dict[str, str] = {}
     nbytes: int = 0
 
@@ -10600,7 +10597,7 @@ def write_segment(
 ) -> SegmentContents:
     """Write a file; it appears under its name once the disk has it.
 
-    Returns what it contains. Raises OSError or SafetensorError.
+    Raises OSError or SafetensorError.
     """
     checksums = {name: _checksum(array) for name, array in arrays.items()}
     nbytes = sum(array.nbytes for array in arrays.values())
@@ -10659,55 +10656,23 @@ def _crc32(data: bytes | npt.NDArray[Any], start: int = 0) -> str:
     return f"{zlib.crc32(data, start):08x}"
 
 
-def _open_file(path: Path) -> io.BufferedReader:
-    """A file to be read. Raises DiskError: it is no file, such as a pipe; OSError."""
-    _check_file(path)
-    return path.open("rb")
-
-
 def _check_file(path: Path) -> None:
-    """Raise DiskError if a path is no file; OSError."""
+    """Raise DiskError if a path is no file, such as a pipe; OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
         raise DiskError("it is no file")
 
 
-class _OwnFolder(NamedTuple):
-    """A folder that no other server uses, until `lock_file` is closed."""
-
-    path: Path
-    lock_file: io.BufferedReader
-
-
-def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
-    """Have a folder for this server alone, until what is returned is closed.
-
-    Raises BlockingIOError: another server has it, after `patience` seconds; OSError.
-    """
-    path = folder / "lock"
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
-            path.unlink()
-    if not path.exists():
-        path.touch(mode=0o600)
-    deadline = time.monotonic() + patience
-    while True:
-        lock_file = _open_file(path)
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            lock_file.close()
-            if not isinstance(fault, BlockingIOError) or time.monotonic() >= deadline:
-                raise
-        else:
-            return lock_file
-        time.sleep(_LOCK_LOOK_SECONDS)
+def _read_file(path: Path) -> bytes:
+    """What a file contains. Raises DiskError: it is no file; OSError."""
+    _check_file(path)
+    return path.read_bytes()
 
 
-def _open_private(path: Path) -> BinaryIO:
-    """A new file that nobody else can read. Raises OSError."""
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a new file, which nobody else can read. Raises OSError."""
     path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
+    path.touch(mode=0o600)
+    path.write_bytes(content)
 
 
 def _sync(path: Path) -> None:
@@ -10729,11 +10694,7 @@ def name_segment(key: TokenKey, end: int) -> str:
 
 
 class DiskMatch(NamedTuple):
-    """KV [start, depth) of a prompt, in files.
-
-    The KV of each segment counts up to the start of the next one, that of the last one
-    up to `depth`.
-    """
+    """KV [start, depth) of a prompt, in files; of each up to where the next begins."""
 
     segments: tuple[Segment, ...]  # from the root on
     depth: int
@@ -10746,13 +10707,6 @@ class DiskMatch(NamedTuple):
             low, high = max(segment.start, self.start), min(end, self.depth)
             if low < high:
                 yield segment, low, high
-
-
-class LoadedKV(NamedTuple):
-    """KV [start, end) of a prompt from the disk, and states at positions in it."""
-
-    span: KVSpan
-    states: dict[int, StateCheckpoint]
 
 
 class DiskReport(TypedDict):
@@ -10769,35 +10723,45 @@ class DiskReport(TypedDict):
     records_off: NotRequired[str]  # why no records are saved now, nor removed
 
 
+@dataclass(slots=True)
+class _DiskFile:
+    """A segment that a file has."""
+
+    segment: Segment
+    tokens: TokenIds  # those of [start, end)
+    used_at: float  # Unix seconds
+
+
 class DiskCache:
-    """The segments of one model, and which of them a prompt can use."""
+    """The files of one model, and which of them a prompt can use."""
 
     def __init__(
         self,
-        own_folder: _OwnFolder,
+        folder: Path,
+        lock_file: io.BufferedReader,
         *,
         max_bytes: int,
         max_bytes_per_day: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the headers of the files. Raises OSError: the folder cannot be used."""
-        self.folder, self._lock_file = own_folder
+        """Read the headers of the files. Raises OSError: the folder cannot be used.
+
+        `lock_file`: what _take_lock() returns for the folder.
+        """
+        self.folder = folder
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
-        self.nbytes = 0
         self.failure = ""  # why nothing is written now, in words
+        self._lock_file = lock_file
+        self._clock = clock
         self._retry_at = 0.0  # on the clock of time.monotonic()
-        self._written_day = 0  # the day of `_written_bytes`
-        self._written_bytes = 0
+        self._written_bytes: Counter[int] = Counter()  # by day
         self._executor = ThreadPoolExecutor(1, "disk")
         self._new_file: Future[SegmentContents] | None = None  # that is being written
-        self._clock = clock
         # By name, a parent before what continues it.
-        self._segments: dict[str, Segment] = {}
-        self._tokens: dict[str, TokenIds] = {}  # those of [start, end)
-        self._used_at: dict[str, float] = {}  # Unix seconds
+        self._files: dict[str, _DiskFile] = {}
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        os.utime(self.folder / "lock")  # see _find_folders
+        os.utime(folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
 
@@ -10806,7 +10770,10 @@ class DiskCache:
         self._executor.submit(self._lock_file.close)
         self._executor.shutdown(wait=not self.is_writing)
 
-    # -- the folder --------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV, states and tokens in all files."""
+        return sum(file.segment.nbytes for file in self._files.values())
 
     def _scan(self) -> None:
         """Read what there is; delete what is damaged, half written or alone."""
@@ -10815,37 +10782,35 @@ class DiskCache:
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
-        found: list[SegmentContents] = []
+        found: list[_DiskFile] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                contents = read_segment(path, ("tokens",))
-                self._used_at[contents.segment.name] = path.stat().st_mtime
+                segment, arrays = read_segment(path, ("tokens",))
+                used_at = path.stat().st_mtime
             except DiskError as fault:
-                self._delete_file(path, fault)
+                self._unlink(path, fault)
                 continue
             except OSError:
                 continue  # it cannot be read now
-            found.append(contents)
-        # A parent begins before its children do, so it is there first.
-        for contents in sorted(found, key=lambda contents: contents.segment.start):
-            self._add(contents)
+            found.append(_DiskFile(segment, arrays["tokens"], used_at))
+        # A parent begins before what continues it, so it is there first.
+        for file in sorted(found, key=lambda file: file.segment.start):
+            self._add(file)
         self._make_room()
 
     def _read_secret(self) -> bytes:
         """What is in the names of images: always the same. Raises OSError."""
         path = self.folder / "secret"
-        with suppress(FileNotFoundError, DiskError), _open_file(path) as old_file:
-            secret = old_file.read()
-            if len(secret) == 16:
-                return secret
+        with suppress(FileNotFoundError, DiskError):
+            old_secret = _read_file(path)
+            if len(old_secret) == 16:
+                return old_secret
         secret = os.urandom(16)
-        with _open_private(path) as file:
-            file.write(secret)
+        _write_private(path, secret)
         return secret
 
     # -- writing -----------------------------------------------------------------------
-    # One file at a time: what comes after it may continue it, so it has to be in the
-    # index first.
+    # One file at a time: the next one may continue it, so it has to be in the index.
 
     def write(self, segment: Segment, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Begin to write a file, on another thread; `collect` has had the last one."""
@@ -10867,69 +10832,54 @@ class DiskCache:
 
     def collect(self) -> None:
         """Take over the file that was written since the last call, and make room."""
-        file = self._new_file
-        if file is not None and file.done():
+        new_file = self._new_file
+        if new_file is not None and new_file.done():
             self._new_file = None
             try:
-                self._note_written(file.result())
+                segment, arrays = new_file.result()
             except Exception as error:  # noqa: BLE001 - the server goes on without it
                 self.note_failure(error)
+            else:
+                if self.failure:
+                    logger.info("disk cache: KV is written again")
+                    self.failure = ""
+                self._written_bytes[self._today()] += segment.nbytes
+                self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
+                self._note_use(segment)
         self._make_room()
 
-    def _note_written(self, contents: SegmentContents) -> None:
-        segment = contents.segment
-        if self.failure:
-            logger.info("disk cache: KV is written again")
-            self.failure = ""
-        self._written_bytes = self.written_today_bytes + segment.nbytes
-        self._written_day = self._today()
-        if segment.name not in self._segments:
-            self._add(contents)
-        self._note_use(segment)
-
     def note_failure(self, error: Exception) -> None:
-        """Write nothing for a while. What is there can still be read.
-
-        why(L-194): a disk that is full now has room later.
-        """
-        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        """Write nothing for a while: a disk that is full now has room later (L-194)."""
         if not self.failure:
+            reason = _reason_of(error)
             logger.warning("disk cache: nothing is written for now: %s", reason)
         self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
-        self.failure = reason
-
-    @property
-    def written_today_bytes(self) -> int:
-        """Bytes of files that this server has written since midnight UTC."""
-        return self._written_bytes if self._written_day == self._today() else 0
+        self.failure = _reason_of(error)
 
     def _today(self) -> int:
-        return int(self._clock() // _SECONDS_A_DAY)
+        return int(self._clock() // 86_400)
 
     def may_write(self, n_bytes: int) -> bool:
         """Whether so many bytes more may be written today."""
         if self.failure and time.monotonic() < self._retry_at:
             return False
-        if n_bytes > self.max_bytes:
-            return False
-        return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
+        n_today = self._written_bytes[self._today()] + n_bytes
+        return n_bytes <= self.max_bytes and n_today <= self.max_bytes_per_day
 
     # -- the index ---------------------------------------------------------------------
 
     def _path_of(self, segment: Segment) -> Path:
         return self.folder / (segment.name + _SEGMENT_SUFFIX)
 
-    def _delete_file(self, path: Path, reason: object) -> None:
-        logger.warning("disk cache: %s is deleted: %s", path.name, reason)
-        self._unlink(path)
-
-    def _unlink(self, path: Path) -> None:
+    def _unlink(self, path: Path, reason: object = "") -> None:
         """Delete a file, or try it again later: the next start would find it."""
+        if reason:
+            logger.warning("disk cache: %s is deleted: %s", path.name, reason)
         try:
             self.folder.stat()  # a disk that is gone may come back with the file
             path.unlink(missing_ok=True)
         except OSError as fault:
-            self._undeleted[path] = fault.strerror or str(fault)
+            self._undeleted[path] = _reason_of(fault)
         else:
             self._undeleted.pop(path, None)
 
@@ -10946,25 +10896,26 @@ class DiskCache:
         for path in list(self._undeleted):
             self._unlink(path)
 
-    def _add(self, contents: SegmentContents) -> None:
-        """Add a segment whose file is there; without its parent, it is deleted."""
-        segment = contents.segment
-        parent = self._segments.get(segment.parent)
-        has_parent = parent is not None and parent.start < segment.start <= parent.end
-        if segment.start and not has_parent:
-            self._delete_file(self._path_of(segment), "what comes before it is gone")
-            return
-        self._undeleted.pop(self._path_of(segment), None)  # it is another one by now
-        self.nbytes += segment.nbytes
-        self._segments[segment.name] = segment
-        self._tokens[segment.name] = contents.arrays["tokens"]
-        self._used_at.setdefault(segment.name, self._clock())
+    def _add(self, file: _DiskFile) -> None:
+        """Add a file that is there; without its parent, it is deleted."""
+        segment = file.segment
+        path = self._path_of(segment)
+        if segment.start:
+            parent = self._files.get(segment.parent)
+            if (
+                parent is None
+                or not parent.segment.start < segment.start <= parent.segment.end
+            ):
+                self._unlink(path, "what comes before it is gone")
+                return
+        self._undeleted.pop(path, None)  # it is another one by now
+        self._files[segment.name] = file
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that all files may take.
+        """Bytes that all files may take, beside the file of SAVED RECORDS.
 
-        SAVED RECORDS has its file in the same space: half of it at most counts.
+        Of that, half of the space at most counts.
         """
         records_bytes = _file_bytes(
             self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
@@ -10975,46 +10926,44 @@ class DiskCache:
         """Delete what was used longest ago; what is before a segment is used with it."""
         max_bytes = self.room_bytes
         while self.nbytes > max_bytes:
-            parents = {segment.parent for segment in self._segments.values()}
-            leaves = [name for name in self._segments if name not in parents]
-            self._remove([min(leaves, key=self._used_at.__getitem__)])
+            parents = {file.segment.parent for file in self._files.values()}
+            leaves = [name for name in self._files if name not in parents]
+            self._remove([min(leaves, key=lambda name: self._files[name].used_at)])
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Delete segments, and those that continue them."""
+        """Delete files, and those that continue them."""
         gone = set(names)
-        for segment in self._segments.values():
-            if segment.parent in gone:
-                gone.add(segment.name)
+        for name, file in self._files.items():
+            if file.segment.parent in gone:
+                gone.add(name)
         # What continues another one goes first: alone it would be of no use.
-        for segment in [s for s in reversed(self._segments.values()) if s.name in gone]:
-            self.nbytes -= segment.nbytes
-            del self._segments[segment.name]
-            del self._tokens[segment.name]
-            del self._used_at[segment.name]
-            self._unlink(self._path_of(segment))
+        for name in reversed(list(self._files)):
+            if name in gone:
+                self._unlink(self._path_of(self._files.pop(name).segment))
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
 
-        Returns how many files that were. Where everything has to go, files that could
-        not be read go, too.
+        Where everything has to go, files that could not be read go, too. Returns how
+        many others that were.
         """
-        n_before = len(self._segments)
+        n_before = len(self._files)
         self._remove(
-            segment.name
-            for segment in self._segments.values()
-            if is_seen_by(tenant, segment.tenant) and session in (None, segment.session)
+            name
+            for name, file in self._files.items()
+            if is_seen_by(tenant, file.segment.tenant)
+            and session in (None, file.segment.session)
         )
         if not tenant and session is None:
             for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
                 self._unlink(path)
-        return n_before - len(self._segments)
+        return n_before - len(self._files)
 
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete what was not used for so long. What continues it was not, either."""
         oldest = self._clock() - ttl_seconds
         self._remove(
-            name for name, used_at in self._used_at.items() if used_at < oldest
+            name for name, file in self._files.items() if file.used_at < oldest
         )
 
     def remove_prompt(self, key: TokenKey) -> None:
@@ -11032,99 +10981,94 @@ class DiskCache:
             continues it         [400 ............. 950)      950: this one and the root
             continues it                  [700 .. 800 .. end)       800
         """
+        self._forget_lost()
         depths = {name_segment(key, 0): 0}  # by name: where a segment leaves the prompt
-        for segment in self._segments.values():  # a parent before what continues it
-            if segment.start > depths.get(segment.parent, -1):
+        for name, file in self._files.items():  # a parent before what continues it
+            start, end = file.segment.start, file.segment.end
+            if start > depths.get(file.segment.parent, -1):
                 continue  # it continues tokens that the prompt does not have
-            wanted = key.tokens[segment.start : segment.end]
-            n_common = common_prefix_length(self._tokens[segment.name], wanted)
+            n_common = common_prefix_length(file.tokens, key.tokens[start:end])
             if n_common:
-                depths[segment.name] = segment.start + n_common
+                depths[name] = start + n_common
         last_name = max(depths, key=depths.__getitem__)
-        path = self._path_to(last_name)
-        if not any(self._is_lost(segment) for segment in path):
-            return DiskMatch(path, depths[last_name])
-        lost_names = [s.name for s in self._segments.values() if self._is_lost(s)]
-        logger.warning("disk cache: somebody has deleted %d files", len(lost_names))
-        self._remove(lost_names)
-        return self.find(key)
+        return DiskMatch(self._path_to(last_name), depths[last_name])
 
-    def _is_lost(self, segment: Segment) -> bool:
-        """Whether somebody has deleted its file; false if nobody can say that now."""
+    def _forget_lost(self) -> None:
+        """Forget files that somebody has deleted, and delete what continues them."""
         try:
-            self.folder.stat()  # a disk that is gone may come back with the file
-            with suppress(FileNotFoundError):
-                self._path_of(segment).lstat()
-                return False
+            names = set(os.listdir(self.folder))
         except OSError:
-            return False
-        return True
+            return  # a disk that is gone may come back with the files
+        lost_names = [
+            name for name in self._files if name + _SEGMENT_SUFFIX not in names
+        ]
+        if lost_names:
+            logger.warning("disk cache: somebody has deleted %d files", len(lost_names))
+            self._remove(lost_names)
 
     def _path_to(self, name: str) -> tuple[Segment, ...]:
         """A segment and what is before it, from the root on; () for no tokens."""
         path: tuple[Segment, ...] = ()
-        while name in self._segments:
-            segment = self._segments[name]
+        while name in self._files:
+            segment = self._files[name].segment
             path = (segment, *path)
             name = segment.parent
         return path
 
-    def _note_fault(self, segment: Segment, fault: Exception) -> None:
-        """Delete a damaged segment; one that cannot be read just now stays."""
-        # why(L-217): safetensors says of any file that it cannot open that it is gone.
-        if isinstance(fault, DiskError) or self._is_lost(segment):
-            logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
-            self._remove([segment.name])
-        else:
-            logger.warning("disk cache: %s cannot be read now: %s", segment.name, fault)
+    def read(
+        self, match: DiskMatch
+    ) -> tuple[KVSpan, dict[int, StateCheckpoint]] | None:
+        """The KV of a match, and, by position, the states where requests will go on.
 
-    def read(self, match: DiskMatch) -> LoadedKV | None:
-        """The KV of a match, with the states where requests will go on.
-
-        Those are the one at its end, and the one where system prompt and tools end.
-        None if a file cannot be read; a damaged one is deleted.
+        That is at its end, and where system prompt and tools end. None if a file cannot
+        be read.
         """
         spans: list[KVSpan] = []
         states: dict[int, StateCheckpoint] = {}
         for segment, low, high in match.parts():
-            try:
-                part = self._read_part(segment, low, high, wanted_state=match.depth)
-            except (DiskError, OSError) as fault:
-                self._note_fault(segment, fault)
+            positions = segment.states.keys() & {match.depth, segment.head_end}
+            positions = {p for p in positions if low < p <= high}
+            prefixes = [f"state.{position}." for position in positions]
+            arrays = self._read_arrays(segment, ("kv.", *prefixes))
+            if arrays is None:
                 return None
-            spans.append(part.span)
-            states |= part.states
+            # In the order in which they were written, as `checksums` has it.
+            views = [array for name, array in arrays.items() if name.startswith("kv.")]
+            span = KVSpan(views, segment.end - segment.start)
+            spans.append(span.cut(low - segment.start, high - segment.start))
+            for position in positions:
+                state = _state_from_json(segment.states[position], arrays)
+                states[position] = make_checkpoint(state)
             self._note_use(segment)
-        return LoadedKV(spans[0].join(*spans[1:]), states)
+        return spans[0].join(*spans[1:]), states
 
-    def _read_part(
-        self, segment: Segment, low: int, high: int, *, wanted_state: int
-    ) -> LoadedKV:
-        """What `read` takes of one file. Raises DiskError, OSError."""
-        positions = segment.states.keys() & {wanted_state, segment.head_end}
-        positions = {p for p in positions if low < p <= high}
-        prefixes = [f"state.{position}." for position in positions]
-        contents = read_segment(self._path_of(segment), ("tokens", "kv.", *prefixes))
-        if not np.array_equal(contents.arrays["tokens"], self._tokens[segment.name]):
-            raise DiskError("it is another one by now")
+    def _read_arrays(
+        self, segment: Segment, prefixes: tuple[str, ...]
+    ) -> dict[str, mx.array] | None:
+        """Arrays of a file, by name; None if it cannot be read.
 
-        arrays = {name: _to_mlx(array) for name, array in contents.arrays.items()}
-        # In the order in which they were written, as `checksums` has it.
-        views = [array for name, array in arrays.items() if name.startswith("kv.")]
-        span = KVSpan(views, segment.end - segment.start)
-        states = {
-            position: make_checkpoint(
-                _state_from_json(segment.states[position], arrays)
-            )
-            for position in positions
-        }
-        return LoadedKV(span.cut(low - segment.start, high - segment.start), states)
+        A damaged one is deleted, and what continues it.
+        """
+        try:
+            contents = read_segment(self._path_of(segment), prefixes)
+            if contents.segment.checksums != segment.checksums:
+                raise DiskError("it is another one by now")
+        except DiskError as fault:
+            logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
+            self._remove([segment.name])
+            return None
+        except OSError as fault:
+            # why(L-217): of a file that it cannot open now, safetensors says that it is
+            # gone. If it is, the next lookup will notice that.
+            logger.warning("disk cache: %s cannot be read now: %s", segment.name, fault)
+            return None
+        return {name: _to_mlx(array) for name, array in contents.arrays.items()}
 
     def _note_use(self, segment: Segment) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
         now = self._clock()
         for used in self._path_to(segment.name):
-            self._used_at[used.name] = now
+            self._files[used.name].used_at = now
             with suppress(OSError):
                 os.utime(self._path_of(used), (now, now))
 
@@ -11132,15 +11076,15 @@ class DiskCache:
         """The cache on disk, for people."""
         report: DiskReport = {
             "folder": str(self.folder),
-            "files": len(self._segments),
+            "files": len(self._files),
             "bytes": self.nbytes,
             "max_bytes": self.max_bytes,
-            "written_today_bytes": self.written_today_bytes,
+            "written_today_bytes": self._written_bytes[self._today()],
             "max_bytes_per_day": self.max_bytes_per_day,
         }
         if self.failure:
             report["off"] = self.failure
-        if self.undeleted:
+        if self._undeleted:
             report["undeleted"] = self.undeleted
         return report
 
@@ -11155,12 +11099,12 @@ _WRITTEN_TYPES: Final = frozenset(
 )
 
 
-def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
+def _choose_states(entry: CacheEntry, start: int, end: int) -> list[int]:
     """The positions in (start, end] whose states are worth their bytes.
 
-    Always the last one, and that where system prompt and tools end: there requests go
-    on. Of the others the last ones, until all together are as large as the KV of these
-    tokens: in a hybrid model one state can be as large as the KV of 3,000 tokens.
+    The last one, and that where system prompt and tools end: there requests go on. Of
+    the others the last ones, until all together are as large as the KV of these tokens:
+    in a hybrid model one state can be as large as that of 3,000 tokens.
     """
     span = entry.rested_span()
     left_bytes = span.nbytes * (end - start) // span.length
@@ -11168,8 +11112,7 @@ def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
     positions: list[int] = []
     for position in sorted(states, reverse=True):
         left_bytes -= states[position].nbytes
-        is_needed = not positions or position == entry.head_end
-        if is_needed or left_bytes >= 0:
+        if not positions or position == entry.head_end or left_bytes >= 0:
             positions.append(position)
     return sorted(positions)
 
@@ -11177,8 +11120,7 @@ def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
 def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     """A copy of an array, outside MLX.
 
-    why(L-124): what the processor reads of an array in use moves out of a GPU's memory.
-    So it is copied by the device first.
+    why(L-124): what the processor reads moves out of a GPU's memory, so that is a copy.
     """
     device_copy = mx.where(mx.array(True), array, array)
     if device_copy.dtype == mx.bfloat16:
@@ -11186,11 +11128,16 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy)
 
 
+def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
+    is_bfloat16 = array.dtype == np.uint16
+    return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
+
+
 def _state_to_json(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
     """A state as JSON; its arrays are put into `arrays`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}. Raises
-    TypeError if it, or a part of it, would not come back from a file as it was.
+    TypeError if a part of it would not come back from a file as it was.
     """
     if isinstance(part, mx.array) and part.dtype in _WRITTEN_TYPES:
         arrays[name] = part
@@ -11233,11 +11180,6 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-def _to_mlx(array: npt.NDArray[Any]) -> mx.array:
-    is_bfloat16 = array.dtype == np.uint16
-    return mx.array(array).view(mx.bfloat16) if is_bfloat16 else mx.array(array)
-
-
 # -- 4 which folder --------------------------------------------------------------------
 
 
@@ -11264,25 +11206,26 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
     `identity` stands for all that makes KV of the same tokens another one, but tenants.
     """
     root = _find_root(config)
-    own_folder: _OwnFolder | None = None
+    lock_file: io.BufferedReader | None = None
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        limit_bytes = _find_disk_limit(config, root)
-        own_folder = _take_folder(root, identity, config)
-        folder = own_folder.path
+        limit_bytes = config.cache_disk_max_bytes or _default_limit(root)
+        lock_file = _take_folder(root, identity, port=config.mlx_port)
+        folder = Path(lock_file.name).parent
         other_bytes = _drop_other_folders(folder, limit_bytes // 2)
         # Other servers that run may have taken more than a half.
         max_bytes = max(limit_bytes - other_bytes, limit_bytes // 2)
         max_daily_bytes = config.cache_disk_max_bytes_per_day
         disk = DiskCache(
-            own_folder,
+            folder,
+            lock_file,
             max_bytes=max_bytes,
             max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
         )
     except OSError as fault:
-        if own_folder is not None:
-            own_folder.lock_file.close()
-        raise DiskError(fault.strerror or str(fault)) from fault
+        if lock_file is not None:
+            lock_file.close()
+        raise DiskError(_reason_of(fault)) from fault
     logger.info(
         "disk cache: %d files, %s of %s, in %s",
         disk.report()["files"],
@@ -11293,74 +11236,13 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
     return disk
 
 
-def _take_folder(root: Path, identity: str, config: Config) -> _OwnFolder:
-    """Have a folder of the model: the one that this port had last, or the first free.
-
-    why(L-209): servers of one model that run at the same time have a folder each, and
-    each finds its own after a restart. Raises DiskError, OSError.
-    """
-    folders = [root / identity]
-    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
-    own_folders = [f for f in folders if _find_last_port(f) == config.mlx_port]
-    for folder in dict.fromkeys([*own_folders, *folders]):
-        # The server that had this port before may still be writing its last files.
-        is_own = folder in own_folders
-        patience = _LOCK_SECONDS if is_own else 0.0
-        with suppress(BlockingIOError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            folder.chmod(0o700)
-            lock_file = _take_lock(folder, patience=patience)
-            if not is_own:
-                with suppress(OSError), _open_private(folder / "port") as file:
-                    file.write(str(config.mlx_port).encode())
-            return _OwnFolder(folder, lock_file)
-    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
-
-
-def _find_last_port(folder: Path) -> int:
-    """The port of the last server that had a folder; 0 if it is not known."""
-    with (
-        suppress(OSError, ValueError, DiskError),
-        _open_file(folder / "port") as file,
-    ):
-        return int(file.read(8))
-    return 0
-
-
-def report_unused(config: Config, fault: DiskError) -> DiskReport:
-    """What people are told of a folder that cannot be used."""
-    return {
-        "folder": str(_find_root(config)),
-        "files": 0,
-        "bytes": 0,
-        "max_bytes": 0,
-        "written_today_bytes": 0,
-        "max_bytes_per_day": 0,
-        "off": f"{fault}; what is there is not read or deleted either",
-    }
-
-
-def find_undeletable(config: Config, fault: DiskError) -> str:
-    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    try:
-        if not os.listdir(_find_root(config)):
-            return ""
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError:
-        pass  # nobody can look, so there may be files
-    return f"what earlier servers left cannot be deleted: {fault}"
-
-
-def _find_disk_limit(config: Config, root: Path) -> int:
-    """CACHE_DISK_MAX_BYTES or its default, for which files of the cache count as free.
+def _default_limit(root: Path) -> int:
+    """CACHE_DISK_MAX_BYTES by default: files of the cache count as free.
 
     Raises OSError.
     """
-    if config.cache_disk_max_bytes:
-        return config.cache_disk_max_bytes
     free_bytes = shutil.disk_usage(root).free + _file_bytes(root.rglob("*"))
-    return min(_DEFAULT_DISK_BYTES, free_bytes // _DISK_PART)
+    return min(_DEFAULT_DISK_BYTES, free_bytes // 10)
 
 
 def _file_bytes(paths: Iterable[Path]) -> int:
@@ -11372,6 +11254,61 @@ def _file_bytes(paths: Iterable[Path]) -> int:
             if stat.S_ISREG(status.st_mode):
                 n_bytes += status.st_size
     return n_bytes
+
+
+def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
+    """Lock a folder of the model: the one that this port had last, or the first free.
+
+    why(L-209): servers of one model that run at the same time have a folder each, and
+    each finds its own after a restart. Raises DiskError, OSError.
+    """
+    folders = [root / identity]
+    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
+    own_folders = [folder for folder in folders if _find_last_port(folder) == port]
+    for folder in dict.fromkeys([*own_folders, *folders]):
+        # The server that had this port before may still be writing its last files.
+        is_own = folder in own_folders
+        with suppress(BlockingIOError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+            lock_file = _take_lock(folder, patience=_LOCK_SECONDS if is_own else 0.0)
+            if not is_own:
+                with suppress(OSError):
+                    _write_private(folder / "port", str(port).encode())
+            return lock_file
+    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
+
+
+def _find_last_port(folder: Path) -> int:
+    """The port of the last server that had a folder; 0 if it is not known."""
+    with suppress(OSError, ValueError, DiskError):
+        return int(_read_file(folder / "port"))
+    return 0
+
+
+def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
+    """Have a folder for this server alone, until what is returned is closed.
+
+    Raises BlockingIOError: another one has it, after `patience` seconds; OSError.
+    """
+    path = folder / "lock"
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
+            path.unlink()
+    if not path.exists():
+        path.touch(mode=0o600)
+    deadline = time.monotonic() + patience
+    while True:
+        lock_file = path.open("rb")
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            lock_file.close()
+            if not isinstance(fault, BlockingIOError) or time.monotonic() >= deadline:
+                raise
+        else:
+            return lock_file
+        time.sleep(0.1)
 
 
 def _find_folders(root: Path) -> list[Path]:
@@ -11405,26 +11342,22 @@ def _delete_model_folder(folder: Path) -> str:
 
     Returns why some of it is still there; "" if it is gone, or a server uses it.
     """
-    faults: list[str] = []
-
-    def note(_function: object, _path: str, fault: BaseException) -> None:
-        faults.append(getattr(fault, "strerror", None) or str(fault))
-
+    faults: list[BaseException] = []
     try:
         with _take_lock(folder):
-            shutil.rmtree(folder, onexc=note)
+            shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
     except BlockingIOError:
         return ""
     except (OSError, DiskError) as fault:
-        note(None, "", fault)
-    return faults[0] if faults else ""
+        faults.append(fault)
+    return _reason_of(faults[0]) if faults else ""
 
 
 def delete_other_folders(config: Config) -> str:
     """Delete the folders of other models, but for those that a server uses.
 
-    Returns why some of it is still there; "" if all is gone. Nothing is deleted where
-    this server keeps nothing on the disk.
+    Returns why some of it is still there; "" if all is gone, or if this server keeps
+    nothing on the disk.
     """
     if not wants_disk_cache(config):
         return ""
@@ -11435,8 +11368,33 @@ def delete_other_folders(config: Config) -> str:
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
     except OSError as error:
-        fault = error.strerror or str(error)
+        fault = _reason_of(error)
     return fault
+
+
+def report_unused(config: Config, fault: DiskError) -> DiskReport:
+    """What people are told of a folder that cannot be used."""
+    return {
+        "folder": str(_find_root(config)),
+        "files": 0,
+        "bytes": 0,
+        "max_bytes": 0,
+        "written_today_bytes": 0,
+        "max_bytes_per_day": 0,
+        "off": f"{fault}; what is there is not read or deleted either",
+    }
+
+
+def find_undeletable(config: Config, fault: DiskError) -> str:
+    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
+    try:
+        if not os.listdir(_find_root(config)):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError:
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
 
 
 # -- 5 what the model thread does ------------------------------------------------------
@@ -11445,19 +11403,16 @@ def delete_other_folders(config: Config) -> str:
 class DiskTier:
     """Loads what only the disk has, and writes what only memory has.
 
-    Entries that rest are written, some arrays between two steps. Nothing is written of
-    one that runs. If a request continues the entry that is being written, the file is
-    abandoned: what is new is written when the entry rests again.
-
-    Where memory is short, what will be evicted next is written as soon as it rests
-    (L-163). An eviction itself waits for no file.
+    If a request continues an entry that is being written, no file comes of that: what is
+    new is written when it rests again. What will be evicted next is written as soon as
+    it rests (L-163). An eviction itself waits for no file.
 
     `saved_end` of an entry is set where it changes what is due:
 
-        EntryTree   it rests, or is the tail that was cut off    None: look it up
-        forget      files of a session are deleted               None
-        _find_saved an entry may be due, or is begun             what files have
-        _begin      given up: no room for its files              `end`: nothing is due
+        EntryTree    it rests, or is the tail that was cut off    None: look it up
+        forget       files of a session are deleted               None
+        _find_saved  an entry may be due, or is begun             what files have
+        _begin       given up: no room for its files              `end`: nothing is due
     """
 
     def __init__(self, disk: DiskCache, cache: PrefixCache, spec: KVSpec) -> None:
@@ -11466,36 +11421,34 @@ class DiskTier:
         self._spec = spec
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
-        self._max_tokens = max(MIN_SAVED_TOKENS, max_tokens)  # of a segment
+        self._max_tokens = max(MIN_FILE_TOKENS, max_tokens)  # of a segment
         # While the disk was slow: what is deleted once it is there.
         self._forgotten: list[tuple[str, str | None]] = []
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
 
-    def load(
-        self,
-        key: TokenKey,
-        match: PrefixMatch,
-        *,
-        owner: RequestOwner,
-    ) -> PrefixMatch:
-        """Load what the disk has of a prompt beyond `match` into an entry at rest.
+    # -- reading -----------------------------------------------------------------------
 
-        There must be memory for the whole prompt. Returns what is cached now: `match`
-        if the disk has hardly more.
+    def load(
+        self, key: TokenKey, match: PrefixMatch, *, owner: RequestOwner
+    ) -> PrefixMatch:
+        """Load what the disk has of a prompt beyond `match`; returns what is cached now.
+
+        There must be memory for the whole prompt.
         """
         found = self.find_more(key, match)
         loaded = self.files.read(found) if found else None
         if found is None or loaded is None:
             return match
+        span, states = loaded
         entry = CacheEntry(
             key,
             parent=match.kv_owner if found.start else None,
             start=found.start,
             end=found.depth,
-            span=loaded.span,
-            checkpoints=loaded.states,
+            span=span,
+            checkpoints=states,
             owner=owner,
             head_end=found.segments[-1].head_end,
         )
@@ -11507,7 +11460,7 @@ class DiskTier:
         # Of a prompt of 9,001 tokens, files have 8,900, and memory 300: [300, 8,900).
         # With state, and the last one in files at 8,000: [300, 8,000).
         n_known = len(key.tokens) - 1
-        if n_known - match.depth < MIN_LOADED_TOKENS:
+        if n_known - match.depth < MIN_FILE_TOKENS:
             return None  # memory has it: nothing is looked up
         found = self.files.find(key)
         depth = retreat_from_image(key.tokens, min(found.depth, n_known))
@@ -11520,10 +11473,12 @@ class DiskTier:
                 if position <= high
             ]
             found = found._replace(depth=max(positions, default=0))
-        if found.depth - match.depth < MIN_LOADED_TOKENS:
+        if found.depth - match.depth < MIN_FILE_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         return found._replace(start=match.cached_tokens) if is_branch else found
+
+    # -- writing -----------------------------------------------------------------------
 
     def save_some(
         self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
@@ -11544,8 +11499,10 @@ class DiskTier:
                 self.files.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
+            rest_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
             self._job = self._find_job(
-                is_busy=is_busy, running_bytes=running_bytes, is_closing=is_closing
+                rest_seconds=0.0 if is_closing else rest_seconds,
+                running_bytes=running_bytes,
             )
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
@@ -11568,28 +11525,28 @@ class DiskTier:
                 break
 
     def _find_job(
-        self, *, is_busy: bool, running_bytes: int, is_closing: bool
+        self, *, rest_seconds: float, running_bytes: int
     ) -> Generator[None] | None:
-        """Begin to write what is due: what memory loses next, or else the newest."""
+        """Begin to write what is due: what memory loses next, or else the newest.
+
+        Of the latter, what has rested for `rest_seconds`; 0.0: there is no later chance.
+        """
         self.files.collect()
         self.files.retry_deletions()
         for tenant, session in self._forgotten:
             self.files.remove_session(tenant, session)
         self._forgotten.clear()
-        if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
+        if not self.files.may_write(MIN_FILE_TOKENS * self._spec.token_bytes):
             return None
         # why(L-163): what runs takes the place of what rests, too.
         prompt_bytes = self._cache.max_bytes // SPILL_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
         resting = [entry for entry in self._cache.entries if not entry.is_running]
         resting.sort(key=lambda entry: entry.last_used, reverse=True)
-        min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
-        if is_closing:
-            min_seconds = 0.0
         candidates = [(entry, SPILL_SHARE, 0.0) for entry in endangered]
-        candidates += [(entry, SAVE_SHARE, min_seconds) for entry in resting]
-        for entry, share, seconds in candidates:
-            job = self._begin(entry) if self._is_due(entry, seconds) else None
+        candidates += [(entry, SAVE_SHARE, rest_seconds) for entry in resting]
+        for entry, share, min_seconds in candidates:
+            job = self._begin(entry) if self._is_due(entry, min_seconds) else None
             if job is not None:
                 self._share = share
                 return job
@@ -11600,43 +11557,39 @@ class DiskTier:
 
         `min_seconds`: of rest; 0.0 if it would be lost soon.
         """
-        if self._clock() - entry.last_used < min_seconds:
-            return False
-        if entry.end < MIN_LOADED_TOKENS:
+        is_fresh = self._clock() - entry.last_used < min_seconds
+        if is_fresh or entry.end < MIN_FILE_TOKENS:
             return False
         saved_end = entry.saved_end
         if saved_end is None:
             saved_end = self._find_saved(entry).depth
-        min_new = MIN_SAVED_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
+        min_new = MIN_FILE_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
         return entry.end - saved_end >= min_new
 
     def has_all(self, entry: CacheEntry) -> bool:
         """Whether files have an entry, but for less than is worth one."""
-        n_saved = self._look_up(entry).depth
+        n_saved = self._find_saved(entry).depth
         return n_saved > 0 and entry.end - n_saved < MIN_SEGMENT_TOKENS
 
     def _find_saved(self, entry: CacheEntry) -> DiskMatch:
         """What files have of an entry, which is noted."""
-        match = self._look_up(entry)
+        tokens = entry.key.tokens[: entry.end]
+        match = self.files.find(entry.key._replace(tokens=tokens))
         entry.saved_end = match.depth
         return match
-
-    def _look_up(self, entry: CacheEntry) -> DiskMatch:
-        """What files have of an entry."""
-        tokens = entry.key.tokens[: entry.end]
-        return self.files.find(entry.key._replace(tokens=tokens))
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first.
 
-        Returns None if nothing can be written of it: now, or, if it is given up, until
-        it has run again.
+        None if nothing can be written of it: now, or, if it is given up, until it has
+        run again.
         """
         match = self._find_saved(entry)
         if not entry.start and match.depth < MIN_PREFIX_TOKENS:
             # why(L-211): else its file would go with that of another conversation.
             match = DiskMatch((), 0)
-        if match.depth < entry.start:  # its parent is not written yet
+        start = match.depth
+        if start < entry.start:  # its parent is not written yet
             parent = entry.parent
             assert parent is not None
             if parent.is_running:
@@ -11645,38 +11598,29 @@ class DiskTier:
             if parent.saved_end == parent.end:  # given up, so this one is, too
                 entry.saved_end = entry.end
             return job
-        end = min(entry.end, match.depth + self._max_tokens)
-        if end <= match.depth:  # files that were written meanwhile have all of it
+        end = min(entry.end, start + self._max_tokens)
+        if end <= start:  # files that were written meanwhile have all of it
             return None
-        n_bytes = (end - match.depth) * self._spec.token_bytes
-        for position in _states_to_write(entry, match.depth, end):
-            n_bytes += entry.checkpoints[position].nbytes
+
+        states: dict[int, Any] = {}
+        arrays: dict[str, mx.array] = {}
+        for position in _choose_states(entry, start, end):
+            leaves = entry.checkpoints[position].leaves
+            states[position] = _state_to_json(leaves, f"state.{position}", arrays)
+        token_bytes = self._spec.token_bytes + entry.key.tokens.itemsize
+        n_bytes = (end - start) * token_bytes
+        n_bytes += sum(array.nbytes for array in arrays.values())
         path_bytes = sum(segment.nbytes for segment in match.segments)
         if path_bytes + n_bytes > self.files.room_bytes:
             # It would be deleted for room as soon as it is there, again and again.
             entry.saved_end = entry.end
             return None
-        return self._copy(entry, match, end) if self.files.may_write(n_bytes) else None
-
-    def _copy(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
-        """Copy the segment [match.depth, end), an array at a time, and have it written.
-
-        KV is read when it is copied: a request that writes into KV that is held copies
-        it first (L-03). States may be held: nobody writes into them.
-        """
-        start = match.depth
-        assert entry.start <= start < end <= entry.end
-        key, entry_end = entry.key, entry.end
-        own_part = slice(start - entry.start, end - entry.start)
-        state_arrays: dict[str, mx.array] = {}
-        states: dict[int, Any] = {}
-        for position in _states_to_write(entry, start, end):
-            leaves = entry.checkpoints[position].leaves
-            states[position] = _state_to_json(leaves, f"state.{position}", state_arrays)
-        root_name = name_segment(key, 0)
+        if not self.files.may_write(n_bytes):
+            return None
+        key = entry.key
         segment = Segment(
             name=name_segment(key, end),
-            parent=match.segments[-1].name if match.segments else root_name,
+            parent=match.segments[-1].name if match.segments else name_segment(key, 0),
             start=start,
             end=end,
             head_end=entry.head_end,
@@ -11684,6 +11628,19 @@ class DiskTier:
             session=entry.owner.session,
             states=states,
         )
+        return self._copy(entry, segment, arrays)
+
+    def _copy(
+        self, entry: CacheEntry, segment: Segment, state_arrays: dict[str, mx.array]
+    ) -> Generator[None]:
+        """Copy a segment of an entry, an array at a time, and have it written.
+
+        KV is read when it is copied: a request that writes into KV that is held copies
+        it first (L-03). States may be held: nobody writes into them.
+        """
+        start, end = segment.start, segment.end
+        assert entry.start <= start < end <= entry.end
+        key, entry_end = entry.key, entry.end
         kv_names = [f"kv.{number}" for number in range(len(entry.rested_span().arrays))]
         copies: dict[str, npt.NDArray[Any]] = {"tokens": key.tokens[start:end].copy()}
 
@@ -11695,13 +11652,14 @@ class DiskTier:
                 return
             array = state_arrays.get(name)
             if array is None:
-                array = entry.span.arrays[number][..., own_part, :]
+                kv = entry.span.arrays[number]
+                array = kv[..., start - entry.start : end - entry.start, :]
             copies[name] = _copy_array(array)
 
         self.files.write(segment, copies)
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
-        """Delete what is of a session, or of a tenant (None), or is on its way.
+        """Delete what is of a session, or of a tenant (None), also if it is on its way.
 
         Returns the number of files, and which are not gone, and why; "" if all are.
         """

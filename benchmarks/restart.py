@@ -147,9 +147,11 @@ def start(scratch: Path, n_files: int = 10_000) -> float:
             end=600,
         )
         module.write_segment(folder, segment, {"tokens": tokens})
-    own_folder = module._OwnFolder(folder, module._take_lock(folder))
+    lock_file = module._take_lock(folder)
     began = time.perf_counter()
-    disk = module.DiskCache(own_folder, max_bytes=1 << 40, max_bytes_per_day=1 << 40)
+    disk = module.DiskCache(
+        folder, lock_file, max_bytes=1 << 40, max_bytes_per_day=1 << 40
+    )
     seconds = time.perf_counter() - began
     assert disk.report()["files"] == n_files
     disk.close()

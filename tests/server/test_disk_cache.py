@@ -47,7 +47,9 @@ def save(bench):
 
 def segments(bench):
     """(start, end) of each file, by position."""
-    found = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    found = on_model_thread(
+        bench, lambda disk: [file.segment for file in disk.files._files.values()]
+    )
     return sorted((segment.start, segment.end) for segment in found)
 
 
@@ -433,7 +435,9 @@ def test_index_keeps_the_tokens_of_a_file_and_not_of_its_prompt(restart, tmp_pat
     bench.ask(prompt + ids + words(rng, 300), n=1)
     save(bench)
 
-    tokens = on_model_thread(bench, lambda disk: list(disk.files._tokens.values()))
+    tokens = on_model_thread(
+        bench, lambda disk: [file.tokens for file in disk.files._files.values()]
+    )
 
     assert len(tokens) == 2
     assert all(array.base is None for array in tokens)
@@ -623,7 +627,7 @@ def test_what_continues_another_one_is_deleted_for_room_before_it(restart, tmp_p
     assert segments(bench) == [(0, 701)]
 
 
-@pytest.mark.parametrize("n_room", [100, 300, 600, 900, 1300])
+@pytest.mark.parametrize("n_room", [100, 256, 300, 600, 900, 1300])
 def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
     n_room, restart, tmp_path
 ):
@@ -740,15 +744,17 @@ def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path
 
 def read_arrays(folder, key):
     """The bytes of all that is loaded for a prompt; None if nothing is."""
-    own_folder = s._OwnFolder(folder, s._take_lock(folder))
-    files = s.DiskCache(own_folder, max_bytes=1 << 30, max_bytes_per_day=1 << 30)
+    files = s.DiskCache(
+        folder, s._take_lock(folder), max_bytes=1 << 30, max_bytes_per_day=1 << 30
+    )
     match = files.find(key)
     loaded = files.read(match) if match.segments else None
     files.close()
     if loaded is None:
         return None
-    arrays = list(loaded.span.arrays)
-    for state in loaded.states.values():
+    span, states = loaded
+    arrays = list(span.arrays)
+    for state in states.values():
         arrays += s._arrays_in(state.leaves)
     return [np.array(array).tobytes() for array in arrays]
 
@@ -794,7 +800,9 @@ def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
         bench.ask(prompt, n=1)
         save(bench)
         prompt += words(rng, 300)
-    found = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    found = on_model_thread(
+        bench, lambda disk: [file.segment for file in disk.files._files.values()]
+    )
     found.sort(key=lambda segment: segment.start)
     segment = found[0 if lost == "first" else 1]
     bench.engine.stop()
@@ -923,8 +931,9 @@ def test_folder_that_another_server_keeps_is_waited_for_once(
 
 
 def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
-    own_folder = s._OwnFolder(tmp_path, s._take_lock(tmp_path))
-    files = s.DiskCache(own_folder, max_bytes=1 << 20, max_bytes_per_day=1 << 20)
+    files = s.DiskCache(
+        tmp_path, s._take_lock(tmp_path), max_bytes=1 << 20, max_bytes_per_day=1 << 20
+    )
     may_go_on = threading.Event()
     monkeypatch.setattr(s, "write_segment", lambda *_arguments: may_go_on.wait(60.0))
     files.write(None, {})
@@ -1083,7 +1092,9 @@ def test_others_that_continued_a_forgotten_session_are_written_again(restart, tm
     bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
     save(bench)
 
-    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    left = on_model_thread(
+        bench, lambda disk: [file.segment for file in disk.files._files.values()]
+    )
     assert [(one.start, one.end, one.session) for one in left] == [(0, 901, "b")]
 
 
@@ -1142,7 +1153,9 @@ def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path
     bench.engine.call(forget_in_the_middle)
     save(bench)
 
-    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    left = on_model_thread(
+        bench, lambda disk: [file.segment for file in disk.files._files.values()]
+    )
     assert [segment.session for segment in left] == ["c"]
     assert len(files_in(tmp_path / "kv")) == 1
     assert not list((tmp_path / "kv").rglob("*.new"))
@@ -1199,7 +1212,9 @@ def test_tenant_forgets_only_its_own(restart, tmp_path):
 
     bench.engine.call(lambda scheduler: scheduler.drop_kv("one", None))
 
-    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    left = on_model_thread(
+        bench, lambda disk: [file.segment for file in disk.files._files.values()]
+    )
     assert [segment.tenant for segment in left] == ["two"]
 
 

@@ -309,7 +309,7 @@ def test_what_litellm_translates_goes_to_the_server_of_its_conversation(farm, pa
 
 
 def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
-    # Each turn brings more than MIN_SAVED_TOKENS, so it is written whenever a file with
+    # Each turn brings more than MIN_FILE_TOKENS, so it is written whenever a file with
     # the turns before it was.
     talks = [
         Talk(farm, 300 + seed, session=f"killed{seed}", n_words=600, n_more=200)
