@@ -9682,24 +9682,23 @@ class CacheEntry:
             return own_checkpoints
         return self.parent.path_checkpoints(min(limit, self.start)) | own_checkpoints
 
-    def thin_checkpoints(self, *, min_left: int = 0, spared_position: int = 0) -> bool:
+    def thin_checkpoints(self, *, min_left: int = 0, spared_position: int = 0) -> int:
         """Drop the checkpoint whose neighbours are closest to each other.
 
         The first, the last two and those at `head_end` and `spared_position` stay:
-        there requests continue. Returns False if there is no other, or if fewer than
-        `min_left` would be left.
+        there requests continue. Returns its bytes: 0 if there is no other, or if fewer
+        than `min_left` would be left.
         """
         if len(self.checkpoints) <= min_left:
-            return False
+            return 0
         positions = sorted(self.checkpoints)
         gaps: dict[int, int] = {}  # by position: tokens between its neighbours
         for i in range(1, len(positions) - SPARED_CHECKPOINTS + 1):
             if positions[i] not in (self.head_end, spared_position):
                 gaps[positions[i]] = positions[i + 1] - positions[i - 1]
         if not gaps:
-            return False
-        del self.checkpoints[min(gaps, key=gaps.__getitem__)]
-        return True
+            return 0
+        return self.checkpoints.pop(min(gaps, key=gaps.__getitem__)).nbytes
 
     def owner_of(self, depth: int) -> CacheEntry | None:
         """The entry that owns the last token of [0, depth): this one or a parent."""
@@ -10298,9 +10297,12 @@ class PrefixCache:
         What a branch needs is the branch's from now on. Returns how many entries were
         evicted or shortened.
         """
-        entries = [e for e in self._tree.resting if is_seen_by(tenant, e.owner.tenant)]
-        if session is not None:
-            entries = [entry for entry in entries if entry.owner.session == session]
+        entries = [
+            entry
+            for entry in self._tree.resting
+            if is_seen_by(tenant, entry.owner.tenant)
+            and session in (None, entry.owner.session)
+        ]
         entries.sort(key=lambda entry: entry.start, reverse=True)  # branches come first
         n_evicted = 0
         for entry in entries:
@@ -10374,12 +10376,12 @@ class PrefixCache:
         freed_bytes = 0
         for entry in sorted(self.entries, key=lambda e: e.state_bytes, reverse=True):
             while freed_bytes < lacking_bytes:
-                bytes_before = entry.state_bytes
-                if not entry.thin_checkpoints(
+                n_bytes = entry.thin_checkpoints(
                     min_left=min_left, spared_position=keep.cached_tokens
-                ):
+                )
+                if not n_bytes:
                     break
-                freed_bytes += bytes_before - entry.state_bytes
+                freed_bytes += n_bytes
         return freed_bytes > 0
 
     def _evict_kv(

@@ -883,7 +883,7 @@ STEPS = {
         *("find", "start", "evict_to_fit"),
         *("put_back", "add_checkpoint", "advance"),
     ),
-    s.EntryTree: ("take_kv", "_split", "_shorten", "insert", "_join_to_parent"),
+    s.EntryTree: ("start", "take_kv", "_split", "insert", "_join_to_parent"),
     s.CacheEntry: ("copy_kv", "path_checkpoints"),
     s.Scheduler: (
         "_admit",
