@@ -15458,8 +15458,11 @@ class Guesser:
         self._tenant = ""  # whose conversation it is
         logger.info("drafts: %s, with its KV: %s", self._path, in_bytes(self.nbytes))
 
-    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:
-        """Whether it can read a past, all of which `generator` was fed."""
+    def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
+        """With how many tokens of the end of a past it may begin; 0: it cannot guess.
+
+        `generator` was fed all of the past, but perhaps the last.
+        """
         raise NotImplementedError
 
     def guess(
@@ -15467,14 +15470,16 @@ class Guesser:
     ) -> list[int]:
         """The most probable tokens after a past, the last token of which is y.
 
-        [] if it still has to read. `generator` was fed all of the past but y.
+        [] if it still has to read, or does not know y.
         """
+        n_readable = self.count_readable(past, generator)
+        if not n_readable:
+            return []
         if tenant != self._tenant:  # what another one has sent makes nothing faster
             self.forget()
             self._tenant = tenant
         n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
         n_now = len(past) - self._start
-        n_readable = self._count_readable(generator)
         if not n_kept or n_now - n_kept > n_readable or n_now > self._max_kv_tokens:
             self.forget()
             self._start = max(0, len(past) - n_readable)
@@ -15523,10 +15528,6 @@ class Guesser:
         for leaf in cache_leaves(self._layer_caches):
             leaf.trim(n_tokens)
 
-    def _count_readable(self, generator: TokenGenerator) -> int:
-        """How many tokens it can read at most, the last of which is y."""
-        raise NotImplementedError
-
     def _propose(
         self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
     ) -> mx.array:
@@ -15551,17 +15552,14 @@ class DraftModel(Guesser):
             lengths=_MODEL_LENGTHS,
         )
 
-    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:
-        """Whether the tail has tokens of its vocabulary only: no images.
+    def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
+        """Half its bound, if the tail has tokens of its vocabulary only: no images.
 
         What is pending is fed first: a draft would add to it at each step.
         """
         tail = past[-_MAX_TAIL_TOKENS:]
         is_known = tail.min() >= 0 and tail.max() < self._loaded.vocab_size
-        return bool(is_known) and not generator.pending_ids
-
-    def _count_readable(self, generator: TokenGenerator) -> int:  # noqa: ARG002 - it reads tokens alone
-        return _MAX_TAIL_TOKENS // 2
+        return _MAX_TAIL_TOKENS // 2 if is_known and not generator.pending_ids else 0
 
     def _propose(
         self,
@@ -15599,15 +15597,14 @@ class DraftHead(Guesser):
             lengths=_HEAD_LENGTHS,
         )
 
-    def can_guess(self, past: TokenIds, generator: TokenGenerator) -> bool:  # noqa: ARG002 - of any past
-        """Whether the state is known that y was sampled from.
+    def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:  # noqa: ARG002 - any
+        """As many as there are states, if little is pending.
 
         What is pending is missing in the model's KV.
         """
         max_pending = 0 if self.head.reads_model_kv else _MAX_PENDING_TOKENS
-        return bool(generator.states) and len(generator.pending_ids) <= max_pending
-
-    def _count_readable(self, generator: TokenGenerator) -> int:
+        if len(generator.pending_ids) > max_pending:
+            return 0
         n_states = sum(states.shape[1] for states in generator.states)
         return min(n_states, _FEW_TOKENS)
 
@@ -15656,7 +15653,7 @@ class GuessDrafter(Drafter):
             n_draft <= 0
             or guesser.has_failed
             or self._read_cost >= _MAX_READ_COST
-            or not guesser.can_guess(self._history, generator)
+            or not guesser.count_readable(self._history, generator)
         ):
             return []
 

@@ -309,12 +309,15 @@ def test_a_token_is_read_once_and_only_by_its_own_tenant(counting):
 
 
 def test_what_it_cannot_read_has_no_draft(counting):
-    can_guess = counting.draft_model.can_guess
+    count_readable = counting.draft_model.count_readable
 
-    assert not can_guess(tokens(1, -5, 2), NOTHING_PENDS)
-    assert not can_guess(tokens(1, 8, 2), NOTHING_PENDS)
-    assert can_guess(tokens(1, 7, 2), NOTHING_PENDS)
-    assert not can_guess(tokens(1, 7, 2), SimpleNamespace(pending_ids=[5]))
+    assert count_readable(tokens(1, -5, 2), NOTHING_PENDS) == 0
+    assert count_readable(tokens(1, 8, 2), NOTHING_PENDS) == 0
+    assert count_readable(tokens(1, 7, 2), NOTHING_PENDS) == 4096
+    assert count_readable(tokens(1, 7, 2), SimpleNamespace(pending_ids=[5])) == 0
+    guess = counting.draft_model.guess
+    assert guess(tokens(1, 2, 8), 3, NOTHING_PENDS, tenant="") == []  # y alone
+    assert counting.model.n_fed == 0
 
 
 def test_it_reads_a_part_in_each_step(counting):
