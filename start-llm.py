@@ -10833,7 +10833,10 @@ class DiskCache:
         return not self.is_writing
 
     def collect(self) -> None:
-        """Take over the file that was written since the last call, and make room."""
+        """Take over the file that was written since the last call, and make room.
+
+        What could not be deleted before is tried again.
+        """
         new_file = self._new_file
         if new_file is not None and new_file.done():
             self._new_file = None
@@ -10849,6 +10852,8 @@ class DiskCache:
                 self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
                 self._note_use(segment)
         self._make_room()
+        for path in list(self._undeleted):
+            self._unlink(path)
 
     def note_failure(self, error: Exception) -> None:
         """Write nothing for a while: a disk that is full now has room later (L-194)."""
@@ -10892,11 +10897,6 @@ class DiskCache:
             return ""
         reason = next(iter(self._undeleted.values()))
         return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-
-    def retry_deletions(self) -> None:
-        """Delete what could not be deleted before."""
-        for path in list(self._undeleted):
-            self._unlink(path)
 
     def _add(self, file: _DiskFile) -> None:
         """Add a file that is there; without its parent, it is deleted."""
@@ -11211,7 +11211,10 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
     lock_file: io.BufferedReader | None = None
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        limit_bytes = config.cache_disk_max_bytes or _default_limit(root)
+        limit_bytes = config.cache_disk_max_bytes
+        if not limit_bytes:  # files of the cache count as free
+            free_bytes = shutil.disk_usage(root).free + _file_bytes(root.rglob("*"))
+            limit_bytes = min(_DEFAULT_DISK_BYTES, free_bytes // 10)
         lock_file = _take_folder(root, identity, port=config.mlx_port)
         folder = Path(lock_file.name).parent
         other_bytes = _drop_other_folders(folder, limit_bytes // 2)
@@ -11236,15 +11239,6 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         folder,
     )
     return disk
-
-
-def _default_limit(root: Path) -> int:
-    """CACHE_DISK_MAX_BYTES by default: files of the cache count as free.
-
-    Raises OSError.
-    """
-    free_bytes = shutil.disk_usage(root).free + _file_bytes(root.rglob("*"))
-    return min(_DEFAULT_DISK_BYTES, free_bytes // 10)
 
 
 def _file_bytes(paths: Iterable[Path]) -> int:
@@ -11534,7 +11528,6 @@ class DiskTier:
         Of the latter, what has rested for `rest_seconds`; 0.0: there is no later chance.
         """
         self.files.collect()
-        self.files.retry_deletions()
         for tenant, session in self._forgotten:
             self.files.remove_session(tenant, session)
         self._forgotten.clear()

@@ -1412,7 +1412,7 @@ def test_file_that_cannot_be_looked_at_now_is_kept(
         assert on_model_thread(bench, lambda disk: disk.files.read(match)) is None
     if fault == "the disk is gone":
         (tmp_path / "gone").rename(file.parent)
-    on_model_thread(bench, lambda disk: disk.files.retry_deletions())
+    on_model_thread(bench, lambda disk: disk.files.collect())
 
     assert file.exists()
     assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601
