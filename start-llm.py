@@ -16082,6 +16082,7 @@ SLICE_SECONDS: Final = 0.2  # if others wait or run
 LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
+MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
 SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
 MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 
@@ -16180,11 +16181,17 @@ class SchedulingPolicy:
             return True
         return candidate.seconds_left < SOON_SECONDS
 
-    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
+    def may_prefill(
+        self,
+        candidate: RunningRequest,
+        *,
+        is_decoding: bool,
+        is_background: bool = False,
+    ) -> bool:
         """Whether this one may prefill now. `is_decoding`: others decode."""
         if not is_decoding:
             return True
-        if self.is_short(candidate):
+        if self.is_short(candidate) and not is_background:
             return self.burst_seconds < BURST_SECONDS
         return self.decode_debt <= 0
 
@@ -16457,11 +16464,8 @@ class RunningRequest:
 
         An image has rows and columns of positions, and so fewer than it has tokens.
         """
-        shift = 0
-        for start, image_shift in self.image_shifts.items():
-            if start < self.num_computed_tokens:
-                shift += image_shift
-        return shift
+        n_computed = self.num_computed_tokens
+        return sum(n for start, n in self.image_shifts.items() if start < n_computed)
 
     def computed_key(self, block_size: int) -> TokenKey:
         """The key of all tokens whose KV the request has."""
@@ -16516,13 +16520,6 @@ def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
     return values[0], tuple(zip(top_ids, values[1:], strict=True))
 
 
-def _find_tap(loaded: LoadedModel) -> StateTap | None:
-    """Where the states of the model can be read, if a head wants them."""
-    if isinstance(loaded.draft_model, LoadedDraftHead):
-        return loaded.draft_model.head.tap
-    return None
-
-
 def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> ModelCall:
     """The model as a function of text tokens `(rows, n)` and of these requests' KV.
 
@@ -16562,7 +16559,6 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
 
-MIN_LONE_CALL_TOKENS: Final = 16  # a shorter rest is fed together with the last token
 HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
 
 
@@ -16609,19 +16605,18 @@ class DecodeBatch:
         self._wrong_drafter: Drafter | None = None
         self._last_drafter: Drafter | None = None
 
-        model = _model_call(loaded, self.requests)
+        rows = [running.request.key.tokens[-1:] for running in requests]
         if joint_caches is None:
-            tokens = self._prefill_rest(model, requests[0])
-        else:
-            last_ids = [running.request.key.tokens[-1:] for running in requests]
-            tokens = mx.array(np.stack(last_ids))
+            rows = [np.append(requests[0].remaining_prefill(), rows[0])]
+        head = loaded.draft_model
+        tap = head.head.tap if isinstance(head, LoadedDraftHead) else None
         self._generator = TokenGenerator(
-            model,
-            tokens,
+            _model_call(loaded, self.requests),
+            mx.array(np.stack(rows)),
             joint_caches or requests[0].layer_caches,
             [_token_choice(running.request) for running in requests],
             agree=lockstep.agree if lockstep.n_ranks > 1 else None,
-            tap=_find_tap(loaded),
+            tap=tap,
         )
         for running in requests:
             running.num_computed_tokens = running.n_prompt
@@ -16633,23 +16628,6 @@ class DecodeBatch:
             running.add_token(token.token_id, logprobs=token.logprobs)
         # why(L-46): else the token is sent only when the next step has been launched.
         time.sleep(HANDOVER_SECONDS)
-
-    def _prefill_rest(self, model: ModelCall, running: RunningRequest) -> mx.array:
-        """Read the rest of a prompt, where that pays; returns what is left, `(1, n)`.
-
-        why(L-47): in a call of its own, the last layer skips tokens whose logits nobody
-        reads. On a GPU that does not pay: each call reads all weights.
-        """
-        rest = running.remaining_prefill()
-        last_id = running.request.key.tokens[-1:]
-        tokens = mx.array(np.append(rest, last_id))[None]
-        if mx.default_device() != mx.cpu or len(rest) < MIN_LONE_CALL_TOKENS:
-            return tokens
-
-        model(tokens[:, :-1], cache=running.layer_caches)
-        # Else the next call copies the buffers, which this one still reads.
-        evaluate_caches(running.layer_caches)
-        return tokens[:, -1:]
 
     @property
     def layer_caches(self) -> LayerCaches:
@@ -16809,11 +16787,7 @@ def _token_choice(request: EngineRequest) -> TokenChoice:
 
 def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
     """The batches in which requests decode, each once."""
-    batches: list[DecodeBatch] = []
-    for running in requests:
-        if running.batch is not None and running.batch not in batches:
-            batches.append(running.batch)
-    return batches
+    return list(dict.fromkeys(r.batch for r in requests if r.batch is not None))
 
 
 # -- 5 memory --------------------------------------------------------------------------
@@ -17049,36 +17023,25 @@ class TimedSlice(NamedTuple):
     seconds: float
 
 
-class PrefillCurve(NamedTuple):
-    """What reading a prompt costs; attention costs more with each token's depth."""
-
-    slice_seconds: float  # each slice costs, however short
-    token_seconds: float
-    depth_seconds: float  # each token costs, times its depth
-
-    def seconds(self, start: int, end: int, *, slice_tokens: int) -> float:
-        """What the tokens from `start` to `end` cost, in slices of so many."""
-        n_slices = math.ceil((end - start) / slice_tokens)
-        depths = (end**2 - start**2) / 2  # the sum of all
-        seconds = n_slices * self.slice_seconds + (end - start) * self.token_seconds
-        return seconds + depths * self.depth_seconds
+# Seconds that each slice costs, each token, and each token times its depth. A tuple,
+# since other threads read it.
+type PrefillCosts = tuple[float, ...]
 
 
 class PrefillTimes:
     """How long prompts take to read, by the slices that were timed.
 
     In a warm session slices are short and deep, and a token of them costs up to ten
-    times what it costs in a cold prompt. So three costs are told apart: of a slice, of
-    a token, and of its depth. Kept is the fastest slice of each size and depth, in
-    powers of two: a slow one waited for something else.
+    times what it costs in a cold prompt: so three costs are told apart. Kept is the
+    fastest slice of each size and depth, in powers of two: a slow one waited for
+    something else.
     """
 
     def __init__(self, slice_tokens: int) -> None:
         self._slice_tokens = slice_tokens
         self._fastest: dict[tuple[int, int], TimedSlice] = {}
-        # The curves that explain all slices, the best one first; immutable, since other
-        # threads read it.
-        self._curves: tuple[PrefillCurve, ...] = ()
+        # What explains all slices about equally well, the best first.
+        self._fits: tuple[PrefillCosts, ...] = ()
 
     def add(self, timed: TimedSlice) -> None:
         """Learn from a slice."""
@@ -17086,51 +17049,45 @@ class PrefillTimes:
         fastest = self._fastest.get(kind, timed)
         if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
             self._fastest[kind] = timed
-            self._curves = fit_prefill_curves([*self._fastest.values()])
+            self._fits = _fit_costs([*self._fastest.values()])
 
     def expected_seconds(self, start: int, end: int) -> float | None:
         """What reading from `start` to `end` takes; None: no slice was timed."""
-        if not self._curves:
-            return None
-        return self._curves[0].seconds(start, end, slice_tokens=self._slice_tokens)
+        return next(iter(self._expect(start, end)), None)
 
     def cold_seconds(self, n_tokens: int) -> float | None:
         """What reading a prompt takes of which nothing is cached, at the least.
 
-        Where few slices were timed, several curves explain them: the lowest counts.
+        Where few slices were timed, several costs explain them: the lowest counts.
         """
-        return min(
-            (
-                curve.seconds(0, n_tokens, slice_tokens=self._slice_tokens)
-                for curve in self._curves
-            ),
-            default=None,
-        )
+        return min(self._expect(0, n_tokens), default=None)
+
+    def _expect(self, start: int, end: int) -> list[float]:
+        n_slices = math.ceil((end - start) / self._slice_tokens)
+        amounts = (n_slices, end - start, (end**2 - start**2) / 2)  # the sum of depths
+        return [math.sumprod(amounts, costs) for costs in self._fits]
 
 
-def fit_prefill_curves(slices: Sequence[TimedSlice]) -> tuple[PrefillCurve, ...]:
-    """The curves that explain these slices about equally well, the best one first.
+def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
+    """What explains these slices: by least squares of the relative errors.
 
-    No cost is negative: so each choice of costs that are zero is tried (least squares
-    of the relative errors).
+    No cost is negative: so each choice of costs that are zero is tried.
     """
     table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
     table /= np.array([[s.seconds] for s in slices])
-    curves: list[tuple[float, PrefillCurve]] = []
+    fits: list[tuple[float, PrefillCosts]] = []
     for n_costs in range(1, min(len(slices), 3) + 1):
         for used in combinations(range(3), n_costs):
             scale = table[:, used].max(axis=0)
             ones = np.ones(len(slices))
-            solution = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
-            if solution.min() < 0:
-                continue
             costs = np.zeros(3)
-            costs[list(used)] = solution
-            error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
-            curves.append((error, PrefillCurve(*costs.tolist())))
-    curves.sort(key=lambda pair: pair[0])
-    best_error = curves[0][0]
-    return tuple(c for error, c in curves if error <= best_error + SAME_FIT_ERROR)
+            costs[[*used]] = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if costs.min() >= 0:
+                error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+                fits.append((error, tuple(costs.tolist())))
+    fits.sort(key=lambda fit: fit[0])
+    best_error, _ = fits[0]
+    return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
 
 
 class PromptReader:
@@ -17239,16 +17196,20 @@ class PromptReader:
     ) -> None:
         """Let requests decode in a batch of their own, which reads their rests.
 
-        `joint_caches`: see DecodeBatch.
+        `joint_caches`: see DecodeBatch. With them the layers keep no states.
         """
+        first = requests[0]
+        # why(L-47): on the CPU a call without the last token pays, since it skips the
+        # last layer; on a GPU it does not: each call reads all weights.
+        on_cpu = mx.default_device() == mx.cpu
+        if on_cpu and first.n_to_prefill > MAX_REST_TOKENS_ON_CPU:
+            self.read_slice(first, seconds=0.0)
         now = self._loaded.lockstep.now()
-        with ExitStack() as taking:
-            for running in requests:
-                running.handle.begin("decode", now)
-                end = running.n_prompt
-                taking.enter_context(_taking_checkpoints(running, end))
-            batch = DecodeBatch(self._loaded, requests, joint_caches)
-        for running in batch.requests:
+        for running in requests:
+            running.handle.begin("decode", now)
+        with _taking_checkpoints(first, first.n_prompt):
+            DecodeBatch(self._loaded, requests, joint_caches)
+        for running in requests:
             running.cache.advance(running.entry, running.num_computed_tokens)
 
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
@@ -17432,74 +17393,63 @@ class Scheduler:
         """End what is over, admit what fits, decode a step, then prefill."""
         self.exact_checks.pause()  # whoever is here is served first
         now = self._now()
-        # why(L-207): one message to other ranks, however many requests there are.
-        handles = [*self.waiting, *(running.handle for running in self.running)]
-        reasons = self._lockstep.from_rank_0(
-            "stop", lambda: [handle.stop_reason for handle in handles]
-        )
-        stop_reasons = dict(zip(handles, reasons, strict=True))
-        self._end_some(now, stop_reasons)
+        self._end_some(now)
         self._admit_waiting(now)
 
         began = self._now()
-        for batch in self.batches:
-            if not self._is_held(batch, now):
-                self._decode(batch)
+        for batch in self._decoding_batches(now):
+            self._decode(batch)
         self.policy.charge_decode(self._now() - began)
         self._prefill_next(now)
 
-    def _is_held(self, batch: DecodeBatch, now: float) -> bool:
-        """Whether a batch waits: in the background, while another prompt is read."""
-        if without_background(batch.requests, now):
-            return False
-        return bool(without_background(self.prefilling, now))
-
-    def _is_decoding(self, now: float) -> bool:
-        """Whether a batch decodes that does not wait for others."""
-        return not all(self._is_held(batch, now) for batch in self.batches)
+    def _decoding_batches(self, now: float) -> list[DecodeBatch]:
+        """The batches that go on: background ones wait while other prompts are read."""
+        if not without_background(self.prefilling, now):
+            return self.batches
+        return [b for b in self.batches if without_background(b.requests, now)]
 
     # -- end ---------------------------------------------------------------------------
 
-    def _end_some(
-        self, now: float, stop_reasons: Mapping[RequestHandle, EndReason | None]
-    ) -> None:
-        """End requests that are cancelled, overdue or not read any more."""
-        for handle in list(self.waiting):
-            end: EndReason | ServerError | None = self._find_timeout(handle, now)
-            if stop_reasons[handle] is not None:
-                end = "cancelled"
-            if end is not None:
+    def _end_some(self, now: float) -> None:
+        """End requests that are over for their clients, or overdue."""
+        running_by_handle = {running.handle: running for running in self.running}
+        handles = [*self.waiting, *running_by_handle]
+        # why(L-207): one message to other ranks, however many requests there are.
+        reasons = self._lockstep.from_rank_0(
+            "stop", lambda: [handle.stop_reason for handle in handles]
+        )
+        for handle, reason in zip(handles, reasons, strict=True):
+            running = running_by_handle.get(handle)
+            end = reason or self._find_overdue(handle, running, now)
+            if end is None:
+                continue
+            if running is not None:
+                self._finish(running, end)
+            else:
                 self.waiting.remove(handle)
                 handle.end(end)
 
-        max_seconds = self.config.generation_watchdog_seconds or math.inf
-        for running in list(self.running):
-            end = stop_reasons[running.handle]
-            if end is None and not running.has_begun:
-                end = self._find_timeout(running.handle, now)
-            # why(L-87): the deadline does not count the wait for the first slice.
-            elif end is None and now - running.started_at > max_seconds:
+    def _find_overdue(
+        self, handle: RequestHandle, running: RunningRequest | None, now: float
+    ) -> EndReason | ServerError | None:
+        """How a request ends that has taken too long; None: it goes on."""
+        # why(L-87): the deadline does not count the wait for the first slice.
+        if running is not None and running.has_begun:
+            max_seconds = self.config.generation_watchdog_seconds or math.inf
+            if now - running.started_at > max_seconds:
                 logger.warning(
                     "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
                 )
-                end = "deadline"
-            if end is not None:
-                self._finish(running, end)
-
-    def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
-        """The error for a request that the model has not begun; None: it may wait."""
-        max_seconds = self.config.queue_timeout_seconds or math.inf
-        is_late = now - handle.submitted_at > max_seconds
-        if not is_late or handle.is_second_try:  # the model had time for it before
-            return None
-        setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
-        return Overloaded(f"it waited for the model longer than {setting}")
+                return "deadline"
+        elif not handle.is_second_try:  # for which the model had time before
+            max_seconds = self.config.queue_timeout_seconds or math.inf
+            if now - handle.submitted_at > max_seconds:
+                setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
+                return Overloaded(f"it waited for the model longer than {setting}")
+        return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
-        """End a request, report it, and let the cache have its KV.
-
-        Does nothing if a failure of its batch has ended it already.
-        """
+        """End a request, unless a failure has; the cache has its KV before it is told."""
         if running not in self.running:
             return
         if end != "cancelled":
@@ -17510,10 +17460,9 @@ class Scheduler:
             running.handle.end(end)
 
     def _take_out(self, running: RunningRequest) -> bool:
-        """Take a request out of its batch, if any.
+        """Take a request out of its batch, if any; the state before its last step stays.
 
-        The state before its last step is kept. Returns False after a failure: all of
-        the batch have ended then.
+        Returns False after a failure, which has ended all of the batch.
         """
         if running.batch is not None:
             with self.guard(*running.batch.requests):
@@ -17526,8 +17475,8 @@ class Scheduler:
     def _leave(self, running: RunningRequest) -> None:
         """Let a request run no more; the cache has its KV and state then.
 
-        This comes before the end is reported: the client's next request must find it.
-        If the KV cannot be kept, that is all that is lost.
+        The end is reported after this, so that the client's next request finds them. If
+        they cannot be kept, that is all that is lost.
         """
         entry = running.entry
         n_tokens = running.num_computed_tokens
@@ -17557,14 +17506,12 @@ class Scheduler:
         """Keep running requests within memory: they grow while they decode (L-79).
 
         As long as they alone have too much, the newest ends; or it waits again, if the
-        model has not begun with it. Its KV is kept. ENGINE calls this before it looks
-        at the cache and reports, and logs what it raises.
+        model has not begun with it. Its KV is kept. ENGINE logs what this raises.
         """
         while running := self.budget.find_excess(self.running):
             if running.has_begun:
                 n_tokens = running.num_computed_tokens
-                error = self.budget.shortage(n_tokens, self.running)
-                self._finish(running, error)
+                self._finish(running, self.budget.shortage(n_tokens, self.running))
             else:
                 self._leave(running)
                 self.waiting.insert(0, running.handle)
@@ -17578,7 +17525,7 @@ class Scheduler:
         What each of the others waits for is noted in its handle.
         """
         can_go_on = True
-        ordered = sorted(self.waiting, key=lambda one: is_in_background(one, now))
+        ordered = sorted(self.waiting, key=lambda h: is_in_background(h, now))
         for index, handle in enumerate(ordered):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
@@ -17591,24 +17538,19 @@ class Scheduler:
                 logger.exception("a request could not be started")
                 self.waiting.remove(handle)
                 self._free_memory(error)
-                explanation = _explain_failure(error)
-                if self._may_try_again(handle, explanation):
-                    self._try_again(handle)
-                else:
-                    handle.end(explanation)
+                self._end_or_try_again(handle, _explain_failure(error))
 
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
         is_background = is_in_background(handle, now)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
-            reader = self._find_reader(match)
+            (reader,) = [r for r in self.running if r.entry is match.entry]
             # One in the background may take long: nobody else waits for it.
             if is_background or not is_in_background(reader, now):
-                last_position = reader.n_prompt - 1
-                reader.add_slice_ends([min(match.pending_tokens, last_position)])
-                cause = WaitCause("prefix", reader.request.request_id)
-                handle.begin(cause, now)
+                end = min(match.pending_tokens, reader.n_prompt - 1)
+                reader.add_slice_ends([end])
+                handle.begin(WaitCause("prefix", reader.request.request_id), now)
                 return True
 
         n_prompt = handle.request.n_prompt
@@ -17625,8 +17567,7 @@ class Scheduler:
             return True
         if not is_alone:
             handle.begin(_MEMORY, now)
-            passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
-            return passed_seconds < MAX_PASSED_SECONDS
+            return handle.times.seconds(now)[_MEMORY] < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
         handle.end(self.budget.shortage(n_prompt, self.running))
         return True
@@ -17636,10 +17577,6 @@ class Scheduler:
         if handle.is_second_try:
             return NO_MATCH
         return self.cache.find(handle.request.key)
-
-    def _find_reader(self, match: PrefixMatch) -> RunningRequest:
-        """The request that reads what is pending."""
-        return next(r for r in self.running if r.entry is match.entry)
 
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
@@ -17754,42 +17691,39 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------
 
     def _prefill_next(self, now: float) -> None:
-        """Prefill what is next, for a slice or more."""
-        if without_background(self.prefilling, now):
-            self._prefill_others(now)
-        elif self.prefilling and (not self.batches or self.policy.decode_debt <= 0):
-            self.reader.estimate_speeds(self.prefilling)
-            is_decoding = bool(self.batches)
-            running = self.policy.next_prefill(self.prefilling, is_decoding=is_decoding)
-            self._prefill(
-                [running], seconds=BACKGROUND_SLICE_SECONDS, is_decoding=is_decoding
-            )
-
-    def _prefill_others(self, now: float) -> None:
         """Prefill one slice, or short prompts as long as others may pause (L-220).
 
-        Not those in the background. For example A decodes, and may pause for 0.8 s. B
-        and C take 0.3 s each: both are read now, in one call if that can be, and decode
-        from the next step on. D, which takes 0.4 s, is read after that step. E is long:
-        its next slice is read when decoding has had the 2 s that it is owed for them.
+        For example A decodes, and may pause for 0.8 s. B and C take 0.3 s each: both
+        are read now, in one call if that can be, and decode from the next step on. D,
+        which takes 0.4 s, is read after that step. E is long: its next slice is read
+        when decoding has had the 2 s that it is owed for them. In the background one
+        slice is read, if decoding is owed nothing and no other prompt is there.
         """
         pause_ends = self._now() + self.policy.pause_seconds
+        has_company = len(self.running) + len(self.waiting) > 1
+        slice_seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
         has_read = False
-        while readers := without_background(self.prefilling, now):
+        while self.prefilling:
+            readers = without_background(self.prefilling, now)
+            is_background = not readers
+            readers = readers or self.prefilling
             self.reader.estimate_speeds(readers)
-            is_decoding = self._is_decoding(now)
+            is_decoding = bool(self._decoding_batches(now))
             running = self.policy.next_prefill(readers, is_decoding=is_decoding)
-            if not self.policy.may_prefill(running, is_decoding=is_decoding):
-                return
+            may_read = self.policy.may_prefill(
+                running, is_decoding=is_decoding, is_background=is_background
+            )
+            is_short = not is_background and self.policy.is_short(running)
             pause_left = pause_ends - self._now()
-            is_short = self.policy.is_short(running)
-            if has_read and not (is_short and running.seconds_left <= pause_left):
+            fits_in_pause = is_short and running.seconds_left <= pause_left
+            if not may_read or (has_read and not fits_in_pause):
                 return
 
-            has_company = len(self.running) + len(self.waiting) > 1
-            seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+            seconds = slice_seconds
             joint_seconds = MAX_JOINT_SECONDS
-            if is_short and is_decoding:
+            if is_background:
+                seconds = BACKGROUND_SLICE_SECONDS
+            elif is_short and is_decoding:
                 seconds = joint_seconds = pause_left
             companions: list[RunningRequest] = []
             with self.guard():  # it changes no KV: if it fails, this one reads alone
@@ -17836,8 +17770,15 @@ class Scheduler:
             self.policy.charge_prefill(
                 chosen, seconds_taken, is_only_reader=is_only_reader
             )
-        if chosen.batch is not None:
-            self._join_best_batch(chosen.batch)
+        batch = chosen.batch
+        if batch is None:
+            return
+        host = None
+        with self.guard():  # it changes no KV: if it fails, the batch decodes alone
+            host = self._find_host(batch)
+        if host is not None:
+            with self.guard(*batch.requests, *host.requests):
+                host.merge(batch)
 
     def _find_companions(
         self, running: RunningRequest, now: float, *, max_seconds: float
@@ -17869,21 +17810,11 @@ class Scheduler:
             # Who is read alone has a batch of its own, whose first step is a call.
             free_padding=self.policy.step_seconds * running.prefill_speed,
         )
-        if not companions:
-            return []
         group = [running, *companions]
         n_bytes = sum(self.budget.prompt_bytes(member.n_prompt) for member in group)
-        has_room = self.budget.make_room_to_merge(n_bytes, self.running)
-        return companions if has_room else []
-
-    def _join_best_batch(self, batch: DecodeBatch) -> None:
-        """Merge a new batch into the one that suits it best, if there is any."""
-        host = None
-        with self.guard():  # it changes no KV: if it fails, the batch decodes alone
-            host = self._find_host(batch)
-        if host is not None:
-            with self.guard(*batch.requests, *host.requests):
-                host.merge(batch)
+        if companions and self.budget.make_room_to_merge(n_bytes, self.running):
+            return companions
+        return []
 
     def _find_host(self, batch: DecodeBatch) -> DecodeBatch | None:
         """The batch whose requests are most alike in length to those of a new one.
@@ -17894,11 +17825,11 @@ class Scheduler:
         if not others or not self.spec.can_batch:
             return None
         host = min(others, key=lambda other: other.padding_with(batch))
-        if host.padding_with(batch) > self.config.batch_padding_max:
-            return None
         n_bytes = host.nbytes + batch.nbytes
-        has_room = self.budget.make_room_to_merge(n_bytes, self.running)
-        return host if has_room else None
+        can_merge = host.padding_with(batch) <= self.config.batch_padding_max
+        if can_merge and self.budget.make_room_to_merge(n_bytes, self.running):
+            return host
+        return None
 
     # -- decode ------------------------------------------------------------------------
 
@@ -17974,7 +17905,7 @@ class Scheduler:
             failed = [running for running in self.running if running in requests]
             logger.exception("a fault costs %d request(s) their KV", len(failed))
             self._free_memory(error)
-            for running in reversed(failed):  # `_try_again` lets each come first
+            for running in reversed(failed):  # each that is tried again comes first
                 self._fail(running, _explain_failure(error))
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
@@ -17985,25 +17916,24 @@ class Scheduler:
         self.running.remove(running)
         running.layer_caches = []
         running.batch = None
-        if not running.has_replied and self._may_try_again(running.handle, error):
-            self.cache.drop(running.entry)
-            self.cache.drop(running.source)
-            self._try_again(running.handle)
-        else:
-            self.cache.drop(running.entry)
+        self.cache.drop(running.entry)
+        if running.has_replied:
             running.handle.end(error)
+        elif self._end_or_try_again(running.handle, error):
+            self.cache.drop(running.source)
 
-    def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
-        """Whether a request that failed without a token gets a second try.
+    def _end_or_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
+        """End a request that failed without a token, or let it begin again (L-114).
 
-        Not for memory, nor if its client has left, or if this was the second try.
+        It comes next then, without the cache. Not for memory, nor if its client has
+        left, nor a third time. Returns whether it is tried again.
         """
-        if handle.is_second_try or not isinstance(error, GenerationFailed):
+        may_try = isinstance(error, GenerationFailed) and not handle.is_second_try
+        if not may_try or self._lockstep.from_rank_0(
+            "stop", lambda: handle.stop_reason
+        ):
+            handle.end(error)
             return False
-        return self._lockstep.from_rank_0("stop", lambda: handle.stop_reason) is None
-
-    def _try_again(self, handle: RequestHandle) -> None:
-        """Let a request begin again, as the next one, without the cache (L-114)."""
         self.metrics.bump("second_tries")
         logger.warning(
             "id=%s: it failed before its first token, and is read again without the"
@@ -18017,6 +17947,7 @@ class Scheduler:
             self.loaded.model.forget_features()
         handle.begin_again(self._now())
         self.waiting.insert(0, handle)
+        return True
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""

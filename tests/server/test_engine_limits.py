@@ -898,11 +898,10 @@ STEPS = {
         "begin_batch",
         "max_slice_tokens",
     ),
-    s.SchedulingPolicy: ("charge_slice", "charge_prefill"),
+    s.SchedulingPolicy: ("charge_prefill",),
     s.MemoryBudget: ("make_room", "make_room_to_merge"),
     s.DecodeBatch: (
         "__init__",
-        "_prefill_rest",
         "step",
         "merge",
         "remove",
@@ -1294,7 +1293,7 @@ def no_prefill(monkeypatch):
     monkeypatch.setattr(
         s.SchedulingPolicy,
         "may_prefill",
-        lambda _policy, _candidate, *, is_decoding: not is_decoding,
+        lambda _policy, _candidate, *, is_decoding, **_: not is_decoding,
     )
 
 
@@ -1346,13 +1345,13 @@ def test_scheduler_charges_rests_that_need_no_slice(bench, monkeypatch):
     b = bench("qwen3")
     rng = np.random.default_rng(1)
     charges = []
-    charge_slice = s.SchedulingPolicy.charge_slice
+    charge = s.SchedulingPolicy.charge_prefill
 
-    def charge_and_note(policy, seconds, *, is_decoding):
-        charge_slice(policy, seconds, is_decoding=is_decoding)
+    def charge_and_note(*args, is_decoding, **fields):
+        charge(*args, is_decoding=is_decoding, **fields)
         charges.append(is_decoding)
 
-    monkeypatch.setattr(s.SchedulingPolicy, "charge_slice", charge_and_note)
+    monkeypatch.setattr(s.SchedulingPolicy, "charge_prefill", charge_and_note)
     running = b.submit(words(rng, 30), n=3000)
     wait_until(lambda: b.engine.report["decoding"] == 1)
     b.ask(words(rng, 30), n=1)

@@ -30,13 +30,22 @@ class Prefill:
         return self.n_to_prefill / self.prefill_speed
 
 
+READER = Prefill(0.0, 10**6)
+
+
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
     """Let the next candidate prefill for so long, as Scheduler does; returns it."""
     chosen = policy.next_prefill(candidates, is_decoding=is_decoding)
     chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
-    policy.charge_slice(seconds, is_decoding=is_decoding)
-    policy.charge_prefill(chosen, seconds, is_only_reader=len(candidates) == 1)
+    is_only_reader = len(candidates) == 1
+    charge(policy, chosen, seconds, is_only_reader, is_decoding=is_decoding)
     return chosen
+
+
+def charge(policy, reader, seconds, is_only_reader=True, *, is_decoding=True):
+    policy.charge_prefill(
+        reader, seconds, is_only_reader=is_only_reader, is_decoding=is_decoding
+    )
 
 
 # -- who is read together --------------------------------------------------------------
@@ -187,7 +196,7 @@ def test_policy_reads_equal_prompts_one_after_the_other():
 
 def test_policy_lets_prefill_go_on_when_nobody_decodes():
     policy = s.SchedulingPolicy()
-    policy.charge_slice(1000.0, is_decoding=True)
+    charge(policy, READER, 1000.0)
 
     assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=False)
 
@@ -201,7 +210,7 @@ def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
         policy.charge_decode(0.03)
         seconds["decode"] += 0.03
         if policy.may_prefill(long, is_decoding=True):
-            policy.charge_slice(0.2, is_decoding=True)
+            charge(policy, READER, 0.2)
             seconds["prefill"] += 0.2
 
     share = seconds["decode"] / seconds["prefill"]
@@ -216,7 +225,7 @@ def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     n_slices = 0
 
     while policy.may_prefill(short, is_decoding=True):
-        policy.charge_slice(0.2, is_decoding=True)
+        charge(policy, READER, 0.2)
         n_slices += 1
 
     assert n_slices == pytest.approx(s.BURST_SECONDS / 0.2, abs=1)
@@ -232,7 +241,7 @@ def test_policy_gives_short_prompts_without_end_a_third_of_the_time():
         policy.charge_decode(0.03)
         seconds["decode"] += 0.03
         if policy.may_prefill(short, is_decoding=True):
-            policy.charge_slice(0.1, is_decoding=True)
+            charge(policy, READER, 0.1)
             seconds["prefill"] += 0.1
 
     unpaid = s.BURST_SECONDS
@@ -242,7 +251,7 @@ def test_policy_gives_short_prompts_without_end_a_third_of_the_time():
 
 def test_policy_makes_a_long_prompt_wait_no_longer_for_many_short_ones():
     policy = s.SchedulingPolicy()
-    policy.charge_slice(s.BURST_SECONDS, is_decoding=True)
+    charge(policy, READER, s.BURST_SECONDS)
     policy.charge_decode(s.MAX_DECODE_DEBT)
 
     assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
@@ -259,8 +268,8 @@ def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_second
 
 def test_policy_forgets_a_debt_to_requests_that_are_over():
     policy = s.SchedulingPolicy()
-    policy.charge_slice(10.0, is_decoding=True)
-    policy.charge_slice(0.2, is_decoding=False)
+    charge(policy, READER, 10.0)
+    charge(policy, READER, 0.2, is_decoding=False)
 
     assert policy.decode_debt == pytest.approx(0.2 * s.DECODE_SHARE)
 
