@@ -18077,8 +18077,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 #     one that parts from it in the middle    KV that is copied, a checkpoint
 #     two, four, eight short ones at once     decode batches that grow and shrink
 #
-# Each reply is sampled with penalties, and held to a constraint: all that chooses a token.
-# Their KV is evicted afterwards. What they measured of the model's speed stays.
+# All that chooses a token is used for each. Their KV is evicted afterwards; what they
+# measured of the model's speed stays.
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PREFIX CACHE, SAMPLING,
 #          SCHEDULER
@@ -18112,10 +18112,7 @@ def is_warm_up_wanted(config: Config) -> bool:
 
 
 def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> None:
-    """Run each kind of work once.
-
-    `note` is told how far it is, and says whether to go on.
-    """
+    """Run each kind of work once. `note` returns whether to go on."""
     loaded = scheduler.loaded
     steps = _warm_up_steps(scheduler)
     scheduler.loaded = replace(loaded, eos_ids=frozenset())  # no reply ends early
@@ -18127,16 +18124,11 @@ def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> 
         while scheduler.is_busy:
             scheduler.step()
         for handle in handles:
-            _warn_of_failure(handle)
+            while (event := handle.next_event(0)) is not None:
+                if isinstance(event, ServerError):  # which clients will meet, too
+                    logger.warning("warm-up: %s", event)
     scheduler.loaded = loaded
     scheduler.cache.evict_session(NO_OWNER.tenant, None)
-
-
-def _warn_of_failure(handle: RequestHandle) -> None:
-    """Log why a request of the warm-up failed, if it did: clients will meet it, too."""
-    while (event := handle.next_event(0)) is not None:
-        if isinstance(event, ServerError):
-            logger.warning("warm-up: %s", event)
 
 
 def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
@@ -18177,12 +18169,10 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #     RequestHandle.next_event  <-------+-------> memory, report, cache_entries
 #
 # Other threads never touch MLX or change the scheduler. They put tasks into the inbox,
-# which the model thread does between two steps; and they read what it publishes. (Only
-# `abandon`, when the model thread may wait for ever, reads who runs and who waits.)
-#
-# For example submit() puts a task into the inbox that appends a handle to
-# `scheduler.waiting`, and returns the handle. The model thread finds it before its next
-# step, or at once if it rests. The connection waits in handle.next_event().
+# which the model thread does between two steps, or at once if it rests; and they read
+# what it publishes. (Only `abandon`, when the model thread may wait for ever, reads who
+# runs and who waits.) For example the task of submit() appends a handle to
+# `scheduler.waiting`, and the connection waits in handle.next_event().
 #
 # With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
 # which sends the others a record of each that changes anything.
@@ -18250,7 +18240,6 @@ class _SharedTask:
     handle: RequestHandle | None = None  # of a request that comes
 
     def __call__(self, scheduler: Scheduler) -> object:
-        """Do it, on this rank."""
         return self.run(scheduler)
 
 
@@ -18300,25 +18289,19 @@ def _read_request(record: JsonObject, *, block_size: int) -> RequestHandle:
 
 def _share_tasks(tasks: Sequence[_ModelTask], scheduler: Scheduler) -> list[JsonObject]:
     """Records of those tasks of rank 0 that change anything."""
-
-    def write_all() -> list[JsonObject]:
-        return [task.write() for task in tasks if isinstance(task, _SharedTask)]
-
+    records = [task.write() for task in tasks if isinstance(task, _SharedTask)]
     lockstep = scheduler.loaded.lockstep
     lockstep.compare("the scheduler", scheduler.figures)
-    return lockstep.from_rank_0("tasks", write_all)
+    return lockstep.from_rank_0("tasks", lambda: records)
 
 
 def _do_record(record: JsonObject, scheduler: Scheduler) -> None:
     """Do what rank 0 does by the task that it has written."""
-    match record["task"]:
-        case "submit":
-            block_size = scheduler.config.prompt_cache_block_size
-            scheduler.waiting.append(_read_request(record, block_size=block_size))
-        case "drop_kv":
-            scheduler.drop_kv(record["tenant"], record["session"])
-        case task:
-            raise AssertionError(f"rank 0 has sent an unknown task: {task}")
+    if record["task"] == "submit":
+        block_size = scheduler.config.prompt_cache_block_size
+        scheduler.waiting.append(_read_request(record, block_size=block_size))
+    else:
+        scheduler.drop_kv(record["tenant"], record["session"])
 
 
 class Engine:
@@ -18392,10 +18375,7 @@ class Engine:
             self._cluster.leave(self.failure)
 
     def abandon(self, end: RanksEnd) -> None:
-        """End at once, whatever the model thread waits for; all requests fail.
-
-        Other ranks are gone, or go.
-        """
+        """Other ranks are gone, or go: end at once, whatever the model thread waits for."""
         if self._has_ended.is_set():
             return
         if end.is_failure:
@@ -18444,12 +18424,13 @@ class Engine:
             raise Overloaded(f"{max_queued} requests are waiting already")
 
         handle = RequestHandle(request)
-        task = _SharedTask(
-            lambda scheduler: scheduler.waiting.append(handle),
-            partial(_write_request, handle),
-            handle,
+        self._inbox.put(
+            _SharedTask(
+                lambda scheduler: scheduler.waiting.append(handle),
+                partial(_write_request, handle),
+                handle,
+            )
         )
-        self._inbox.put(task)
         self._check_ready()  # the thread may have ended, and never look again
         return handle
 
