@@ -15868,8 +15868,7 @@ class ExactChecks:
 # One step of the scheduler ends what is over, admits what fits, decodes one step in
 # each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
 # of short prompts as many as others may pause for, a second at most, so that those that
-# come together decode together. Others decode on beside all of them, and a new request
-# is noticed soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
+# come together decode together. Four times a second ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -15891,10 +15890,9 @@ class ExactChecks:
 # them, and it evicts nothing used lately. Its reply pauses while they are read, unless
 # its batch has been merged with one of theirs.
 #
-# A request that decodes alone does so in its own buffers. Requests of similar length
-# decode as one batch; a short one never pays for padding to the length of a long one.
-# A request joins a batch when it begins to decode, not later. Requests that have only a
-# short rest to read are merged before that, and read it in one call (L-123).
+# A request that decodes alone does so in its own buffers; those of similar length decode
+# as one batch, which they join when they begin to decode, not later. Requests that have
+# only a short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice).
 #
@@ -15931,7 +15929,7 @@ class EngineRequest:
 
     @property
     def n_prompt(self) -> int:
-        """Number of tokens of the prompt."""
+        """How many tokens the prompt has."""
         return len(self.key.tokens)
 
 
@@ -15976,11 +15974,7 @@ type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
 
 
 class RequestTimes(NamedTuple):
-    """What a request does, and for how long it did what; never changed in place.
-
-    It waits, for one cause after another; then its prompt is read; then it decodes. A
-    second try waits and is read once more.
-    """
+    """What a request does, and for how long it did what; never changed in place."""
 
     since: float  # when `activity` began; time.monotonic()
     activity: Activity = None
@@ -15989,9 +15983,12 @@ class RequestTimes(NamedTuple):
     @property
     def phase(self) -> Literal["queued", "prefill", "decode"]:
         """What it does. One that has ended decodes, until its connection knows."""
-        if self.activity is None or isinstance(self.activity, WaitCause):
-            return "queued"
-        return "prefill" if self.activity == "prefill" else "decode"
+        match self.activity:
+            case "prefill" | "decode":
+                return self.activity
+            case "ended":
+                return "decode"
+        return "queued"
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
         """Its times if it does something else from `now` on.
@@ -16022,8 +16019,8 @@ class RequestTimes(NamedTuple):
 class RequestHandle:
     """A submitted request: what is asked, and what is told of it until it has ended.
 
-    Any thread may read it. Its connection takes events, and may set `stop_reason`. Only
-    the scheduler changes anything else.
+    Any thread may read it. Its connection takes events, and may set `stop_reason`; all
+    else is the scheduler's.
     """
 
     def __init__(
@@ -16061,7 +16058,7 @@ class RequestHandle:
         self.put(end)
 
     def put(self, event: EngineEvent) -> None:
-        """Add an event."""
+        """Tell its connection."""
         self._events.put(event)
 
     def next_event(self, timeout: float) -> EngineEvent | None:
@@ -16137,16 +16134,13 @@ class SchedulingPolicy:
         a short one     `burst_seconds` of 8         by each second of decoding: 0.5
 
     For example eight prompts come at once that take 0.4 s each. The first one decodes
-    after 0.4 s, in steps of 0.2 s. The others are not made to wait until it has had
-    0.8 s for each of them: two are read, then comes a step, and so on. Short prompts
-    that come without end have a third of the time, as long ones have.
+    after 0.4 s, in steps of 0.2 s. The others do not wait until it has had 0.8 s for
+    each of them: two are read, then comes a step, and so on.
 
     And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
     takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short
-    prompts have 1.4 s before the oldest reads again.
-
-    Near its end the oldest pays less: 2 for each second if one second of it is left,
-    and all of MAX_OTHERS_SHARE only if four or more are.
+    prompts have 1.4 s before the oldest reads again. Near its end it pays less: 2 for
+    each second if one second of it is left.
     """
 
     def __init__(self) -> None:
@@ -16162,8 +16156,7 @@ class SchedulingPolicy:
         """The candidate that ends first, or the oldest one if it is its turn.
 
         why(L-71): prompts that come together are not all answered last, and a long one
-        gets its share beside short ones without end. If it is its turn, and decoding
-        has to catch up first, others may still pass it for MAX_OLDEST_CREDIT.
+        gets its share beside short ones without end.
         """
         first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
         oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
@@ -16384,7 +16377,7 @@ class RunningRequest:
 
     @property
     def n_prompt(self) -> int:
-        """Number of tokens of the prompt."""
+        """How many tokens the prompt has."""
         return self.request.n_prompt
 
     @property
@@ -16452,7 +16445,7 @@ class RunningRequest:
         """The image that a slice up to `end` ends with: a slice has at most one.
 
         An image is read in one call of its own kind, and moves the positions of what
-        follows; so text after it is read in the next call.
+        follows.
         """
         for start, image in self.request.images:
             if self.num_computed_tokens <= start < end:
@@ -16476,7 +16469,7 @@ class RunningRequest:
         return TokenKey(salt, tokens, hashes)
 
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
-        """Add a generated token, sampled from `logprobs`, `(vocab,)`: computed ones.
+        """Add and report a token sampled from `logprobs`, `(vocab,)`: computed ones.
 
         If the model computed no numbers, NO_TOKEN takes its place, and is the last.
         """
@@ -16574,10 +16567,7 @@ class AcceptedTokens(NamedTuple):
 
 
 class DecodeBatch:
-    """Requests that decode together: one in its own buffers, several as one batch.
-
-    An exception in a method leaves the KV of all its requests in doubt.
-    """
+    """Requests that decode together. Exceptions leave the KV of them all in doubt."""
 
     def __init__(
         self,
@@ -16593,10 +16583,9 @@ class DecodeBatch:
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         lockstep = loaded.lockstep
-        # State before the last step; None: the model has none, or none is known. Of
-        # windows none is held.
+        # State before the last step, and the row and position of each request in it.
+        # None: there is none, or it is not known. Of windows none is held.
         self._held_state: LayerCaches | None = None
-        # The row of each request in it, and the position of that row.
         self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         # When the token that is being computed was launched; -inf: there is none, or
         # something has waited for it.
@@ -16644,10 +16633,7 @@ class DecodeBatch:
         return count_kv_bytes(self._generator.layer_caches)
 
     def step(self) -> list[AcceptedTokens]:
-        """Feed and report the next token of each request; returns what was accepted.
-
-        A request that is alone may have a draft, and accept several.
-        """
+        """Feed and report the next token of each request; returns what was accepted."""
         n_pending = len(self._generator.pending_ids)
         self._held_state = hold_recurrent_state(self._generator.layer_caches)
         self._held_rows = {
@@ -16674,8 +16660,7 @@ class DecodeBatch:
         if others:
             return None
         n_fed = running.num_computed_tokens - running.n_prompt
-        # Not counted yet: y, the token sampled last, and one that is sampled in a step
-        # of its own.
+        # y, the token sampled last, is not counted yet, nor that after the draft.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in running.drafters:
             drafter.follow(running.output_ids, n_fed)
@@ -16794,9 +16779,8 @@ def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
 #
 #     memory limit = weights + KV + image features + working memory
 #
-# KV is that of entries at rest, that of running requests, and checkpoints. It gets
-# KV_SHARE of what the weights leave: a decode step of a model with few attention layers
-# may need nearly as much as all KV (L-55).
+# KV gets KV_SHARE of what the weights leave: a decode step of a model with few attention
+# layers may need nearly as much as all KV (L-55).
 
 KV_SHARE: Final = 0.55
 FEATURES_PART: Final = 8  # 1/8 of KV, for what the vision tower made of images
@@ -16831,7 +16815,7 @@ def _with_headroom(n_prompt: int) -> int:
 class MemoryBudget:
     """Keeps KV within its share: who fits, what is evicted for it, who must end.
 
-    The cache counts and evicts what rests, and checkpoints. What runs is counted here.
+    What runs is counted here; what rests, and checkpoints, by the cache.
     """
 
     def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
@@ -16880,9 +16864,8 @@ class MemoryBudget:
         """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
 
         Nothing of `keep` goes, nor with `spares_recent` of what was used lately, and
-        nothing at all if what runs leaves too little even with an empty cache (L-97).
-        What runs includes a few checkpoints of each of these requests: the cache does
-        not evict those.
+        nothing at all if what runs, with a few checkpoints of each that the cache does
+        not evict, leaves too little even with an empty cache (L-97).
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
         checkpoint_bytes = 0
@@ -16907,8 +16890,8 @@ class MemoryBudget:
     def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
         """The request that must end: the newest of several that do not fit together.
 
-        why(L-79): only the KV of running requests itself is a reason. Room for copies
-        is none: batches can go on unmerged, and what rests can be evicted instead.
+        why(L-79): only for their own KV, not for room to copy it: batches can go on
+        unmerged, and what rests can be evicted instead.
         """
         if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
             return None
@@ -16989,8 +16972,8 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     """Keep states on the way, while the model reads a prompt up to `end` (L-61).
 
     For example from 4,096 to 4,999, where a checkpoint at 4,990 is worth it: the state
-    is taken after 894 tokens of the call. Models that cannot do this get no states
-    here: their slices end at each checkpoint (`_find_slice_ends`).
+    is taken after 894 tokens of the call. Slices of models that cannot do this end at
+    each checkpoint instead (`_find_slice_ends`).
     """
     start = running.num_computed_tokens
     layer_caches = running.layer_caches  # a decode batch may have them after the call
@@ -17093,7 +17076,7 @@ def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
 class PromptReader:
     """Lets the model read prompts, and measures what a slice costs.
 
-    An exception in a method leaves the KV of the requests that it was given in doubt.
+    Exceptions leave the KV of the requests that it was given in doubt.
     """
 
     def __init__(
@@ -17746,8 +17729,8 @@ class Scheduler:
     ) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
-        Those whose prompts need no further slice decode from now on, as one batch.
-        `seconds`: of the slice. `is_decoding`: others decode, and pause for it.
+        If that was the last slice they decode from now on, in the batch that suits them
+        best. `seconds`: of the slice. `is_decoding`: others decode, and pause for it.
         """
         chosen = requests[0]
         began = self._now()
@@ -17783,10 +17766,9 @@ class Scheduler:
     def _find_companions(
         self, running: RunningRequest, now: float, *, max_seconds: float
     ) -> list[RunningRequest]:
-        """Others whose prompts are read in the same call: few tokens of them are left.
+        """Others whose prompts are read in the same call, of so many seconds at most.
 
-        For example sub-agents, with one system prompt that is cached. `max_seconds`: of
-        the call.
+        For example sub-agents, with one system prompt that is cached.
         """
         # Padding comes after what is read: a state, or a window, would have it.
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
@@ -17895,8 +17877,8 @@ class Scheduler:
     def guard(self, *requests: RunningRequest) -> Iterator[None]:
         """If what follows raises, these requests fail, and no others.
 
-        They are those whose KV it changes: an exception may leave that half written, so
-        it is dropped (L-17). Whoever changes a batch names all requests in it.
+        An exception may leave KV half written, so it is dropped (L-17). So `requests`
+        are all whose KV is changed: of a batch all that are in it.
         """
         try:
             yield
@@ -18045,9 +18027,9 @@ class Scheduler:
 
 
 def _explain_failure(error: Exception) -> ServerError:
-    """What a client is told of an exception of the model: an error of its own.
+    """What a client is told of an exception of the model.
 
-    Each connection raises its error, on its own thread.
+    Each gets an error of its own, since its connection raises it.
     """
     if _is_out_of_memory(error):
         return Overloaded(
