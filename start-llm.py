@@ -12715,7 +12715,13 @@ class ClusterRank(Lockstep):
             link.send(_ALIVE)
         message = link.read(_LOOK_SECONDS)
         if message is None:
-            self._check_silence(link)
+            limit = f"CLUSTER_WATCHDOG_SECONDS ({self._max_silence:g})"
+            max_seconds = self._max_silence
+            if self._is_loading:
+                limit = f"{_LOADING_SILENCE:g} s"
+                max_seconds = _LOADING_SILENCE
+            if time.monotonic() - link.received_at > max_seconds:
+                raise RanksEnd(f"{link.peer} has sent nothing for longer than {limit}")
             return
         if not isinstance(message, list) or len(message) != 2:
             raise RanksEnd(f"{link.peer} sends no message of ours")
@@ -12728,16 +12734,6 @@ class ClusterRank(Lockstep):
             raise RanksEnd(f"{link.peer} was stopped", is_failure=self.rank == 0)
         if message != _ALIVE:
             link.messages.put(message)
-
-    def _check_silence(self, link: _Link) -> None:
-        if self._is_loading:
-            max_seconds = _LOADING_SILENCE
-            limit = f"{max_seconds:g} s"
-        else:
-            max_seconds = self._max_silence
-            limit = f"CLUSTER_WATCHDOG_SECONDS ({max_seconds:g})"
-        if time.monotonic() - link.received_at > max_seconds:
-            raise RanksEnd(f"{link.peer} has sent nothing for longer than {limit}")
 
     # -- MLX ---------------------------------------------------------------------------
 
@@ -12880,12 +12876,24 @@ def join_ranks(
             "CLUSTER_SECRET must be set, to the same text on each machine: rank 0"
             f" listens on {place.host}, which others may reach"
         )
-    facts = {"the number of ranks": place.n_ranks, **_program_facts()}
+    facts = {  # the same on all ranks
+        "the number of ranks": place.n_ranks,
+        "start-llm": VERSION,
+        "start-llm.py": sha256(Path(__file__).read_bytes()).hexdigest()[:16],
+        "mlx": version_of_package("mlx"),
+        "mlx-lm": version_of_package("mlx-lm"),
+    }
     if place.rank == 0:
         _warn_of_forced(config)
         joined = _gather_ranks(config, place, facts=facts, stop=stop)
-        least_bytes = min([memory_bytes, *(other.memory_bytes for other in joined)])
-        settings = {**_shared_settings(config), "memory_limit_bytes": least_bytes}
+        shared_names = {
+            name
+            for name, setting in Config.model_fields.items()
+            if setting.repr and name not in _OWN_SETTINGS  # repr=False marks a secret
+        }
+        settings = config.model_dump(mode="json", include=shared_names)
+        all_bytes = [memory_bytes, *(other.memory_bytes for other in joined)]
+        settings["memory_limit_bytes"] = min(all_bytes)
         links = [other.link for other in joined]
         for link in links:
             link.send({"settings": settings})
@@ -12894,8 +12902,8 @@ def join_ranks(
         link, settings = _join_rank_0(config, place, facts=facts, stop=stop)
         links = [link]
 
-    shared_settings = {**config.model_dump(), **settings, **_FORCED_SETTINGS}
-    config = Config.model_validate(shared_settings)
+    settings = {**config.model_dump(), **settings, **_FORCED_SETTINGS}
+    config = Config.model_validate(settings)
     silence = config.cluster_watchdog_seconds
     return config, ClusterRank(place, links, max_silence=silence)
 
@@ -12906,25 +12914,6 @@ def _warn_of_forced(config: Config) -> None:
         forced = _FORCED_SETTINGS[name]
         if getattr(config, name) != forced:
             logger.warning("with several ranks %s is %r", name.upper(), forced)
-
-
-def _shared_settings(config: Config) -> dict[str, Any]:
-    names = {
-        name
-        for name, setting in Config.model_fields.items()
-        if setting.repr and name not in _OWN_SETTINGS  # repr=False marks a secret
-    }
-    return config.model_dump(mode="json", include=names)
-
-
-def _program_facts() -> dict[str, Any]:
-    """What must be the same on all ranks."""
-    return {
-        "start-llm": VERSION,
-        "start-llm.py": sha256(Path(__file__).read_bytes()).hexdigest()[:16],
-        "mlx": version_of_package("mlx"),
-        "mlx-lm": version_of_package("mlx-lm"),
-    }
 
 
 def _prove(secret: str, sender: str, *nonces: str) -> str:
@@ -13045,7 +13034,17 @@ def _join_rank_0(
 ) -> tuple[_Link, dict[str, Any]]:
     """Join rank 0: the link to it, and its settings. Raises ConfigError, RanksEnd."""
     deadline = time.monotonic() + _JOIN_SECONDS
-    link = _connect_to_rank_0(config, place, deadline=deadline, stop=stop)
+    address = (place.host, config.cluster_port)
+    where = f"{address[0]}:{address[1]} (CLUSTER_PORT)"
+    link = None
+    while link is None:
+        _check_start(stop, deadline, f"rank 0 did not answer at {where}")
+        try:
+            connection = socket.create_connection(address, timeout=_HELLO_SECONDS)
+            link = _Link(connection, "rank 0")
+        except OSError:
+            stop.wait(_LOOK_SECONDS)
+
     nonces = (str(link.read_hello().get("nonce")), os.urandom(16).hex())
     hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
     hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
@@ -13060,19 +13059,6 @@ def _join_rank_0(
     while (message := link.read(_LOOK_SECONDS)) is None:
         _check_start(stop, deadline, "not all of the ranks came")
     return link, dict(message["settings"])
-
-
-def _connect_to_rank_0(
-    config: Config, place: RankPlace, *, deadline: float, stop: threading.Event
-) -> _Link:
-    address = (place.host, config.cluster_port)
-    where = f"{address[0]}:{address[1]} (CLUSTER_PORT)"
-    while True:
-        _check_start(stop, deadline, f"rank 0 did not answer at {where}")
-        with suppress(OSError):
-            connection = socket.create_connection(address, timeout=_HELLO_SECONDS)
-            return _Link(connection, "rank 0")
-        stop.wait(_LOOK_SECONDS)
 
 
 # region MODEL LOADING =========================================================
@@ -18106,11 +18092,16 @@ def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> 
         while scheduler.is_busy:
             scheduler.step()
         for handle in handles:
-            while (event := handle.next_event(0)) is not None:
-                if isinstance(event, ServerError):  # which clients will meet, too
-                    logger.warning("warm-up: %s", event)
+            _warn_of_failure(handle)
     scheduler.loaded = loaded
     scheduler.cache.evict_session(NO_OWNER.tenant, None)
+
+
+def _warn_of_failure(handle: RequestHandle) -> None:
+    """Log why a request of the warm-up failed, if it did: clients will meet it, too."""
+    while (event := handle.next_event(0)) is not None:
+        if isinstance(event, ServerError):
+            logger.warning("warm-up: %s", event)
 
 
 def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
