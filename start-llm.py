@@ -16189,11 +16189,21 @@ class SchedulingPolicy:
         self.decode_debt = max(0.0, self.decode_debt - seconds)
         self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
 
-    def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
-        """A request has read, for so long. `is_decoding`: others decode, and waited.
+    def charge_prefill(
+        self,
+        reader: RunningRequest,
+        seconds: float,
+        *,
+        is_only_reader: bool,
+        is_decoding: bool,
+    ) -> None:
+        """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
 
-        If nobody does, the debt so far is void: whom it was owed to is gone. This slice
-        counts all the same: the request itself may decode from now on.
+        If nobody decodes, the debt so far is void: whom it was owed to is gone. This
+        slice counts all the same: the reader itself may decode from now on.
+
+        One that is alone takes no time from other prompts. But it has had a slice: a
+        shorter one that comes now is read before its next (L-71).
         """
         if not is_decoding:
             self.decode_debt = self.burst_seconds = 0.0
@@ -16201,14 +16211,6 @@ class SchedulingPolicy:
         self.decode_debt = min(debt, MAX_DECODE_DEBT)
         self.burst_seconds += seconds
 
-    def charge_prefill(
-        self, reader: RunningRequest, seconds: float, *, is_only_reader: bool
-    ) -> None:
-        """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
-
-        One that is alone takes no time from anybody. But it has had a slice: a shorter
-        prompt that comes now is read before the next one (L-71).
-        """
         if is_only_reader:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.is_turn_of_oldest:
@@ -17732,12 +17734,11 @@ class Scheduler:
             if not chosen.needs_slice:
                 self.reader.begin_batch(requests, joint_caches)
 
-            # The rests that a new batch has read count, too.
-            seconds_taken = self._now() - began
-            self.policy.charge_slice(seconds_taken, is_decoding=is_decoding)
-            is_only_reader = all(running in requests for running in self.prefilling)
             self.policy.charge_prefill(
-                chosen, seconds_taken, is_only_reader=is_only_reader
+                chosen,
+                self._now() - began,  # with the rests that a new batch has read
+                is_only_reader=all(r in requests for r in self.prefilling),
+                is_decoding=is_decoding,
             )
         batch = chosen.batch
         if batch is None:
