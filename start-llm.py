@@ -17160,25 +17160,24 @@ class PromptReader:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
 
-    def begin_batch(
-        self,
-        requests: Sequence[RunningRequest],
-        joint_caches: LayerCaches | None,
-    ) -> None:
-        """Let requests decode in a batch of their own, which reads their rests.
-
-        `joint_caches`: see DecodeBatch. With them the layers keep no states.
-        """
+    def begin_batch(self, requests: Sequence[RunningRequest]) -> None:
+        """Let requests decode in a batch of their own, which reads their rests."""
         first = requests[0]
+        joint_caches: LayerCaches | None = None
+        if len(requests) > 1:
+            joint_caches = self.read_together(requests)
         # why(L-47): on the CPU a call without the last token pays, since it skips the
         # last layer; on a GPU it does not: each call reads all weights.
-        on_cpu = mx.default_device() == mx.cpu
-        if on_cpu and first.n_to_prefill > MAX_REST_TOKENS_ON_CPU:
+        elif (
+            mx.default_device() == mx.cpu
+            and first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
+        ):
             self.read_slice(first, seconds=0.0)
+
         now = self._loaded.lockstep.now()
         for running in requests:
             running.handle.begin("decode", now)
-        with _taking_checkpoints(first, first.n_prompt):
+        with _taking_checkpoints(first, first.n_prompt):  # several keep no states
             DecodeBatch(self._loaded, requests, joint_caches)
         for running in requests:
             running.cache.advance(running.entry, running.num_computed_tokens)
@@ -17726,13 +17725,11 @@ class Scheduler:
             for running in requests:
                 running.started_at = min(running.started_at, began)
                 running.handle.begin("prefill", began)
-            joint_caches: LayerCaches | None = None
-            if len(requests) > 1:
-                joint_caches = self.reader.read_together(requests)
-            elif chosen.needs_slice:
+            is_alone = len(requests) == 1
+            if is_alone and chosen.needs_slice:
                 self.reader.read_slice(chosen, seconds=seconds)
-            if not chosen.needs_slice:
-                self.reader.begin_batch(requests, joint_caches)
+            if not (is_alone and chosen.needs_slice):
+                self.reader.begin_batch(requests)
 
             self.policy.charge_prefill(
                 chosen,
