@@ -18077,22 +18077,23 @@ def is_warm_up_wanted(config: Config) -> bool:
     return config.kernel_warm_up in {"on", "exit"}
 
 
-def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> None:
-    """Run each kind of work once. `note` returns whether to go on."""
+def warm_up(scheduler: Scheduler) -> Generator[WarmUpProgress]:
+    """Run each kind of work once; yields, before each step, how far it is."""
     loaded = scheduler.loaded
     steps = _warm_up_steps(scheduler)
     scheduler.loaded = replace(loaded, eos_ids=frozenset())  # no reply ends early
-    for number, requests in enumerate(steps):
-        if not note(WarmUpProgress(number, len(steps))):
-            break
-        handles = [RequestHandle(request) for request in requests]
-        scheduler.waiting += handles
-        while scheduler.is_busy:
-            scheduler.step()
-        for handle in handles:
-            _warn_of_failure(handle)
-    scheduler.loaded = loaded
-    scheduler.cache.evict_session(NO_OWNER.tenant, None)
+    try:
+        for number, requests in enumerate(steps):
+            yield WarmUpProgress(number, len(steps))
+            handles = [RequestHandle(request) for request in requests]
+            scheduler.waiting += handles
+            while scheduler.is_busy:
+                scheduler.step()
+            for handle in handles:
+                _warn_of_failure(handle)
+    finally:
+        scheduler.loaded = loaded
+        scheduler.cache.evict_session(NO_OWNER.tenant, None)
 
 
 def _warn_of_failure(handle: RequestHandle) -> None:
@@ -18485,12 +18486,10 @@ class Engine:
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         began = time.monotonic()
-
-        def note(progress: WarmUpProgress) -> bool:
-            self.warm_up = progress
-            return self.state == "loading"
-
-        warm_up(scheduler, note=note)
+        with closing(warm_up(scheduler)) as steps:
+            for self.warm_up in steps:
+                if self.state != "loading":
+                    break
         self.warm_up = None
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
