@@ -16808,14 +16808,14 @@ class MemoryBudget:
 
     def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
         self.shares = shares
-        self._spec = spec
+        self.spec = spec
         self._cache = cache
 
     @property
     def capacity_tokens(self) -> int:
         """The longest prompt whose KV fits."""
         kv_bytes = self.shares.kv - self.prompt_bytes(0)
-        token_bytes = self._spec.token_bytes + self.opaque_token_bytes
+        token_bytes = self.spec.token_bytes + self.opaque_token_bytes
         n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
         return n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
@@ -16825,13 +16825,13 @@ class MemoryBudget:
 
         why(L-173): a few copies are never thinned.
         """
-        return (1 + SPARED_CHECKPOINTS) * self._spec.opaque_token_bytes
+        return (1 + SPARED_CHECKPOINTS) * self.spec.opaque_token_bytes
 
     def prompt_bytes(self, n_prompt: int) -> int:
         """What a request will hold when its prompt is read."""
         n_places = _with_headroom(n_prompt)
-        kv_bytes = n_places * self._spec.token_bytes
-        return kv_bytes + self._spec.count_state_bytes(n_places)
+        kv_bytes = n_places * self.spec.token_bytes
+        return kv_bytes + self.spec.count_state_bytes(n_places)
 
     def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
         """What running requests hold, or will when their prompts are read."""
@@ -16858,8 +16858,8 @@ class MemoryBudget:
         needed_bytes = self.running_bytes(requests) + extra_bytes
         checkpoint_bytes = 0
         for running in requests:
-            few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
-            opaque_bytes = running.n_prompt * self._spec.opaque_token_bytes
+            few_checkpoints = MIN_CHECKPOINTS * self.spec.state_bytes
+            opaque_bytes = running.n_prompt * self.spec.opaque_token_bytes
             few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
             checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
@@ -17072,13 +17072,11 @@ class PromptReader:
         loaded: LoadedModel,
         config: Config,
         *,
-        spec: KVSpec,
         budget: MemoryBudget,
         metrics: CacheMetrics,
     ) -> None:
         self._loaded = loaded
         self._config = config
-        self._spec = spec
         self._budget = budget
         self._metrics = metrics
         self._slice_costs: deque[SliceCost] = deque(maxlen=N_MEASURED_SLICES)
@@ -17094,7 +17092,7 @@ class PromptReader:
         assert offset == n_cached, "the KV is not as deep as the lookup promised"
 
         _reserve(running)
-        running.add_slice_ends(_find_slice_ends(request, spec=self._spec))
+        running.add_slice_ends(_find_slice_ends(request, spec=self._budget.spec))
         for start, image in request.images:
             positions = self._loaded.model.image_positions(image)
             running.image_shifts[start] = positions.shift
@@ -17300,9 +17298,7 @@ class Scheduler:
             config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=self._now
         )
         self.budget = MemoryBudget(shares, self.spec, self.cache)
-        self.reader = PromptReader(
-            loaded, config, spec=self.spec, budget=self.budget, metrics=metrics
-        )
+        self.reader = PromptReader(loaded, config, budget=self.budget, metrics=metrics)
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
