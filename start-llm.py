@@ -16555,7 +16555,10 @@ class AcceptedTokens(NamedTuple):
 
 
 class DecodeBatch:
-    """Requests that decode together. Exceptions leave the KV of them all in doubt."""
+    """Requests that decode together: one in its own buffers, several as one batch.
+
+    An exception in a method leaves the KV of all of them in doubt.
+    """
 
     def __init__(
         self,
@@ -17162,14 +17165,12 @@ class PromptReader:
         """Let requests decode in a batch of their own, which reads their rests."""
         first = requests[0]
         joint_caches: LayerCaches | None = None
+        is_long = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
         if len(requests) > 1:
             joint_caches = self.read_together(requests)
-        # why(L-47): on the CPU a call without the last token pays, since it skips the
-        # last layer; on a GPU it does not: each call reads all weights.
-        elif (
-            mx.default_device() == mx.cpu
-            and first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
-        ):
+        elif is_long and mx.default_device() == mx.cpu:
+            # why(L-47): a call without the last token skips the last layer. On a GPU
+            # that does not pay: each call reads all weights.
             self.read_slice(first, seconds=0.0)
 
         now = self._loaded.lockstep.now()
@@ -17721,10 +17722,9 @@ class Scheduler:
             for running in requests:
                 running.started_at = min(running.started_at, began)
                 running.handle.begin("prefill", began)
-            is_alone = len(requests) == 1
-            if is_alone and chosen.needs_slice:
+            if len(requests) == 1 and chosen.needs_slice:
                 self.reader.read_slice(chosen, seconds=seconds)
-            if not (is_alone and chosen.needs_slice):
+            if len(requests) > 1 or not chosen.needs_slice:
                 self.reader.begin_batch(requests)
 
             self.policy.charge_prefill(
