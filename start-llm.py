@@ -16056,9 +16056,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock; who calls passes the time. Of a running request
-# SchedulingPolicy reads `submitted_at`, `n_to_prefill` and `seconds_left`,
-# choose_companions `n_prompt` and `n_to_prefill`: test_scheduler_policy.py stands in.
-# is_in_background reads `submitted_at` and `request.is_background`.
+# it reads how long the prompt is, how much of it is left, and when it came.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -16103,30 +16101,22 @@ def without_background(
 class SchedulingPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    There are three accounts, in seconds of model time:
+    Two accounts, in seconds, decide whether a prompt is read beside decoding:
 
-        decode_debt    How long others must decode before a long prompt reads its next
-                       slice. Each second of prefill adds DECODE_SHARE seconds, each
-                       second of decoding takes one off.
-        burst_seconds  For how long prompts were read that decoding has not been paid
-                       for. Short ones may be read until these are BURST_SECONDS.
-        oldest_credit  While it is positive, the oldest request is next: each second
-                       that it reads takes several off. Else the one that ends first is
-                       next: each second adds one. If decoding bars the oldest, others
-                       pass it until the credit is MAX_OLDEST_CREDIT.
-
-        who reads       is barred by                 which is paid off
-        a long prompt   a `decode_debt` above 0      by each second of decoding: 1
-        a short one     `burst_seconds` of 8         by each second of decoding: 0.5
+                        1 s of prefill    1 s of decoding    bars
+        decode_debt     + 2, at most 3    - 1                long prompts, above 0
+        burst_seconds   + 1               - 0.5              short ones, from 8 on
 
     For example eight prompts come at once that take 0.4 s each. The first one decodes
     after 0.4 s, in steps of 0.2 s. The others do not wait until it has had 0.8 s for
     each of them: two are read, then comes a step, and so on.
 
-    And a short prompt has been read for 0.2 s: the credit is 0.2. The oldest, which
-    takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short
-    prompts have 1.4 s before the oldest reads again. Near its end it pays less: 2 for
-    each second if one second of it is left.
+    A third, `oldest_credit`, decides who reads: the oldest while it is above 0, else
+    who ends first. For example a short prompt has been read for 0.2 s: the credit is
+    0.2. The oldest, which takes minutes, reads a slice of 0.2 s, and pays 8 times that:
+    -1.4. Now short prompts have 1.4 s before the oldest reads again. Near its end it
+    pays less: 2 for each second if one second of it is left. If decoding bars it, the
+    others pass it until the credit is MAX_OLDEST_CREDIT.
     """
 
     def __init__(self) -> None:
