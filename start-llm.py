@@ -12886,12 +12886,7 @@ def join_ranks(
     if place.rank == 0:
         _warn_of_forced(config)
         joined = _gather_ranks(config, place, facts=facts, stop=stop)
-        shared_names = {
-            name
-            for name, setting in Config.model_fields.items()
-            if setting.repr and name not in _OWN_SETTINGS  # repr=False marks a secret
-        }
-        settings = config.model_dump(mode="json", include=shared_names)
+        settings = _shared_settings(config)
         all_bytes = [memory_bytes, *(other.memory_bytes for other in joined)]
         settings["memory_limit_bytes"] = min(all_bytes)
         links = [other.link for other in joined]
@@ -12906,6 +12901,15 @@ def join_ranks(
     config = Config.model_validate(settings)
     silence = config.cluster_watchdog_seconds
     return config, ClusterRank(place, links, max_silence=silence)
+
+
+def _shared_settings(config: Config) -> dict[str, Any]:
+    names = {
+        name
+        for name, setting in Config.model_fields.items()
+        if setting.repr and name not in _OWN_SETTINGS  # repr=False marks a secret
+    }
+    return config.model_dump(mode="json", include=names)
 
 
 def _warn_of_forced(config: Config) -> None:
