@@ -22317,13 +22317,35 @@ def plan_request(state: ServerState, request: ChatRequest) -> PlannedRequest:
     proxy_name = state.config.proxy_model_id or None
     if state.config.strict_model_names and request.model not in (None, proxy_name):
         check_model_id(model, request.model)
-    request, images = _replace_images(state, model, request)
+
+    vision = model.vision
+    secret = vision.secret if vision else b""
+    if not state.config.cache_vlm_image_identity:
+        secret = os.urandom(16)  # no image is ever the same as an earlier one
+    request, sent_images = extract_images(
+        request,
+        state.config,
+        has_vision=vision is not None,
+        salt=state.tenant.encode() + secret,
+    )
+    images: list[ImageTokens] = []
+    if vision is not None:
+        check_client = request.check_client
+        images = [
+            vision.image_tokens(digest, sent_image, check_client=check_client)
+            for digest, sent_image in sent_images.items()
+        ]
+
     context = model.max_context_tokens
     max_characters = MAX_TOKEN_CHARACTERS * context
     n_characters = _count_characters(request)
     if n_characters > max_characters:
         raise ContextTooLong(n_characters // 4, context)
-    request = replace(request, max_prompt_characters=max_characters)
+    request = replace(
+        request,
+        image_tokens={image.digest: (image.text, image.marker_ids) for image in images},
+        max_prompt_characters=max_characters,
+    )
     is_chat = request.kind != "completion"
     if is_chat and state.config.cache_canonicalize_tool_context:
         room = model.max_context_tokens - 1
@@ -22353,32 +22375,6 @@ def check_model_id(model: LoadedModel, model_id: str) -> None:
     if model_id != model.model_id:
         sentence = f"the model {model_id[:200]!r} is not loaded, {model.model_id!r} is"
         raise NotServed(404, sentence, code="model_not_found")
-
-
-def _replace_images(
-    state: ServerState, model: LoadedModel, request: ChatRequest
-) -> tuple[ChatRequest, list[ImageTokens]]:
-    """The request with markers in the place of its images, and the images as tokens."""
-    vision = model.vision
-    secret = vision.secret if vision else b""
-    if not state.config.cache_vlm_image_identity:
-        secret = os.urandom(16)  # no image is ever the same as an earlier one
-    request, sent_images = extract_images(
-        request,
-        state.config,
-        has_vision=vision is not None,
-        salt=state.tenant.encode() + secret,
-    )
-    if vision is None:
-        return request, []
-
-    check_client = request.check_client
-    images = [
-        vision.image_tokens(digest, sent_image, check_client=check_client)
-        for digest, sent_image in sent_images.items()
-    ]
-    texts = {image.digest: (image.text, image.marker_ids) for image in images}
-    return replace(request, image_tokens=texts), images
 
 
 def _hash_messages(messages: Sequence[Message]) -> list[int]:
@@ -22587,10 +22583,9 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
 
 def _find_session_id(planned: PlannedRequest) -> str:
     conversation = planned.plan.conversation
-    roles = [message.role for message in conversation.messages]
-    n_system = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), -1)
-    # Of the messages up to the first one of the user.
-    start_key = conversation.prefix_keys[n_system + 1] if n_system >= 0 else b""
+    keys = zip(conversation.messages, conversation.prefix_keys[1:], strict=False)
+    later_keys = (key for message, key in keys if message.role not in SYSTEM_ROLES)
+    start_key = next(later_keys, b"")  # of the messages up to the first of the user
     ids = planned.plan.rendered.ids
     return session_id_for(planned.request.session, ids, start_key=start_key)
 
@@ -22603,38 +22598,28 @@ def _submit(
     why(L-63): part of a prompt may be guessed. It is verified while the model reads it
     already; if the guess was wrong, the request is prepared again.
     """
+    stores = state.stores
     while True:
         prepared = prepare_request(state, request)
         if state.engine.is_draining:
-            _check_session(state, prepared)
+            running_ids = [row()["session"] for row in list(stores.live.values())]
+            # A sub-agent belongs to the session that has started it.
+            parent_id = prepared.request.session.parent_session_id
+            own_ids = (prepared.session_id, parent_id)
+            if not any(n in stores.session_index or n in running_ids for n in own_ids):
+                raise Draining("this server is being drained: it takes no new sessions")
         handle = state.engine.submit(prepared.engine_request)
         is_verified = False
         try:
-            state.stores.ledger.remember(
+            stores.ledger.remember(
                 prepared.plan, session_id=prepared.session_id, now=time.monotonic()
             )
-            is_verified = state.stores.planner.verify(prepared.plan)
+            is_verified = stores.planner.verify(prepared.plan)
         finally:
             if not is_verified:
                 handle.stop_reason = "cancelled"
         if is_verified:
             return prepared, handle
-
-
-def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
-    """Raise Draining for a session that has sent no request before.
-
-    A sub-agent belongs to the session that has started it.
-    """
-    stores = state.stores
-    running_ids = [row()["session"] for row in list(stores.live.values())]
-    for session_id in (
-        prepared.session_id,
-        prepared.request.session.parent_session_id,
-    ):
-        if session_id in stores.session_index or session_id in running_ids:
-            return
-    raise Draining("this server is being drained: it takes no new sessions")
 
 
 # -- from tokens to deltas -------------------------------------------------------------
