@@ -1,10 +1,13 @@
 """Where memory is tight and clients change their minds: what the server says of it is true."""
 
 import json
+import re
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+import start_llm as s
 from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, Talk, user, wait_until
 from status_client import ask, explained, forget, status, words
 from tiny_models import DENSE, TOOLS, tiny_model
@@ -126,6 +129,23 @@ def test_a_wrapped_question_that_comes_back_with_another_id_is_replayed(served):
     second = served.ask(messages, max_tokens=5)
 
     assert second.n_cached >= first.usage["total_tokens"] - 1
+
+
+def test_docs_operations_explains_every_field_of_a_session_log(served, monkeypatch):
+    records = []
+
+    def write(_path, record):
+        records.append(record)
+
+    monkeypatch.setattr(served.state.session_log, "write", write)
+    served.ask([SYSTEM, user("And?")], max_tokens=5)
+    operations = Path(s.__file__).resolve().parent / "docs/operations.md"
+    _, _, text = operations.read_text().partition("## The session logs")
+    rows = re.findall(r"^\| (`.+?) \|", text.partition("\n## ")[0], re.MULTILINE)
+    fields = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+    written = records[0].keys() - served.state.metrics.snapshot().keys()
+    assert fields == written | {"time", "messages", "tokens"}
 
 
 def test_the_log_of_a_request_says_which_rules_fired_and_no_text(

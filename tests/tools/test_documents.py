@@ -130,16 +130,6 @@ def test_docs_settings_lists_every_setting():
     assert set(names) >= {name.upper() for name in s.Config.model_fields}
 
 
-def test_docs_operations_explains_every_field_of_a_session_log():
-    text = read("docs/operations.md").partition("## The session logs")[2]
-    rows = re.findall(r"^\| (`.+?) \|", text.partition("\n## ")[0], re.MULTILINE)
-    fields = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-
-    written = set(s.SessionRecord.__annotations__) | set(s.RequestFacts.__annotations__)
-    written |= set(s.SessionTurn.__annotations__)
-    assert fields == written | {"time", "messages", "tokens"}
-
-
 def test_defaults_in_the_readme_are_those_of_config():
     rows = dict(SETTING_ROW.findall(read("README.md")))
     assert len(rows) == 8
