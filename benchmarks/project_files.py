@@ -39,7 +39,8 @@ def make_tiny_model() -> ModuleType:
 
 
 def tiny_heads() -> ModuleType:
-    load_file(SUPPORT / "tiny_models.py", "tiny_models")  # which it is made from
+    for name in ("tiny_models", "tiny_families"):  # which it is made from
+        load_file(SUPPORT / f"{name}.py", name)
     return load_file(SUPPORT / "tiny_heads.py", "tiny_heads")
 
 
