@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 import hypothesis
+import nights
 import pytest
 from exact_blas import load_exact_blas
 
@@ -34,8 +35,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # are the same in each run, so that a commit does not fail by chance; new ones are looked for
 # with `pytest -m hypothesis --hypothesis-profile explore`.
 hypothesis.settings.register_profile("explore", deadline=None)
-hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("repeat")
+hypothesis.settings.register_profile("night", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "day", deadline=None, derandomize=True, max_examples=25
+)
+hypothesis.settings.load_profile("day")
 
 pytest.register_assert_rewrite("drafting")  # its assertions are those of tests
 
@@ -64,6 +68,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """From here on, tests write `import start_llm`; a process that only hands them out does not."""
+    if config.getoption("--all"):
+        nights.is_night = True
+        if not config.getoption("--hypothesis-profile"):
+            hypothesis.settings.load_profile("night")
     if not config.getoption("numprocesses", None):
         load_start_llm()
 

@@ -26,6 +26,7 @@ from anthropic_client import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from nights import at_night
 from openai import OpenAI
 from pydantic import TypeAdapter
 from server_fixture import MAX_WAIT_SECONDS, Served, wait_until_idle
@@ -627,7 +628,7 @@ def test_stop_reasons_and_usage(ending, reason):
 # -- the whole server ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[DENSE, HYBRID])
+@pytest.fixture(scope="module", params=[HYBRID, at_night(DENSE)])
 def served(request, tmp_path_factory):
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
     served = Served(folder, max_kv_size=4096)

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minimum_prefill import Request, common_prefix, fewest, prefilled
 from mlx_lm.utils import load_tokenizer
-from nights import at_night
+from nights import at_night, examples
 from server_fixture import (
     MAX_WAIT_SECONDS,
     Exchange,
@@ -1638,7 +1638,8 @@ def check_it_was_told_last(text: str, prompt: str) -> None:
 
 DICE = st.integers(0, 1 << 32).map(random.Random)  # more various than st.randoms()
 RANDOM = settings(
-    max_examples=70, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(70),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from nights import examples
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core import NOT_SET
@@ -665,7 +666,7 @@ def spoiled(body: Any, place: tuple[Any, ...], raw: bytes) -> bytes:
 
 
 @settings(
-    max_examples=200,
+    max_examples=examples(200),
     phases=[Phase.generate],
     derandomize=True,
     database=None,

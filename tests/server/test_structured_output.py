@@ -20,7 +20,7 @@ import pytest
 import start_llm as s
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from nights import at_night
+from nights import at_night, examples
 from server_fixture import SYSTEM, Served, Talk, user
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
@@ -198,7 +198,7 @@ def grow(schemas):
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.recursive(leaves, grow, max_leaves=4),
     st.sampled_from([0, 1.0]),

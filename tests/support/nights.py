@@ -28,6 +28,13 @@ from typing import Any
 
 import pytest
 
+is_night = False  # conftest.py says: with --all
+
+
+def examples(n: int) -> int:
+    """How many examples hypothesis makes: all at night, a quarter by day."""
+    return n if is_night else max(10, n // 4)
+
 
 def by_day(n: int, *, of: int) -> list[Any]:
     """Seeds: the first n by day, and all at night."""

@@ -14,6 +14,7 @@ import start_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
+from nights import examples
 from start_llm import ReplyReader, Tags, ToolCallFormat
 
 PROPERTIES = {
@@ -341,6 +342,7 @@ def test_a_file_that_quotes_the_end_tag_is_read_once() -> None:
     assert time.process_time() - began < 6
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", [" ", "}", "{", "[", ",", "n:", ", ", "} ", Q, "a,a:"])
 @pytest.mark.parametrize("key", ["path", "any", "tree", "items"])
 def test_gemma_arguments_that_run_away_take_no_longer_than_their_length(
@@ -1048,7 +1050,7 @@ WRITTEN: dict[str, tuple[list[str], list[str]]] = {
 # mlx-lm's parser overlooks text beside the arguments of Muse Spark.
 @pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"muse"}))
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
     name: str, data: st.DataObject
 ) -> None:
@@ -1195,7 +1197,7 @@ def test_two_calls_in_one_element_of_a_list_are_text() -> None:
 
 def test_brackets_that_stay_open_are_read_in_linear_work() -> None:
     """Thirty of them took an hour: each was tried again by each that contains it."""
-    text = "<|tool_call>call:read{n:" + "[1," * 200
+    text = "<|tool_call>call:read{n:" + "[1," * 60
     began = time.process_time()
     assert read("gemma", [text]).calls == []
     assert time.process_time() - began < 30

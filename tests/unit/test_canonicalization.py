@@ -16,10 +16,11 @@ import pytest
 import start_llm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from nights import examples
 from templates import call, chat, said
 
 CAPTURES = Path(os.environ.get("CAPTURES") or Path(__file__).parents[2] / "captures")
-QUICK = settings(max_examples=80)
+QUICK = settings(max_examples=examples(80))
 TAGS = ("<think>", "</think>")
 
 
@@ -1017,7 +1018,7 @@ def test_plain_text_is_its_own_canonical_copy(text: str, role: str) -> None:
     )
 )
 @example(["user", "assistant", "system", "user", "user"])
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_every_message_is_in_some_turn_once(roles: list) -> None:
     """Whatever stands between them, and what is no note in the order in which it was said."""
     messages = [

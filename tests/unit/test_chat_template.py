@@ -14,6 +14,7 @@ import start_llm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from nights import at_night
 from templates import (
     CHATML,
     GEMMA_TOKENS,
@@ -49,7 +50,10 @@ ALTERNATING = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 MODELS = [
     "chatml/tiny",
-    *(f"{name}/{vocab}" for name in REAL for vocab in ("qwen3", "glm-4")),
+    *(f"{name}/{'glm-4' if 'glm' in name else 'qwen3'}" for name in REAL),
+]
+WITH_OTHER_VOCABULARY = [
+    f"{name}/{'qwen3' if 'glm' in name else 'glm-4'}" for name in REAL
 ]
 QWENS = [model for model in MODELS if "gemma" not in model]
 
@@ -90,7 +94,7 @@ def conversation(say: Callable[[str], str] = str) -> list:
 WORDS = ["rules1", "hello1", "reply1", "hello2", "ask1", "ask2", "result1", "result2"]
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, *map(at_night, WITH_OTHER_VOCABULARY)])
 def model(request: pytest.FixtureRequest) -> str:
     tokenizer_of(request.param)  # skips where it is absent
     return request.param

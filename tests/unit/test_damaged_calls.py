@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import start_llm
 from mlx_lm.tool_parsers import longcat
+from nights import examples
 from start_llm import (
     ReplyReader,
     Tags,
@@ -24,7 +25,7 @@ from start_llm import (
     think_tag_pattern,
 )
 
-N_MUTATIONS = int(os.environ.get("DAMAGED_CALLS", "150"))
+N_MUTATIONS = int(os.environ.get("DAMAGED_CALLS", examples(150)))
 
 # Two calls share no key and no word, so each word tells where it was written.
 CALLS: list[dict[str, Any]] = [

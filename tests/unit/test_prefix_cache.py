@@ -249,7 +249,7 @@ class History:
 
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("use_index", [True, False])
-@pytest.mark.parametrize("seed", by_day(6, of=12))
+@pytest.mark.parametrize("seed", by_day(3, of=12))
 def test_random_histories_get_the_deepest_prefix_and_never_alias(
     has_state, use_index, seed
 ):
@@ -397,7 +397,7 @@ def make_room(cache, tokens, n_more=0):
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize("seed", by_day(4, of=12))
+@pytest.mark.parametrize("seed", by_day(2, of=12))
 def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
     """Extended, branched, cut short; its line old or young, and by itself or among branches."""
     rng = random.Random(seed)
@@ -978,7 +978,7 @@ def test_nothing_is_evicted_while_memory_is_free():
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_day(1, of=3))
 def test_a_lookup_that_passes_entries_over_finds_what_a_full_one_does(seed, has_state):
     """Sessions that share a head, some whole, some cut short, some running."""
     rng = random.Random(seed)

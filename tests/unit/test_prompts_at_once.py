@@ -127,6 +127,7 @@ class Desk:
             self.step()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("speed", COSTS)
 @pytest.mark.parametrize("lengths", [[100] * 8, [100] * 4, [90, 100, 110, 120, 80, 70]])
 @pytest.mark.parametrize("has_stream", [False, True])

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nights import examples
 from start_llm import (
     ReplyReader,
     Tags,
@@ -216,7 +217,7 @@ def test_text_around_calls_is_as_generated_and_calls_alone_have_no_content() -> 
 
 
 @given(REPLIES, st.lists(st.integers(0, 200), max_size=8))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_text_without_tag_tokens_is_literal(text: str, cuts: list[int]) -> None:
     texts = split(chunked(text, cuts), tag="")
     assert texts == {"reasoning": "", "content": text, "call": ""}

@@ -11,7 +11,7 @@ import start_llm as s
 from artifacts import artifact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nights import at_night
+from nights import at_night, examples
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def find_slowly(ids, *, min_tokens, min_repeats):
     return 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     passage=st.lists(st.integers(0, 1), min_size=1, max_size=24),
     n_repeats=st.integers(1, 12),

@@ -64,6 +64,7 @@ FILTERS = (
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("masked", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -134,7 +135,7 @@ def test_a_look_back_of_none_is_that_of_the_repetition_penalty_alone(name, size)
 
 
 def test_what_is_drawn_is_as_frequent_as_it_is_probable():
-    n_draws = 4_000
+    n_draws = 2_000
     probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05])
     variances = probabilities * (1 - probabilities) / n_draws
     deviations = np.sqrt(variances) + 1e-9

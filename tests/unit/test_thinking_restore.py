@@ -14,10 +14,11 @@ import pytest
 import start_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nights import examples
 from templates import call, said
 
-QUICK = settings(max_examples=60)
-THOROUGH = settings(max_examples=200)
+QUICK = settings(max_examples=examples(60))
+THOROUGH = settings(max_examples=examples(200))
 TAGS = ("<think>", "</think>")
 ASKED = (b"digest of what is answered",)
 

@@ -15,6 +15,7 @@ from artifacts import artifact
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools, mistral
+from nights import examples
 from start_llm import (
     CALL_SYNTAXES,
     ReplyReader,
@@ -593,7 +594,7 @@ def test_json_cut_off_in_a_number_or_a_word_is_left_open(cut: str) -> None:
 )
 @example('<tool_call>{"name": "read", "arguments": {"a": [1}}\n</tool_call>', [])
 @example("<tool_call>" * 300, [])
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_garbage_never_fails_and_never_vanishes(text: str, cuts: list[int]) -> None:
     text = "<tool_call>" + text
     reply = read(text, cuts)
@@ -1296,7 +1297,7 @@ OPENINGS = {
 
 @pytest.mark.parametrize("syntax", PARTS)
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_call_never_runs_with_fewer_arguments_than_were_written(
     syntax: str, data: st.DataObject
 ) -> None:
