@@ -106,6 +106,7 @@ def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
     assert not set(damaged) & set(b.engine.call(lambda x: list(x.cache.entries)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at_call", [1, 2])
 def test_an_error_in_a_prompt_is_not_heard_of(bench, kind, at_call):

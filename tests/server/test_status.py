@@ -17,7 +17,7 @@ COUNTERS = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp"
 pytestmark = pytest.mark.covering(1, over="module")
 
 
-@pytest.fixture(scope="module", params=[DENSE, HYBRID])
+@pytest.fixture(scope="module", params=[HYBRID, DENSE])
 def served(request, tmp_path_factory):
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
     with closing(Served(folder)) as server:
