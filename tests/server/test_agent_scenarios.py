@@ -104,11 +104,11 @@ def five_last_messages(served: Served) -> list[Exchange]:
 def three_conversations(served: Served) -> list[Exchange]:
     """Interleaved, then at once."""
     talks = [Talk(served, seed) for seed in (6, 7, 8)]
-    for _ in range(3):
+    for _ in range(2):
         for talk in talks:
             talk.step()
     with ThreadPoolExecutor(len(talks)) as pool:
-        lasts = pool.map(lambda talk: [talk.step() for _ in range(4)][-1], talks)
+        lasts = pool.map(lambda talk: [talk.step() for _ in range(2)][-1], talks)
         return list(lasts)
 
 
@@ -151,11 +151,11 @@ def cancelled_prefill(served: Served) -> list[Exchange]:
 
 
 def divergence_everywhere(served: Served) -> list[Exchange]:
-    """At every message boundary of a tool loop of eight steps, in random order."""
+    """At every message boundary of a tool loop of five steps, in random order."""
     talk = Talk(served, 11)
     # Of one argument: a forced call has its arguments in the schema's order.
     choice = {"type": "function", "function": {"name": "bash"}}
-    steps = [talk.step(tool_choice=choice) for _ in range(8)]
+    steps = [talk.step(tool_choice=choice) for _ in range(5)]
     boundaries = list(range(1, len(steps[-1].messages) + 2))  # the last reply included
     random.Random(12).shuffle(boundaries)
     for boundary in boundaries:
@@ -367,7 +367,7 @@ def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     fields = {
         "temperature": 0.8,
         "logit_bias": {str(served.scribe.end): -100},  # it goes on to max_tokens
-        "max_tokens": 200,
+        "max_tokens": 100,
         "tools": TOOLS,
     }
     alone = served.ask(talks[3].messages, seed=3, **fields)
@@ -464,7 +464,7 @@ CUT = {
 
 
 def test_streamed_and_whole_answers_are_the_same(served):
-    for seed in range(20):
+    for seed in range(12):
         talk = Talk(served, 400 + seed)
         is_thinking = seed % 2 == 0
         fields = {"extra_body": {"enable_thinking": is_thinking}}

@@ -1169,8 +1169,12 @@ AT_NIGHT = {
     "thinking_left_blank",
     "thinking_moved",
     "thinking_as_text",
+    "billed",
+    "operator_note",
     "understood_arguments",
+    "new_session",
     "two_sessions",
+    "late_note",
     "resent",
 }
 

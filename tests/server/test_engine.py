@@ -154,8 +154,8 @@ def staggered(b, rng):
 
 
 def long_beside_short(b, rng):
-    """A row of 6,000 tokens decodes while rows of 300 to 2,000 come and go."""
-    lengths = (6_000, 300, 2_000, 700)
+    """A row of 3,600 tokens decodes while rows of 300 to 1,200 come and go."""
+    lengths = (3_600, 300, 1_200, 700)
     tickets = [b.submit(words(rng, n), n=40 if n > 1000 else 15) for n in lengths]
     replies = finish_all(b, tickets)
 

@@ -33,6 +33,7 @@ from anthropic_client import user as blocks
 from forked_process import CONTEXT, ForkedProcess, run_proxy_alone
 from litellm_beside import Keeper, Order, is_open, settings_for
 from litellm_stand_in import LISTENS, write_litellm_that_listens
+from nights import at_night
 from replica_choice import STATE_WORDS
 from server_fixture import (
     MAX_WAIT_SECONDS,
@@ -775,7 +776,7 @@ def outcome_of(step: Exchange) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, at_night(False)])
 def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(
     lab, stream
 ):
@@ -965,6 +966,7 @@ def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
     assert names == {lab.model_id}
 
 
+@pytest.mark.slow
 def test_each_name_reaches_its_server_by_every_api(tmp_path_factory):
     """PROXY_MODELS, through the real LiteLLM: chats, messages, responses, Google's."""
     if not LITELLM.exists():

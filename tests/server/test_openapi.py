@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import nights
 import pydantic
 import pytest
 import schemathesis
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from nights import examples
+from nights import at_night, examples
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core import NOT_SET
@@ -472,16 +473,14 @@ def generated_requests():
 
 
 @pytest.mark.parametrize(("label", "mode"), [*generated_requests()])
-def test_every_answer_is_one_that_the_description_allows(
-    served, label, mode, pytestconfig
-):
+def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     operation = OPERATIONS[label]
     method, path = label.split()
     takes = bool(operation.body) or bool(list(operation.iter_parameters()))
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
     n_examples = 8 if takes else 1
-    if method == "POST":
-        n_examples = 30 if pytestconfig.getoption("--all") else 10
+    if nights.is_night and method == "POST":
+        n_examples = 30
 
     @settings(
         max_examples=n_examples,
@@ -762,11 +761,12 @@ MANY = [
         for n in (20, 90)
     ),
 ]
-MANY += [
-    (json.dumps(schema), CHAT, offering(schema, tool_choice=choice, max_tokens=60))
-    for schema in NO_SCHEMAS
-    for choice in ("auto", "required")
-]
+for schema in NO_SCHEMAS:
+    free, forced = (
+        (json.dumps(schema), CHAT, offering(schema, tool_choice=choice, max_tokens=60))
+        for choice in ("auto", "required")
+    )
+    MANY += [at_night(*free), forced]
 for schema in [*NO_SCHEMAS, deep(90)]:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     MANY.append((json.dumps(schema), CHAT, chat(response_format=form)))

@@ -100,7 +100,7 @@ def test_warm_logits_are_cold_logits_of_rounded_kv(bench, kind, scenario, settin
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "scenario",
-    [branch_and_return, one_more_token, cancelled, staggered],
+    [branch_and_return, cancelled, *map(at_night, (one_more_token, staggered))],
     ids=lambda x: x.__name__,
 )
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])
@@ -312,7 +312,9 @@ def test_with_drafts_packed_kv_is_what_a_cold_run_has(
 
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("settings", [*DRAFT_PACKINGS, {"kv_bits": "4"}], ids=name_of)
+@pytest.mark.parametrize(
+    "settings", [*DRAFT_PACKINGS, at_night({"kv_bits": "4"})], ids=name_of
+)
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])
 def test_a_reply_of_packed_kv_is_the_same_with_drafts_and_without(
     bench, monkeypatch, kind, settings

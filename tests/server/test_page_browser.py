@@ -382,6 +382,7 @@ def test_a_request_that_waited_says_for_what(visit):
         assert max(widths, key=lambda pair: pair[1])[0] == "waited"
 
 
+@pytest.mark.slow
 def test_each_reason_to_wait_has_its_words(visit):
     words = {
         "queue": "Waited 5.0 s for its turn;",
@@ -409,6 +410,7 @@ def test_a_long_prefill_shows_the_time_that_is_left(visit):
         expect(page.locator(".times .left")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_a_bar_that_is_longer_than_the_axis_says_so(visit):
     body = idle_body()
     body["recent"] = [ended(f"r{n}", prefill=0.5, decode=0.5) for n in range(5)]
@@ -487,6 +489,7 @@ def test_what_was_found_on_the_disk_after_a_restart_is_shown(visit):
         )
 
 
+@pytest.mark.slow
 def test_an_example_can_be_tried_with_one_click(visit):
     with serving_page() as stub:
         page = visit(stub)
@@ -544,6 +547,7 @@ def test_each_cache_entry_says_whose_it_is_and_what_it_saves(visit):
         expect(entry).to_contain_text("0.05 s instead of 14 s")
 
 
+@pytest.mark.slow
 def test_two_sessions_of_one_client_are_told_apart(visit):
     body = idle_body()
     body["recent"] = [
@@ -562,6 +566,7 @@ def test_two_sessions_of_one_client_are_told_apart(visit):
         assert names == ["PI (aaaa0000)", "PI (bbbb0000)", "Codex"]
 
 
+@pytest.mark.slow
 def test_the_cache_is_read_with_the_arrow_keys(visit):
     with serving_page(status=four_agents_body()) as stub:
         page = visit(stub)
@@ -576,6 +581,7 @@ def test_the_cache_is_read_with_the_arrow_keys(visit):
         expect(page.locator(".entry .path")).to_have_count(2)  # its own, its parent's
 
 
+@pytest.mark.slow
 def test_an_entry_is_not_drawn_through_tokens_that_its_parent_only_shares(visit):
     body = idle_body()
     body["cache"] = [
@@ -754,6 +760,7 @@ def test_what_could_not_be_dropped_is_not_said_to_be_untouched(visit):
 # -- whatever it is given --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_does_with_what_an_older_server_sends(visit):
     with serving_page(status=without_new_fields(four_agents_body())) as stub:
         page = visit(stub)
@@ -798,6 +805,7 @@ def test_what_clients_choose_is_text_and_never_markup(visit):
         assert "\u202e" not in page.locator("#live").inner_text()
 
 
+@pytest.mark.slow
 def test_what_saved_less_than_a_second_is_counted_in_tokens(visit):
     body = idle_body()
     body["totals"] = {
@@ -842,6 +850,7 @@ def test_everything_is_reached_with_the_tab_key(visit):
         assert wanted <= reached
 
 
+@pytest.mark.slow
 def test_read_and_waited_differ_by_more_than_their_colour(visit):
     with serving_page(status=four_agents_body()) as stub:
         page = visit(stub)
@@ -856,6 +865,7 @@ def test_read_and_waited_differ_by_more_than_their_colour(visit):
         assert looks[3] == "none"
 
 
+@pytest.mark.slow
 def test_a_request_keeps_its_row_while_it_goes_on(visit):
     with serving_page(status=long_prefill_body()) as stub:
         page = visit(stub)
