@@ -14121,17 +14121,15 @@ def watch_for_call(openings: Sequence[Sequence[int]], grammar: Any) -> Constrain
 
     `openings`: the tokens of each, tag and name: the tag alone may be a quotation.
     """
-    # The empty one is among them. After A A of the opening A A B, a third A leaves A A.
-    beginnings = {tuple(ids[:n]) for ids in openings for n in range(len(ids) + 1)}
-    opened: tuple[int, ...] = ()  # the beginning of an opening, or nothing
+    n_longest = max(map(len, openings))
+    last_ids: list[int] = []
     while True:
         new_ids = yield AllowedTokens()
         for n_read, token_id in enumerate(new_ids, 1):
-            opened = (*opened, token_id)
-            while opened not in beginnings:
-                opened = opened[1:]
-            if opened in map(tuple, openings):
-                yield from follow_grammar(grammar, [*opened, *new_ids[n_read:]])
+            last_ids = [*last_ids, token_id][-n_longest:]
+            for opening in openings:
+                if last_ids[-len(opening) :] == list(opening):
+                    yield from follow_grammar(grammar, [*opening, *new_ids[n_read:]])
 
 
 class _ConstraintProcessor:
@@ -14890,8 +14888,8 @@ def make_constraints(
 
     `in_reasoning`: the prompt has opened thinking. `call_start`: the tag that opens a
     call, "" for a model that knows no calls. `call_forms`: how a call may be written,
-    if it must fit a schema; else none. Raises BadRequest: a schema cannot be compiled,
-    or the call cannot be forced.
+    if the reply must be one, or if one may come and some tool is strict; else none.
+    Raises BadRequest: a schema cannot be compiled, or the call cannot be forced.
     """
     demands = (
         request.tool_choice.mode != "auto",
