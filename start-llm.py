@@ -8504,8 +8504,7 @@ def leaf_kind(leaf: Any) -> LeafKind:
 class OpaqueState:
     """A copy of all that an opaque leaf consists of, by the names of its attributes.
 
-    why(L-173): not of its `state`, which may lack a part of it, hand out an array that
-    the leaf writes into, or have no setter.
+    why(L-173): its `state` may lack a part, be written into, or have no setter.
     """
 
     fields: dict[str, Any]
@@ -8556,8 +8555,7 @@ def count_kv_bytes(layer_caches: LayerCaches) -> int:
 def seal_state(layer_caches: LayerCaches) -> None:
     """Have whoever reads `state` of one of these leaves raise ValueError.
 
-    why(L-125): mlx-vlm's Gemma 3n reads it, in layers that share the KV of another one,
-    and expects what mlx-vlm's own caches have there.
+    why(L-125): mlx-vlm's Gemma 3n does, and expects what its own caches have there.
     """
 
     def refuse(_leaf: Any) -> Any:
@@ -8588,10 +8586,7 @@ def window_tokens(leaf: Any) -> int:
 
 # Pinned by test_upstream.py::test_a_window_is_no_longer_than_what_is_read_again
 def drop_outside_window(leaf: Any) -> None:
-    """Drop what a prefill slice has left before the window, of a RotatingKVCache.
-
-    While a slice is read, that is longer than its window by the slice.
-    """
+    """Drop what a prefill slice has left before the window, of a RotatingKVCache."""
     if not isinstance(leaf, RotatingKVCache) or leaf._idx <= leaf.max_size:
         return
     n_excess = leaf._idx - leaf.max_size
@@ -8655,9 +8650,8 @@ def feed_padded(
 ) -> None:
     """Let the model read rows of unlike lengths in one call.
 
-    `layer_caches`: attention alone, in batch form, with what comes before, if anything.
-    Padding comes after a row, where none of its tokens sees it; then it is moved to
-    where a batch has padding.
+    `layer_caches`: attention alone, in batch form. Padding comes after a row, where
+    none of its tokens sees it; then it is moved to where a batch has padding.
     """
     longest = max(map(len, token_rows))
     padded_rows = [ids + [0] * (longest - len(ids)) for ids in token_rows]
@@ -8689,8 +8683,8 @@ def read_byte_letters() -> Mapping[str, int]:
 # -- 4 vision --------------------------------------------------------------------------
 #
 # A model of mlx-vlm has a `language_model`, which is called as mlx-lm's models are, and
-# `get_input_embeddings`, which runs its vision tower. Nothing here is documented.
-# mlx_vlm is imported inside functions: a server of a text model starts without it.
+# `get_input_embeddings`, which runs its vision tower. mlx_vlm is imported inside
+# functions: a server of a text model starts without it.
 
 
 # Pinned by test_model_kind.py
@@ -8742,8 +8736,8 @@ def load_vlm_model(path: Path, *, trust_remote_code: bool) -> Any:
 def mend_layers(model: Any, layer_caches: LayerCaches) -> LayerCaches:
     """Empty caches of a model of mlx-vlm, made so that it goes on as it has begun.
 
-    why(L-174): DeepSeek V4 makes one entry of each four tokens and the four before, and
-    forgets these between two calls. Its caches remember them here.
+    why(L-174): DeepSeek V4 makes an entry of four tokens and the four before, which it
+    forgets between two calls.
     """
     if model.config.model_type != "deepseek_v4":
         return layer_caches
@@ -8757,14 +8751,11 @@ def mend_layers(model: Any, layer_caches: LayerCaches) -> LayerCaches:
 @lru_cache(1)
 # Pinned by test_opaque_families.py
 def _overlapping_pool_class() -> type:
-    """mlx-vlm's PoolingCache, which begins each call with the entry before it.
-
-    An entry is made of `ratio` tokens: of their keys with values, and of their gates.
-    """
+    """mlx-vlm's PoolingCache, which begins each call with the entry before it."""
     from mlx_vlm.models.cache import PoolingCache
 
     class OverlappingPool(PoolingCache):  # type: ignore[misc]
-        _last_tokens: tuple[mx.array, mx.array] | None = None  # of the last entry
+        _last_tokens: tuple[Any, Any] = (None, None)  # of the last entry
         _n_repeated = 0  # entries that are made a second time in this call
 
         def accumulate_windows(self, kv: mx.array, gate: mx.array, offset: int) -> Any:
@@ -8772,14 +8763,16 @@ def _overlapping_pool_class() -> type:
             kv, gate, start = super().accumulate_windows(kv, gate, offset)
             if kv.shape[1] == 0:
                 return kv, gate, start
-            last_tokens = self._last_tokens
-            ends = (kv[:, -self.ratio :], gate[:, -self.ratio :])
-            self._last_tokens = (mx.contiguous(ends[0]), mx.contiguous(ends[1]))
-            if last_tokens is None:
+            last_kv, last_gate = self._last_tokens
+            self._last_tokens = (
+                mx.contiguous(kv[:, -self.ratio :]),
+                mx.contiguous(gate[:, -self.ratio :]),
+            )
+            if last_kv is None:
                 return kv, gate, start
             self._n_repeated = 1
-            kv = mx.concatenate([last_tokens[0], kv], axis=1)
-            gate = mx.concatenate([last_tokens[1], gate], axis=1)
+            kv = mx.concatenate([last_kv, kv], axis=1)
+            gate = mx.concatenate([last_gate, gate], axis=1)
             return kv, gate, start - self.ratio
 
         def update_and_fetch(self, entries: mx.array) -> Any:
@@ -8793,10 +8786,10 @@ def _overlapping_pool_class() -> type:
 
 # Pinned by test_upstream.py::test_the_tokens_of_an_image_see_each_other
 def see_images_both_ways(model: Any) -> bool:
-    """Let the tokens of an image see those after them, too, where a model wants that.
+    """Let an image's tokens see those after them, too; False if a model does not want it.
 
-    That is Gemma 4. Upstream's own mask for it does nothing after a cached prefix.
-    Returns whether calls must then name an image's tokens (`mm_token_type_ids`).
+    Gemma 4 does. Upstream's own mask for it does nothing after a cached prefix. Calls
+    must then name an image's tokens (`mm_token_type_ids`).
     """
     inner: Any = getattr(model.language_model, "model", None)
     if not hasattr(inner, "_apply_blockwise_bidirectional_overlay"):
@@ -9002,9 +8995,8 @@ def load_head(path: Path, model: Any) -> MtpHead:
 def read_gated_delta_in_chunks() -> None:
     """Let the gated-delta layers of mlx-lm's models read a prompt in chunks.
 
-    mlx-lm has a kernel for them on Metal. Elsewhere it reads token by token (Qwen3.5 on
-    CUDA: some 150 tokens a second), which mlx-vlm does 64 tokens at a time, by products
-    of matrices. Both are the same but for rounding.
+    Without Metal mlx-lm reads token by token (Qwen3.5 on CUDA: some 150 a second), and
+    mlx-vlm 64 at a time, by products of matrices: the same but for rounding.
     """
     from mlx_vlm.models.qwen3_5.gated_delta import gated_delta_chunked
 
@@ -13095,7 +13087,7 @@ _MIN_SHARED_WORDS: Final = 0.99  # of a vocabulary, to draft; added tokens may d
 
 
 class LoadedDraftModel(NamedTuple):
-    """The model of DRAFT_MODEL: its words are those of the model that it drafts for."""
+    """A small model that drafts: its words are those of the model that it drafts for."""
 
     model: Any  # called as mlx-lm's models are; every layer can be cut
     path: Path
@@ -13104,7 +13096,7 @@ class LoadedDraftModel(NamedTuple):
 
 
 class LoadedDraftHead(NamedTuple):
-    """The head of DRAFT_MODEL, which belongs to the model that it drafts for."""
+    """A head that drafts, from DRAFT_MODEL or the model's own files."""
 
     head: MtpHead
     path: Path
@@ -13278,8 +13270,7 @@ def _resolve(setting: str, name: str, config: Config) -> Path:
 def choose_model(config: Config, stop: threading.Event) -> str:
     """The model to serve where MODEL_PATH names none: the demo, or a person's choice.
 
-    scripts/helpers/choose_model.py asks on a terminal. It is ended if `stop` is set
-    meanwhile.
+    scripts/helpers/choose_model.py asks on a terminal, until `stop` is set.
     """
     script = Path(__file__).resolve().parent / "scripts" / "helpers" / "choose_model.py"
     if not script.is_file():
@@ -13331,9 +13322,8 @@ _GPT_OSS_TAGS: Final[Sequence[str]] = (
 
 
 def load_or_demo(config: Config) -> LoadedModel:
-    """The model of MODEL_PATH, or the demo where that cannot be fetched or loaded.
+    """The model that choose_model() chose, or the demo where it cannot be loaded.
 
-    For a model that choose_model() chose: it was never a condition of the start.
     Raises ModelError if the demo cannot be loaded.
     """
     try:
@@ -13349,9 +13339,7 @@ def load_model(
 ) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
-    A model whose images cannot be read is served as a text model, with a warning,
-    unless MODEL_KIND insists. With `cluster`, this rank's part of a text model is
-    loaded; raises RanksEnd, too.
+    With `cluster`, this rank's part of a text model is loaded; raises RanksEnd, too.
     """
     if config.mlx_backend == "cpu":
         mx.set_default_device(mx.cpu)
@@ -13376,10 +13364,7 @@ def load_model(
 
 
 def free_weights(loaded: LoadedModel) -> None:
-    """Give the memory of the weights back; only reload_weights() may follow.
-
-    Whoever refers to the model keeps it: its arrays are empty meanwhile.
-    """
+    """Give the memory of the weights back: all arrays are empty until reload_weights()."""
     for module in _modules_of(loaded):
         module.update(tree_map(lambda _: mx.zeros((0,)), module.parameters()))
 
@@ -13404,7 +13389,10 @@ def _modules_of(loaded: LoadedModel) -> list[Any]:
 def _load_kind(
     path: Path, config: Config, cluster: ClusterRank | None = None
 ) -> LoadedModel:
-    """Load a model as MODEL_KIND says, by default for images if it can read some."""
+    """Load a model as MODEL_KIND says, by default for images if it can read some.
+
+    If its images fail, it is served as a text model, with a warning.
+    """
     kinds: list[_Kind] = ["text"]
     if config.model_kind != "auto":
         kinds = [config.model_kind]
@@ -13908,8 +13896,8 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
 def memory_limit(config: Config) -> int:
     """Bytes for model, KV and buffers.
 
-    By default 0.9 of what Metal recommends, or of the RAM, or of an NVIDIA GPU's memory
-    as far as no other program holds it.
+    By default 0.9 of what Metal recommends, or of the RAM, or of what other programs
+    leave of an NVIDIA GPU's memory.
     """
     if config.memory_limit_bytes:
         return config.memory_limit_bytes
