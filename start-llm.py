@@ -13405,11 +13405,10 @@ def _load_kind(
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
         if kind == "text" and _is_for_mlx_vlm(path):
             library = "mlx-vlm, for text"
+        fault = f"The model in {path} cannot be loaded by {library}"
         load = partial(_load, path, config, kind=kind, cluster=cluster)
         try:
-            loaded = _explain(
-                f"The model in {path} cannot be loaded by {library}", load
-            )
+            loaded = _load_or_explain(fault, load)
         except ModelError as error:
             faults.append(str(error))
             continue
@@ -13423,20 +13422,20 @@ def _load_kind(
     raise ModelError(". ".join(faults))
 
 
-def _explain[Loaded](what: str, load: Callable[[], Loaded]) -> Loaded:
-    """What `load` returns. Raises ModelError: `what` is so, and why."""
+def _load_or_explain[Loaded](fault: str, load: Callable[[], Loaded]) -> Loaded:
+    """What `load` returns. Raises ModelError: the fault, and the reason."""
     try:
         return load()
     except Exception as error:  # mlx and transformers raise what they like
-        logger.debug(what, exc_info=True)
-        why = repr(error)
-        if "trust_remote_code" in why:  # an argument of a library; here it is a setting
-            why = (
+        logger.debug(fault, exc_info=True)
+        reason = repr(error)
+        if "trust_remote_code" in reason:  # a library's argument; here it is a setting
+            reason = (
                 "it needs Python code that comes with it: TRUST_REMOTE_CODE=true lets"
                 " that run, with all your rights"
             )
     # Outside, so that the error does not keep the weights that were loaded already.
-    raise ModelError(f"{what}: {why}"[:500])
+    raise ModelError(f"{fault}: {reason}"[:500])
 
 
 def _load(
@@ -13616,7 +13615,7 @@ def _load_draft_head(
             )
 
     read = partial(_read_head, path, loaded, config)
-    return _explain(f"{setting} cannot be loaded by mlx-vlm", read)
+    return _load_or_explain(f"{setting} cannot be loaded by mlx-vlm", read)
 
 
 def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | None:
@@ -13630,7 +13629,7 @@ def _load_own_head(loaded: LoadedModel, config: Config) -> LoadedDraftHead | Non
         return _read_head(loaded.path, loaded, config) if has_head else None
 
     try:
-        return _explain("the head in the model's files cannot be used", read)
+        return _load_or_explain("the head in the model's files cannot be used", read)
     except ModelError as error:
         logger.warning("%s", error)
         return None
@@ -13654,7 +13653,7 @@ def _load_draft_model(
     load = partial(
         _load_parts, path, model_config, kind="text", trust=config.trust_remote_code
     )
-    model, tokenizer = _explain(f"{setting} cannot be loaded by mlx-lm", load)
+    model, tokenizer = _load_or_explain(f"{setting} cannot be loaded by mlx-lm", load)
     vocabulary = loaded.tokenizer.get_vocab().items()
     n_equal = len(vocabulary & tokenizer.get_vocab().items())
     if n_equal < _MIN_SHARED_WORDS * len(vocabulary):
@@ -14619,8 +14618,8 @@ class _ReplyForm:
 # What is markup if it is one token: <arg_key>, [TOOL_CALLS]
 _MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
 
-# Or llguidance itself writes what is certain to come, and spells <tool_call> in a JSON
-# string, where it is text, by the token of the tag.
+# If "forcing", llguidance itself writes what is certain to come, and spells <tool_call>
+# in a JSON string, where it is text, by the token of the tag.
 _GRAMMAR_HEAD: Final = '%llguidance {"no_forcing": true}'
 
 # A schema of 200,000 characters takes a second to compile.
