@@ -14973,7 +14973,7 @@ class _ReplyGrammars:
 
             the arguments of each call fit the schema of its tool
             a call that does not compile by itself may have any arguments
-            only those of strict tools must fit, but only these tools may be called
+            so may all calls of tools that are not strict
         """
         calls = self._calls
         try:
