@@ -8478,7 +8478,6 @@ class LeafKind(NamedTuple):
 _ATTENTION: Final = LeafKind("attention", can_cut=True)
 _RECURRENT: Final = LeafKind("recurrent", can_hold=True, can_put_back=True)
 _WINDOW: Final = LeafKind("window", can_put_back=True, window_attribute="max_size")
-_CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
 _OPAQUE: Final = LeafKind("opaque", is_opaque=True)
 
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
@@ -8486,7 +8485,7 @@ LEAF_KINDS: Final[dict[type, LeafKind]] = {
     BatchKVCache: _ATTENTION,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW._replace(must_extract=True),
-    ChunkedKVCache: _CHUNK,
+    ChunkedKVCache: LeafKind("window", window_attribute="chunk_size"),
     ArraysCache: _RECURRENT,
     _VisionRecurrentCache: _RECURRENT,
 }
@@ -13986,7 +13985,7 @@ def _find_candidates(
 ) -> tuple[mx.array, mx.array]:
     """The tokens that may be drawn: log-probabilities and ids, both `(n,)`, unsorted.
 
-    Some of them may not be drawn after all: their log-probability is -inf.
+    Those of which the log-probability is -inf may not.
     """
     values = logprobs[0].astype(mx.float32)
     ids = mx.arange(values.size, dtype=mx.uint32)
@@ -13999,9 +13998,8 @@ def _find_candidates(
             values, ids = _keep_best_blocks(values, ids, sampling.top_k, block_size)
 
     if sampling.top_p < 1:
-        # `top_p` is a share of all tokens, and mlx-lm's apply_top_p() takes a share of
-        # those that it is given. If these have 0.95 of the probability, a `top_p` of
-        # 0.9 is a share of 0.9 / 0.95 of them; of more than 1, all of them stay.
+        # `top_p` is a share of all tokens, and apply_top_p() takes one of those that it
+        # is given: if these have 0.95 of the probability, 0.9 / 0.95.
         kept_share = mx.exp(mx.logsumexp(values) - log_total)
         values = apply_top_p(values, max(sampling.top_p, _MIN_TOP_P) / kept_share)
     if sampling.min_p > 0:
@@ -14096,8 +14094,7 @@ def follow_grammar(grammar: Any, first_ids: Sequence[int] = ()) -> ConstraintSte
     while True:
         matcher.consume_tokens(new_ids)
         flags = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
-        if matcher.is_error():
-            # It grew too large. The matcher now allows nothing but the end.
+        if matcher.is_error():  # too large: the matcher now allows nothing but the end
             logger.warning("the grammar gave up: %.200s", matcher.get_error())
         n_steps = _FOREVER if matcher.is_stopped() else 1
         new_ids = yield AllowedTokens(flags, others=False, n_steps=n_steps)
