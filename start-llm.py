@@ -11668,8 +11668,7 @@ class DiskTier:
 # What each session sent last, and why the next request could not reuse more of it.
 #
 # All of this is for people: the status page, session logs, warnings. Nothing here finds
-# KV. (LEDGER compares the session id that a client sends; PREFIX CACHE shows and drops
-# entries by the one that session_id_for() returns.)
+# KV; PREFIX CACHE shows and drops entries by the id that session_id_for() returns.
 #
 # Two requests are compared by their tokens, and by their canonical messages:
 #
@@ -11801,9 +11800,8 @@ class SessionIndex:
             requests = [r for r in self._requests if is_kept(r)]
             if not is_too_large:
                 requests.append(request._replace(cost=cost))
-            total_cost = sum(r.cost for r in requests)
-            while total_cost > self.MAX_COST:
-                total_cost -= requests.pop(0).cost
+            while sum(r.cost for r in requests) > self.MAX_COST:
+                del requests[0]
             self._requests = requests
 
     def __contains__(self, session_id: str | None) -> bool:
@@ -11908,16 +11906,13 @@ def count_reread_tokens(
     if earlier.messages and n_stable == len(earlier.messages):
         n_rerendered = max(0, earlier.n_prompt_tokens - n_known)
 
+    n_characters: Counter[bool] = Counter()  # by whether the earlier request had them
     earlier_digests = set(earlier.digests)
-    n_characters = 0
-    n_repeated_characters = 0
     for message in request.messages[n_stable:]:
-        size = len(str(message.original))
-        n_characters += size
-        if message.digest in earlier_digests:
-            n_repeated_characters += size
+        is_repeated = message.digest in earlier_digests
+        n_characters[is_repeated] += len(str(message.original))
 
-    repeated_share = n_repeated_characters / max(1, n_characters)
+    repeated_share = n_characters[True] / max(1, n_characters.total())
     n_following = max(0, request.n_prompt_tokens - n_known - n_rerendered)
     n_reread = max(0, n_common - cached_tokens) + n_rerendered
     n_reread += int(repeated_share * n_following)
@@ -11993,17 +11988,13 @@ def diagnose_miss(
     if earlier is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     difference = _find_difference(earlier, request)
-    if difference is None:
+    if difference is None or difference.message_index == len(earlier.messages):
         return None
 
     index = difference.message_index
     if index is not None:
-        if index == len(earlier.messages):
-            return None
         roles = {earlier.messages[index].role, difference.role}
-        kind = (
-            "messages_changed" if roles.isdisjoint(SYSTEM_ROLES) else "system_changed"
-        )
+        kind = "system_changed" if roles & SYSTEM_ROLES else "messages_changed"
     elif earlier.tools_hash != request.tools_hash:
         kind = "tools_changed"
     else:  # thinking, effort or another setting of the template
