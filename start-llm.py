@@ -16145,7 +16145,7 @@ class SchedulingPolicy:
     def pause_seconds(self) -> float:
         """How long short prompts are read before others decode a step again (L-220).
 
-        Two steps fall into the pause besides: that one, and the first of who was read.
+        That step falls into the pause, too, and the first of who was read.
         """
         longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
         return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
@@ -16167,10 +16167,9 @@ class SchedulingPolicy:
         """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
 
         If nobody decodes, the debt so far is void: whom it was owed to is gone. This
-        slice counts all the same: the reader itself may decode from now on.
-
-        One that is alone takes no time from other prompts. But it has had a slice: a
-        shorter one that comes now is read before its next (L-71).
+        slice counts all the same: the reader itself may decode from now on. A lone
+        reader takes no time from other prompts, but it has had its turn: a shorter one
+        that comes now is read before its next slice (L-71).
         """
         if not is_decoding:
             self.decode_debt = self.burst_seconds = 0.0
@@ -17034,7 +17033,7 @@ def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
 class PromptReader:
     """Lets the model read prompts, and measures what a slice costs.
 
-    Exceptions leave the KV of the requests that it was given in doubt.
+    An exception in a method leaves the KV of the requests that it is given in doubt.
     """
 
     def __init__(
