@@ -13713,8 +13713,8 @@ def widen_weights(model: Any, *, max_bytes: int) -> None:
 
     One layer at a time: all weights never exist twice.
     """
-    weights: Any = tree_flatten(model.parameters())
-    if all(array.dtype == mx.float32 for _, array in weights):
+    dtypes: Any = tree_flatten(tree_map(lambda array: array.dtype, model.parameters()))
+    if all(dtype == mx.float32 for _, dtype in dtypes):
         return
     n_bytes = count_array_bytes(model.parameters())
     n_wide_bytes = 4 * mlx_lm.utils.get_total_parameters(model)

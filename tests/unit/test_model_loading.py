@@ -794,6 +794,17 @@ def test_the_room_that_is_foreseen_is_the_room_that_is_taken(bits):
     assert all(w.dtype == mx.float32 for _, w in tree_flatten(model.parameters()))
 
 
+def test_weights_do_not_exist_twice_while_they_are_widened():
+    model = model_of(mx.bfloat16)
+    n_bytes = sum(weights.nbytes for _, weights in tree_flatten(model.parameters()))
+    mx.reset_peak_memory()
+    n_active = mx.get_active_memory()
+
+    start_llm.widen_weights(model, max_bytes=10**9)
+
+    assert mx.get_peak_memory() - n_active < 1.75 * n_bytes  # twice as many are added
+
+
 # -- sampling where a request does not say --------------------------------------------
 
 OWN = {"temperature": 0.1, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
