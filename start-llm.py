@@ -12354,10 +12354,10 @@ class VisionModel(VlmModel):
         Raises NotImplementedError if layers want what is not fed here.
         """
         # Pixels are made again here: nobody keeps those of all images that wait.
-        processed = self._process(image.source)
         pixels = {
-            name: mx.array(processed[name])
-            for name in processed.keys() - {"input_ids", "attention_mask"}
+            name: mx.array(value)
+            for name, value in self._process(image.source).items()
+            if name not in ("input_ids", "attention_mask")
         }
         token_ids = mx.array(image.model_ids[image.image_slice])[None]
         # Pinned by test_vision_families.py
