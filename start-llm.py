@@ -9222,8 +9222,7 @@ class KVSpan(NamedTuple):
 
     def cut(self, start: int, end: int) -> KVSpan:
         """A copy of tokens [start, end); this span stays as it is."""
-        views = [array[..., start:end, :] for array in self.arrays]
-        copies = [mx.contiguous(view) for view in views]
+        copies = [mx.contiguous(array[..., start:end, :]) for array in self.arrays]
         mx.eval(copies)
         return KVSpan(copies, end - start)
 
@@ -10578,11 +10577,8 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     nbytes: int = 0
 
 
-class SegmentContents(NamedTuple):
-    """What was read of a file, or written."""
-
-    segment: Segment
-    arrays: dict[str, npt.NDArray[Any]]  # all, or those that were asked for, by name
+# What a file contains, and all of its arrays, or those that were asked for, by name.
+type SegmentContents = tuple[Segment, dict[str, npt.NDArray[Any]]]
 
 
 def write_segment(
@@ -10607,7 +10603,7 @@ def write_segment(
         with suppress(OSError):
             new_path.unlink(missing_ok=True)
         raise
-    return SegmentContents(segment, arrays)
+    return segment, arrays
 
 
 def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
@@ -10636,7 +10632,7 @@ def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
     for name, array in arrays.items():
         if _checksum(array) != segment.checksums[name]:
             raise DiskError(f"its array {name} is damaged")
-    return SegmentContents(segment, arrays)
+    return segment, arrays
 
 
 def _checksum(array: npt.NDArray[Any]) -> str:
@@ -11043,8 +11039,8 @@ class DiskCache:
         A damaged one is deleted, and what continues it.
         """
         try:
-            contents = read_segment(self._path_of(segment), prefixes)
-            if contents.segment.checksums != segment.checksums:
+            found, arrays = read_segment(self._path_of(segment), prefixes)
+            if found.checksums != segment.checksums:
                 raise DiskError("it is another one by now")
         except DiskError as fault:
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
@@ -11055,7 +11051,7 @@ class DiskCache:
             # gone. If it is, the next lookup will notice that.
             logger.warning("disk cache: %s cannot be read now: %s", segment.name, fault)
             return None
-        return {name: _to_mlx(array) for name, array in contents.arrays.items()}
+        return {name: _to_mlx(array) for name, array in arrays.items()}
 
     def _note_use(self, segment: Segment) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""

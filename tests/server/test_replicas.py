@@ -198,7 +198,7 @@ class Farm:
         """Tokens of a session that a server has in files, as their headers tell."""
         disk = self.folder / f"disk{number}"
         segments = [
-            start_llm.read_segment(path).segment for path in disk.rglob("*.safetensors")
+            start_llm.read_segment(path)[0] for path in disk.rglob("*.safetensors")
         ]
         return max(
             (segment.end for segment in segments if segment.session == session),
