@@ -12,7 +12,6 @@ from mlx_lm.utils import load_tokenizer
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.models.qwen3_5 import gated_delta
 from mlx_vlm.utils import load_model, load_processor
-from nights import at_night
 from tiny_families import FAMILIES, tiny_family
 from tiny_models import TOOLS
 from vision_fixture import ImageTurns, Seeing, picture, picture_message
@@ -133,13 +132,7 @@ def tokens_one_by_one():
 pytestmark = pytest.mark.covering(1, over="module")
 
 
-OF_A_KIND = "gemma4_both_ways"  # which costs most: by day the other Gemma 4
-
-
-@pytest.fixture(
-    scope="module",
-    params=[at_night(name) if name == OF_A_KIND else name for name in FAMILIES],
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request, tmp_path_factory):
     folder = tiny_family(request.param, tmp_path_factory.getbasetemp())
     Family.family = FAMILIES[request.param]

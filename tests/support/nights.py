@@ -11,7 +11,7 @@ At night, too:
   before it goes, a small request beside a large one, six tests of engine limits
 - agents that test_client_changes.py has in other words: an edited result, five last messages
 - an exception anywhere on the other kind of model, and at the fourth call
-- two of three steps in which an exception may come; scenarios of clients that another one is like
+- scenarios of clients that another one is like
   (thinking left blank, moved, as text; arguments understood; two sessions; resent), and the bar of
   each rule but one of its class
 - joining, leaving and being left alone with drafts, on other kinds; heads of other models; models
@@ -20,8 +20,17 @@ At night, too:
   killed, its port taken, a server killed beside it (by day the keeper in a thread); ranks with
   other end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
-- a storm of 390 clients (130 by day), 30 bodies for each route (10), each body of each agent
+- a storm of 390 clients (130 by day), 30 bodies for each route (8), each body of each agent
   for each template (a seventh), all seeds of the prefix cache, the demo's questions one by one
+- three of four examples of hypothesis and of damaged calls; shapes of a past with the other two
+  thirds of the templates; real templates with the other vocabulary
+- the dense kind for the Messages API and structured output; families whose state is all there is
+  (mamba2, granitemoehybrid, olmo_hybrid, rwkv7) under one head; layers of two large models as
+  counted; four of five steps in which an exception may come
+- scenarios of clients that another one has in it (billed, operator and late notes, a new session);
+  packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
+- several servers by name behind the real LiteLLM, whole replies through it; replies of the tiny
+  model at a temperature; ten details of the page
 """
 
 from typing import Any
