@@ -147,13 +147,17 @@ def test_memory_by_kind_adds_up_and_the_cache_is_drawn_as_a_tree(served):
     for seed in (3, 4):
         talk.branch(2, seed=seed).step()
     wait_until(lambda: status(served)["engine"]["decoding"] == 0)
-    time.sleep(1.2)  # the report of an idle engine is a second old
+
+    def adds_up(body):
+        n_bytes = sum(line["bytes"] for line in body["cache"])
+        return n_bytes == body["memory"]["cache"] > 0
+
+    wait_until(lambda: adds_up(status(served)))  # an idle engine reports each second
     body = status(served)
 
     memory = body["memory"]
     lines = {line["id"]: line for line in body["cache"]}
-    n_bytes = sum(line["bytes"] for line in lines.values())
-    assert n_bytes == memory["cache"] > 0
+    assert adds_up(body)
     assert memory["model"] + memory["cache"] + memory["running"] <= memory["limit"]
 
     branches = [line for line in lines.values() if line["parent"]]
