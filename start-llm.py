@@ -7263,44 +7263,20 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
     """Whether a transcript with a key of this conversation may be replayed for it.
 
-    Bob's prompt was: his chat's id (a private value) | "hi" | the reminder "plan".
+    Bob's first message was his chat's id (a private value), "hi" and the reminder "plan".
+    Another one, of no session or another, sends:
 
-        a request of another session, or of none    his transcript is
-        Ann: her chat's id | "hi"                   not replayed, as Ann's id differs
-        the same, with a call of his reply          replayed: Bob, with a new id
-        his id | "hi" | the reminder "edit"         not replayed: it lacks this one
-        his id | "hi"                               replayed if both are anonymous
+        Ann's id, "hi"                         not replayed: she has not sent his id
+        another id, "hi", a call of his reply  replayed in no session: he has a new id
+        his id, "hi", the reminder "edit"      not replayed: he was not told this
+        his id, "hi"                           replayed if both are in no session
     """
-    messages = conversation.messages
-    session = conversation.session
-    if not _has_same_replies(transcript, messages):
+    if not _has_same_replies(transcript, conversation.messages):
         return False
-    if is_same_session(session, transcript.session):
+    if is_same_session(conversation.session, transcript.session):
         return True
-
-    # why(L-103): who sends a call that was generated in the transcript was given it in
-    # this conversation, and may have changed what comes before it.
-    call_index = _find_last_call(transcript, messages)
-    # why(L-85): without one of the request's notes it is somebody else's.
-    stated = transcript.stated()
-    notes = _note_texts(messages[call_index : transcript.n_messages])
-    if not set(notes).issubset(stated.notes):
-        return False
-    # why(L-216): a note that is not sent may be for another session. (If both are
-    # anonymous, it has grown old: clients drop such notes.)
-    unsent_notes = set(stated.notes).difference(_note_texts(messages))
-    if unsent_notes and call_index == 0 and (session or transcript.session):
-        return False
-
-    # why(L-106): no prompt has a private value that somebody else has sent. Whoever
-    # clones a chat has the ids of its calls, too: they count for nothing in a session,
-    # or below a system prompt with another private value.
-    unsent = stated.private - _private_values(messages)
-    head_values = _private_values(messages[: conversation.n_system])
-    has_other_head = not head_values.issubset(stated.private)
-    if session or has_other_head:
-        call_index = 0
-    return all(private.place.message_index < call_index for private in unsent)
+    has_same_notes = _has_same_notes(transcript, conversation)
+    return has_same_notes and not _foreign_values(transcript, conversation)
 
 
 def _has_same_replies(
@@ -7321,12 +7297,49 @@ def _has_same_replies(
     return True
 
 
+def _has_same_notes(transcript: Transcript, conversation: Conversation) -> bool:
+    """Whether these notes are not somebody else's, as far as both sessions may differ.
+
+    why(L-85): the transcript has stated all that the request has after the last call.
+    why(L-216): what it has stated besides may be for another session. (If both are
+    anonymous, it has grown old: clients drop such notes.)
+    """
+    messages = conversation.messages
+    call_index = _find_last_call(transcript, messages)
+    stated_notes = transcript.stated().notes
+    notes = _note_texts(messages[call_index : transcript.n_messages])
+    if not set(notes).issubset(stated_notes):
+        return False
+    is_anonymous = not conversation.session and not transcript.session
+    unsent = set(stated_notes).difference(_note_texts(messages))
+    return is_anonymous or call_index > 0 or not unsent
+
+
+def _foreign_values(
+    transcript: Transcript, conversation: Conversation
+) -> set[PrivateValue]:
+    """The private values that may be somebody else's: the request does not send them.
+
+    why(L-106): whoever clones a chat has the ids of its calls, too. So they count for
+    nothing in a session, or below a system prompt with another private value.
+    """
+    messages = conversation.messages
+    call_index = _find_last_call(transcript, messages)
+    stated = transcript.stated().private
+    head_values = _private_values(messages[: conversation.n_system])
+    if conversation.session or not head_values.issubset(stated):
+        call_index = 0
+    unsent = stated - _private_values(messages)
+    return {value for value in unsent if value.place.message_index >= call_index}
+
+
 def _find_last_call(
     transcript: Transcript, messages: Sequence[CanonicalMessage]
 ) -> int:
     """The index of the message with the last call generated in it; 0 if none has it.
 
-    The id of a call is random, and no part of a key.
+    why(L-103): its id is random, so who sends it was given it in this conversation, and
+    may have changed what comes before it.
     """
     call_id = transcript.last_call_id
     for index in reversed(range(transcript.n_messages)):
@@ -7610,14 +7623,14 @@ class Ledger:
         """
         if conversation.session:
             return ""
-        private = _private_values(conversation.messages)
-        newest_index = _newest_input(conversation.messages)
+        messages = conversation.messages
         with self._ledger_lock:
-            for n in range(newest_index, n_replayed, -1):
+            for n in range(_newest_input(messages), n_replayed, -1):
                 for transcript in self._find_ending_at(conversation, n):
-                    unsent = transcript.stated().private - private
-                    if unsent and not may_replay(transcript, conversation):
-                        return min(unsent).place.rule
+                    values = _foreign_values(transcript, conversation)
+                    is_same = _has_same_replies(transcript, messages)
+                    if values and is_same and _has_same_notes(transcript, conversation):
+                        return min(values).place.rule
         return ""
 
     def forget(self, session_id: str | None) -> None:
@@ -7644,14 +7657,12 @@ class Ledger:
     def oldest_use(self) -> float:
         """When the record was used that drop_oldest() would drop."""
         with self._ledger_lock:
-            oldest = next(iter(self._records.values()), ())
-            return max((record.last_used for record in oldest), default=math.inf)
+            return self._oldest_use()
 
     def drop_oldest(self) -> None:
         """Drop what was not used for longest."""
         with self._ledger_lock:
-            key = next(iter(self._records), b"")
-            self._put(key, ())
+            self._put(next(iter(self._records), b""), ())
 
     def snapshot(self) -> dict[str, int]:
         """Counts for the status page."""
@@ -7691,7 +7702,7 @@ class Ledger:
         prompt_key, key = conversation.prefix_keys[n_messages - 1 : n_messages + 1]
         found = [t for t in self._find_transcripts(key) if not t.reply.shown_ends]
         for left in self._find_transcripts(prompt_key):
-            part = left.cut_to(reply) if left.reply.shown_ends else None
+            part = left.cut_to(reply)
             if part is not None:
                 found.append(part)
         return found
@@ -7802,13 +7813,15 @@ class Ledger:
     def _expire(self, now: float) -> None:
         """Drop the least recently used while they are too old, or all are too large."""
         max_idle_seconds = self._config.ledger_ttl_seconds or math.inf
-        while self._records:
-            key, oldest = next(iter(self._records.items()))
-            idle_seconds = now - max(record.last_used for record in oldest)
-            is_full = self._nbytes > self._config.ledger_max_bytes
-            if not is_full and idle_seconds <= max_idle_seconds:
-                return
-            self._put(key, [])
+        while (
+            self._nbytes > self._config.ledger_max_bytes
+            or now - self._oldest_use() > max_idle_seconds
+        ):
+            self._put(next(iter(self._records)), ())
+
+    def _oldest_use(self) -> float:
+        oldest = next(iter(self._records.values()), ())
+        return max((record.last_used for record in oldest), default=math.inf)
 
 
 # -- 6 planner -------------------------------------------------------------------------

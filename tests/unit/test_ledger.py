@@ -1336,6 +1336,25 @@ def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
     assert server.n_bytes() == counted(ledger)
 
 
+@pytest.mark.parametrize(("words", "rule"), [("hi", "session_line"), ("", "")])
+def test_a_private_value_is_named_only_where_it_alone_withholds_a_reply(
+    words: str, rule: str
+) -> None:
+    """Without these words the request has a note, too, that the reply's prompt lacks."""
+
+    def asked(agent: str, words: str) -> list[dict]:
+        head = said("system", f"You help.\nRuntime: agent={agent} | session=x")
+        return [head, said("user", words)]
+
+    server = Server()
+    server.answer(asked("bob", "hi"), FINE)
+    words = words or f"{note('The user is Ann')}\nhi"
+    draft = server.draft([*asked("ann", words), FINE, NEXT])
+    assert draft.transcript is None
+    ledger = server.planner.ledger
+    assert ledger.find_withheld(draft.conversation, n_replayed=0) == rule
+
+
 def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
     """It lies under the key of its prompt, which is that of a whole conversation."""
     server = Server()
