@@ -3659,8 +3659,7 @@ def _has_many_slow_parts(data: bytes) -> bool:
 # What a rule of RULES_OFF would find is plain text.
 #
 # A rule looks at the text parts of a message one by one. Tool results and replies have
-# no volatile fields, whatever is in them. What begins in a code fence is data and stays
-# (but see Rule.is_fenced).
+# no volatile fields, and what begins in a code fence is data (but see Rule.is_fenced).
 # No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
 #
@@ -4047,8 +4046,7 @@ def reply_digest(message: Message) -> bytes:
 def canonical_json(arguments: object) -> str:
     """The arguments of a tool call, without what clients change in them.
 
-    They parse and print JSON: JavaScript writes 2.0 as 2 and reorders members. What
-    else Claude Code changes is in _canonical_members(). Nothing, in whatever form ("",
+    JavaScript writes 2.0 as 2 and reorders members. Nothing, in whatever form ("",
     null, [], 0), is {}. Text that is no JSON stays.
     """
     try:
@@ -4135,7 +4133,8 @@ class Memo[Value]:
         value = make()
         n_bytes = self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
         with self._lock:
-            if (tenant, key) not in self.entries:
+            # why(L-136): all others would go for one that alone is too large.
+            if (tenant, key) not in self.entries and n_bytes <= self.max_bytes:
                 self.entries[tenant, key] = value
                 self.nbytes += n_bytes
             is_full = self.nbytes > self.max_bytes
@@ -4184,10 +4183,7 @@ class Canonicalizer:
         )
 
     def find_notes(self, message: CanonicalMessage) -> tuple[Note, ...]:
-        """The notes of a message that has nothing else; () if it has other text.
-
-        The message stands after the system prompt: a system message is a late one.
-        """
+        """The notes of a message after the system prompt; () if it has other text."""
         text = message.original["content"]
         if self._moves_late_system and _IMAGE_MARK not in text:
             if message.role in SYSTEM_ROLES:
@@ -4396,7 +4392,7 @@ def canonicalize_messages(
     *,
     check_client: Callable[[], None] = assume_client,
 ) -> tuple[CanonicalMessage, ...]:
-    """The canonical messages of a conversation.
+    """The canonical messages of a conversation. Raises what `check_client` raises.
 
     A message of notes alone is no message here: templates refuse or misplace it. Its
     notes belong to a neighbour.
@@ -4408,8 +4404,6 @@ def canonicalize_messages(
         user       <a reminder>
         user       thanks                    user        thanks
                                                          note above: the reminder
-
-    Raises what `check_client` raises.
     """
     folding = _NoteFolding()
     for index, sent_message in enumerate(messages):
@@ -4490,8 +4484,7 @@ class _NoteFolding:
 def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
     """Whether the canonical texts are at least 90 % as long as the originals.
 
-    Less means that a rule finds too much. Notes count as text that is left out, but not
-    those that make a message of their own, after a reply.
+    Less means that a rule finds too much. Notes count as text that is left out.
     """
     n_original = 0
     n_canonical = 0
@@ -4642,10 +4635,9 @@ class RecordFile:
             self._has_changes.set()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all changes are in the file; whether they are.
+        """Wait until all changes are in the file, and out of its journal; whether.
 
-        Then nothing is left of what was removed, in the journal either. While nothing
-        can be saved, nobody waits.
+        While nothing can be saved, nobody waits.
         """
         if self._path is None:
             return True
@@ -4658,10 +4650,10 @@ class RecordFile:
         return True
 
     def erase(self) -> None:
-        """Delete the file, once nothing is being written into it, and what waits for it.
+        """Delete the file, and what waits for it.
 
-        Raises OSError: it is still there. Then nothing is saved until it can be
-        deleted, which is tried again and again.
+        Raises OSError: it is still there. Then nothing is saved until it is gone, which
+        is tried again and again.
         """
         if self._path is not None:
             self._forget_all()
@@ -4783,9 +4775,9 @@ class RecordFile:
 
 
 def _delete_database(path: Path) -> None:
-    """Delete the file of a database, with its journal. Raises OSError.
+    """Delete the file of a database, with its journal.
 
-    Also if its folder is gone: it may come back, with the disk that it is on.
+    Raises OSError, also if its folder is gone: it may come back, with its disk.
     """
     path.parent.stat()
     for suffix in DATABASE_SUFFIXES:
@@ -4905,9 +4897,8 @@ def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> byt
     """Whose private values a conversation has, once `message` is added to it.
 
     `owner`: the same without `message`. It is b"" as long as there is no private value,
-    then the session, if its client has named it. All clients that name none and send
-    the same private values are one owner. By its context, the thinking of one owner is
-    found for no other (L-106).
+    then the session. All clients that name none and send the same private values are
+    one owner. The thinking of one owner is found for no other (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
@@ -5244,8 +5235,8 @@ class Renderer:
     ) -> str:
         """The text of a conversation, with a generation prompt unless `kwargs` say no.
 
-        `kwargs`: what the template reads beside messages and tools, `enable_thinking`
-        for one. Raises BadRequest with the template's own sentence if it refuses.
+        `kwargs`: what the template reads beside messages and tools. Raises BadRequest
+        with the template's own sentence.
         """
         if self._reads_only_parts:
             messages = [
@@ -5258,8 +5249,7 @@ class Renderer:
         try:
             return str(self._apply(messages, tools=list(tools) or None, **kwargs))
         except Exception as error:
-            # Templates raise what they like, and so does Jinja; that an error is our
-            # own cannot be seen.
+            # Templates raise what they like, and so does Jinja.
             refusal = str(error)
             reason = f"the model's chat template refuses them: {refusal}"
             # A sentence of the template's own does not quote the client.
@@ -5312,7 +5302,7 @@ def _canned_words(index: int) -> str:
 
 
 def _canned_conversation(kinds: str) -> list[Message]:
-    """A conversation of our own, by the kinds of its messages.
+    """A conversation by the kinds of its messages.
 
         "user call tool reply"  ->  user       zq0q
                                     assistant  (thinking) zqtool(q="zq1q")
@@ -5458,8 +5448,7 @@ _PRINTED_EFFORTS: Final = ("low", "medium", "high")
 def _probe_effort_kwargs(renderer: Renderer) -> Mapping[str, JsonObject]:
     """The template kwargs of each effort, lowest first; {} if it reads none."""
     for name in _EFFORT_SWITCHES:
-        efforts = _probe_efforts(renderer, name)
-        if efforts:
+        if efforts := _probe_efforts(renderer, name):
             return {effort: {name: effort} for effort in efforts}
     return {}
 
@@ -6356,8 +6345,7 @@ class ChatTemplate:
 
         `messages`: shaped, and not folded. why(L-51): the prompt of a new session
         differs from that of an older one in the first user message, often after a
-        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
-        end inside a token. Then the position is that of a token near its end.)
+        reminder. So KV is worth keeping at the ends of these reminders, or near them.
 
         The head ends before the first user message, or before the user's words where
         system prompt and tools stand in that message:
@@ -6448,8 +6436,8 @@ class ChatTemplate:
         why(L-190): some templates state the effort, or that the model may think, in the
         first line of a prompt. A change in mid-session would make all of it new. So the
         past is replayed, and LEDGER has the newest message say `[reasoning_effort is
-        now low]`. It is private, as the head of another session is rendered as that
-        session asks. The value belongs to the first message that is not the system's.
+        now low]`. It is private, as each session has a head as it asks, and belongs to
+        the first message that is not the system's.
         """
         mode = self.traits.head_modes.get(kwargs_key(self._mode_kwargs(request)))
         if mode is None:

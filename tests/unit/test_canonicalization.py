@@ -1319,6 +1319,13 @@ def test_the_memo_knows_what_it_holds(n_words: int) -> None:
     assert 0.7 * held < canonicalizer.memo.nbytes < 1.5 * held
 
 
+def test_a_value_that_is_too_large_leaves_the_others_in_the_memo() -> None:
+    memo: start_llm.Memo[str] = start_llm.Memo(10_000)
+    memo.get_or_make("short", lambda: "value", tenant="")
+    assert memo.get_or_make("x" * 20_000, lambda: "long", tenant="") == "long"
+    assert [*memo.entries] == [("", "short")]
+
+
 def test_the_memo_counts_what_another_thread_adds_meanwhile() -> None:
     """The other one is played by the function that measures a value."""
 
