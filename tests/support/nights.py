@@ -29,8 +29,8 @@ At night, too:
   counted; four of five steps in which an exception may come
 - scenarios of clients that another one has in it (billed, operator and late notes, a new session);
   packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
-- several servers by name behind the real LiteLLM, whole replies through it; replies of the tiny
-  model at a temperature; ten details of the page
+- several servers by name behind the real LiteLLM, whole replies through it; ten
+  details of the page
 """
 
 from typing import Any

@@ -149,7 +149,6 @@ def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
 
 
 @one_kind_each
-@pytest.mark.slow
 def test_text_and_calls_are_both_common(loaded, replies):
     with_call = sum("<tool_call>" in loaded.text(reply) for _, reply in replies)
     assert 4 <= with_call <= 16
@@ -157,7 +156,6 @@ def test_text_and_calls_are_both_common(loaded, replies):
 
 
 @one_kind_each
-@pytest.mark.slow
 def test_sampled_replies_parse_too(loaded):
     mx.random.seed(5)
     sampler = make_sampler(temp=1.0)
