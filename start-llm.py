@@ -19488,29 +19488,43 @@ def key_pattern(tags: ArgumentTags) -> Any:
     )""")
 
 
+class ValuePatterns(NamedTuple):
+    """What ends a value, and the tags that may be in it."""
+
+    # What ends it, or may seem to. Its groups say which:
+    #
+    #     closed   a closing tag, once or twice, after which the syntax goes on
+    #     quoted   the tag of a key, but in quotes: the value goes on
+    #     none     it was never closed: the call ends, or the tag of a key follows
+    end: Any
+    # A tag of the syntax, or of XML, whose elements may have its names. Its groups say
+    # where: it `begins` or `ends` a line, in a value that is not on lines also the
+    # value's part between two tags; or it is `quoted`. `key`: it is that of a key of
+    # the tool, or one that no value has. `text`: it is an element within a line.
+    inner_tag: Any
+    # A closing tag at the start of a value, or an opening one at its end. At either of
+    # them it may be the tag around a call.
+    edge_tag: Any
+
+
 @lru_cache
-def value_end_pattern(
-    tags: ArgumentTags, keys: tuple[str, ...], *, is_quoted: bool, reads_end_token: bool
-) -> Any:
-    """What ends a value, or may seem to. Its groups say which:
+def value_patterns(
+    tags: ArgumentTags,
+    keys: tuple[str, ...],
+    *,
+    is_quoted: bool,
+    is_on_lines: bool,
+    reads_end_token: bool,
+) -> ValuePatterns:
+    """The patterns of a value in a call of a tool with these keys.
 
-        closed   a closing tag, once or twice, after which the syntax goes on
-        broken   a closing tag, and the model is caught in blanks
-        quoted   the tag of a key, but in quotes: the value goes on
-        none     the value was never closed: the call ends, or the tag of a key follows
-
-    `keys`: of the tool's schema. `is_quoted`: the value has begun so (see
-    ArgumentTags.gap). `reads_end_token`: the call ends at \\0, and the letters of its
-    end tag are text.
+    `is_quoted`: it has begun so (see ArgumentTags.gap). `is_on_lines`: on a line of its
+    own. `reads_end_token`: the call ends at \\0, and the letters of its end tag are text.
     """
-    if is_quoted:
-        return compile_pattern(
-            rf"(?P<closed>{tags.quoted_close})|(?P<broken>(?=\0))|(?P<quoted>(?!))"
-        )
     close, inner_end, outer_end = tags.close, tags.inner_end, tags.outer_end
     end_as_text = NO_PATTERN if reads_end_token else outer_end
-    next_key = f"(?:{_key_of(tags, keys)})"
-    next_call = f"(?:{tags.next_call})"
+    names = "|".join(regex.escape(key, special_only=False) for key in sorted(keys))
+    next_key = tags.key.replace("NAME", f"(?:{names or NO_PATTERN})")
 
     closed = rf"""(?x:
         (?P<closed> {tags.before_close} {close} (?: \s* {close} )? )
@@ -19519,74 +19533,52 @@ def value_end_pattern(
             | (?: {inner_end} \s* ){{0,2}}
               (?: {end_as_text} (?= [^"'`] )                 # </function></tool_call>.
                 | (?: {outer_end} \s* )? \0 )                # the call's end, as \0
-            | {inner_end} \s* {next_call}                    # </function>, a call
+            | {inner_end} \s* (?: {tags.next_call} )         # </function>, a call
             | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]      # \n</function>\nDone.
           ) )
-      | (?P<broken> {close} [ \t\r\n]{{401}} )
     )"""
-    # Never closed, where the call ends. After a.md:
-    at_end = rf"""(?x:
+    unclosed = rf"""(?x:
         {tags.before_close}
-        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0  # </function> and the end
+        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0   # </function> and the end
           | </ [\w:]{{0,20}} \0                                # </para and the end
-          | {inner_end} \s* (?: {end_as_text} \s* )? {next_call}  # </function>, a call
-          | {end_as_text} \s* \n {next_call} )                 # </tool_call>\n, a call
+          | {close} [ \t\r\n]{{401}}                           # a model caught in blanks
+          | (?: {inner_end} \s* (?: {end_as_text} \s* )?       # </function>, a call
+              | {end_as_text} \s* \n ) (?: {tags.next_call} ) )
     )"""
-    # Never closed, before a line that is a tag. After a.md:
-    at_line = rf"""(?x:
-        \n (?= (?: {inner_end} \s* )?
-                 {end_as_text} [ \t]{{0,9}} \n      # \n</function>\n</tool_call>\n
-             | \s* {next_key} [ \t]{{0,9}} \n )    # \n<parameter=n>\n
-      | (?P<quoted> (?!) )
+    before_key = rf"""(?x:
+        (?P<quoted> ["'`\x20] {next_key} )    # say `<parameter name="n">`
+      | \n? (?= {next_key} )                  # a.md<parameter name="n">5
     )"""
-    # Never closed, before the tag of a key, which in quotes or after a blank is text.
-    at_key = rf"""(?x:
-        (?P<quoted> ["'`\x20] {next_key} )         # say `<parameter name="n">`
-      | \n? (?= {next_key} )                       # a.md<parameter name="n">5
-    )"""
-    at_tag = at_line if tags.is_on_lines else at_key
-    return compile_pattern(f"{closed}|{at_end}|{at_tag}")
+    if tags.is_on_lines:  # a line that is a tag
+        before_key = rf"\n(?=\s*{next_key}[ \t]{{0,9}}\n)|(?P<quoted>(?!))"
+    end = f"{closed}|{unclosed}|{before_key}"
+    if is_quoted:
+        end = rf"(?P<closed>{tags.quoted_close})|(?=\0)|(?P<quoted>(?!))"
 
-
-@lru_cache
-def inner_tag_pattern(
-    tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool
-) -> Any:
-    """A tag of the syntax in a value, or of XML, whose elements may have its names.
-
-    Its groups `begins` and `ends` say that it stands at an edge: where a line begins; in
-    a value that is not `is_on_lines`, also where one ends, and next to another tag.
-    `key`: it is that of a key of the tool, or one that no value has.
-    """
-    line_start = "^" if is_on_lines else "(?:^|(?<=>))"
-    line_end = "$" if is_on_lines else "(?:$|(?=<))"
-    return regex.compile(rf"""(?xm:
-        (?P<begins> {line_start} [ \t]*+ )?
-        (?P<tag> (?P<key> {_key_of(tags, keys)} | {tags.stray_tag} )
+    line_start, line_end = "(?:^|(?<=>))", r"(?:$|(?=[<\[{/\d]))"
+    if is_on_lines:
+        line_start, line_end = "^", "$"
+    tag = rf"""
+        (?P<tag> (?P<key> {next_key} | {tags.stray_tag} )
           | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] )
             (?! [^<>]{{0,200}} /> ) [^<>\n]{{0,200}} >?+ )
+        (?P<quoted> (?= ["'`] ) )?
         (?P<ends> [ \t]*+ {line_end} )?
-    )""")
-
-
-@lru_cache
-def edge_tag_pattern(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
-    """A closing tag at the start of a value, or an opening one at its end.
-
-    At either of them it may be the tag around a call.
     """
-    outer_name = tags.outer_end.strip("</>")
-    outer_tag = f"<{'' if reads_end_token else '/?'}{outer_name}>"
-    return regex.compile(rf"""(?x:
-        \A \s* (?: {tags.close} | {outer_tag} )
+    inner_tag = rf"""(?xm:
+        (?P<begins> {line_start} [ \t]*+ ) {tag}
+      | (?P<text> < (?P<element> {tags.names} ) (?= [\s>/=] )
+                  [^\n]{{0,400}}? </ (?P=element) > )
+      | (?P<quoted> (?<= ["'`] ) (?<! {close} ["'`] ) )? {tag}
+    )"""
+    outer_tag = rf"<{'' if reads_end_token else '/?'}{outer_end.strip('</>')}>"
+    edge_tag = rf"""(?x:
+        \A \s* (?: {close} | {outer_tag} )
       | (?: < (?: {tags.names} ) (?: [\s=] [^<>]* )? > | {outer_tag} ) \s* \Z
-    )""")
-
-
-def _key_of(tags: ArgumentTags, keys: tuple[str, ...]) -> str:
-    """The pattern for the tag of one of the keys."""
-    names = "|".join(regex.escape(key, special_only=False) for key in sorted(keys))
-    return tags.key.replace("NAME", f"(?:{names or NO_PATTERN})")
+    )"""
+    return ValuePatterns(
+        compile_pattern(end), regex.compile(inner_tag), regex.compile(edge_tag)
+    )
 
 
 # -- 3 formats -------------------------------------------------------------------------
@@ -19694,7 +19686,7 @@ def tool_call_prefixes(
 #
 #     generated                          emitted
 #     {"name": "read", "arguments": {    {                          by ReplyReader
-#     "path": "a.md", // the first       "path": "a.md"
+#     "path": "a.md",,                   "path": "a.md"
 #     "n": 5 "all": True,                , "n": 5, "all": true
 #     }, "id": "1"}                      -
 #     \n</tool_call>Done.                }                          by ReplyReader
@@ -19707,9 +19699,9 @@ def tool_call_prefixes(
 # Two readers with one interface: `read` again and again, until `is_done`. Each reads on
 # to the end of the call, and withholds the last bracket as `closing`.
 #
-#  1 JsonArguments     JSON, mended: models write comments, a comma too many or too few,
-#                      quotes and line breaks in strings, Python's words, and forget the
-#                      last brackets
+#  1 JsonArguments     JSON, mended: models write a comma too many or too few, quotes and
+#                      line breaks in strings, Python's words, and forget the last
+#                      bracket
 #  2 TaggedArguments   values between tags
 #
 # Where two readings are tried one after another, the first has no match at all: a match
@@ -19738,45 +19730,27 @@ _ESCAPE: Final = r"""(?x:
 )"""
 CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
 _CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
-# At the end of a reply: what may have become an escape.
-_HALF_ESCAPE: Final = re.compile(
-    r"(?:\\(?:u[0-9A-Fa-f]{0,4}(?:\\(?:u[0-9A-Fa-f]{0,3})?)?)?)?\0"
-)
-COMMENT: Final = r"(?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ )"
-_COMMENT_PATTERN: Final = regex.compile(rf"(?x) {COMMENT}")
-_GAP: Final = rf"(?x: (?: \s* {COMMENT} ){{0,99}}+ \s* )"
-_END_TAG: Final = (
-    r"(?: </(?:minimax:)?tool_call> | <\|tool_call(?:s?_section)?_end\|> | <\|call\|>"
-    r" | \[TOOL_CALLS\] )"
-)
-_END_TAG_BEFORE_BREAK: Final = regex.compile(rf"(?x) {_END_TAG} [ \t]{{0,9}} \Z")
-# A string with which the reply ends was never closed, perhaps, but followed by an end.
-_MAY_BE_UNCLOSED: Final = regex.compile(
-    rf"""(?x) {_END_TAG} | (?<! \\ ) " | [}}\]] \s* (?: \n | \Z )"""
-)
-# What follows arguments whose brackets were forgotten.
-_LEFT_OPEN: Final = r"""(?x: (?=
-    \0 | </ (?: (?: minimax: )? tool_call | function | invoke ) >
-  | <tool_call> \s* [{<\w] | <\|call\|> | <\|tool_call_end\|>
-))"""
-# As Python writes it. It is read as a whole, so it is short.
-_SINGLE_QUOTED: Final = r"""(?x: ' (?: [^'\\\x00-\x1f] | \\['"\\nrt] ){0,999} ' )"""
-# A number, a word or a string of Python's is certain once something follows it.
-_VALUE: Final = rf"""(?x:
-    (?P<open> [{{\["] )
-  | (?P<word> [\w.+-]{{1,200}} | {_SINGLE_QUOTED} ) (?= {_GAP} [,;}}\]"<] | \s \s* \0 )
-)"""
 _KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
+# A number or a word is certain once something follows it.
+_VALUE: Final = r"""(?x:
+    (?P<open> [{\["] )
+  | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] )
+)"""
+# What ends a call whose last bracket was forgotten.
+_END_TAG: Final = r"""(?x:
+    </ (?: (?: minimax: )? tool_call | function | invoke ) > | <tool_call> \s* [{<\w]
+  | <\|call\|> | <\|tool_call (?: s?_section )? _end\|> | \[TOOL_CALLS\]
+)"""
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing.
 _NEXT: Final = {
     bracket: compile_pattern(rf"""(?x:
-        (?P<lead> {_GAP} ) (?: [,;] (?P<gap> {_GAP} ) )*+
-        (?: {member} | (?P<close> [}}\]] ) | (?P<end> {_LEFT_OPEN} ) )
+        (?P<lead> \s* ) (?: [,;] (?P<gap> \s* ) )*+
+        (?: {member} | (?P<close> [}}\]] ) | (?P<end> (?= {_END_TAG} ) ) )
     )""")
     for bracket, member in {
-        "}": rf"(?P<key> {_KEY} | {_SINGLE_QUOTED} ) (?P<colon> {_GAP} : {_GAP} ) {_VALUE}",
+        "}": rf"(?P<key> {_KEY} ) (?P<colon> \s* : \s* ) {_VALUE}",
         "]": _VALUE,
     }.items()
 }
@@ -19793,13 +19767,12 @@ _NEXT: Final = {
 #     anything else                      print("hello")   is inside: f("a", "b")
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
-        " (?: (?P<broken> {_GAP} : | [ \t\r\n]{{401}} )  # a model caught in blanks
-            | (?= {_GAP} (?: [}}\]] | {_END_TAG} | {_LEFT_OPEN} | {after} ) ) )
+        " (?: (?P<broken> \s* : | [ \t\r\n]{{401}} )  # a model caught in blanks
+            | (?= \s* (?: [}}\]] | {_END_TAG} | {after} ) ) )
     )""")
     for bracket, after in {
         "}": rf"""(?P<broken> [,;] \s* (?: : | " \w{{1,99}} \s* : ) )
-                | [,;] {_GAP} [}}\]\0/,;] | [,;\s] {_GAP} {_KEY} {_GAP} [^\s),.]
-                | [,;] {_GAP} {_SINGLE_QUOTED} \s* :""",
+                | [,;] \s* [}}\],;] | [,;\s] \s* {_KEY} \s* [^\s),.]""",
         "]": '[,;"]',
     }.items()
 }
@@ -19807,11 +19780,11 @@ _QUOTE: Final = {
 # After the arguments: members of the call that are none, brackets, too many or one too
 # few, and the end of the call.
 _CALL_MEMBER: Final = rf"""(?x:
-    {_GAP} [}}\]]? {_GAP} , {_GAP} " (?: id | type | index | call_id | tool_call_id ) "
+    \s* [}}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
     \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
 )"""
 _CALL_END: Final = compile_pattern(rf"""(?x:
-    {_CALL_MEMBER}*+ (?P<brackets> (?: {_GAP} [}}\]] )*+ ) {_GAP}
+    {_CALL_MEMBER}*+ (?P<brackets> (?: \s* [}}\]] )*+ ) \s*
     (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{{<\w] )
       | (?: < (?: / [\w:]{{0,20}} | [|] \w{{0,20}} )? )? (?= \0 )  # the reply was cut
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
@@ -19821,9 +19794,9 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
 )""")
 # Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon,
 # quote or n": then it is one more argument, before which a bracket was closed too early.
-_CALL_END_BEFORE_TEXT: Final = compile_pattern(rf"""(?x:
-    (?P<brackets> (?: {_GAP} [}}\]] )*+ ) {_GAP}
-    (?= [^\0\s\w,;:"'}}\]] | \w{{1,99}}+ (?: [^"'] | ["'] \s* [^\s:] )
+_CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""(?x:
+    (?P<brackets> (?: \s* [}\]] )*+ ) \s*
+    (?= [^\0\s\w,;:"'}\]] | \w{1,99}+ (?: [^"'] | ["'] \s* [^\s:] )
       | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
 
@@ -19864,17 +19837,10 @@ class JsonArguments:
         self._is_first = True  # nothing has come after the innermost bracket
         self._has_object = False  # inside: if a bracket is missing, it may be there
         self._is_in_string = False
-        self._string_end = ""  # its last letters, as many as a tag has
-        self._has_quoted_end = False  # the end tag of the call came in one as a token
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. False: it is part of a string.
-
-        Then it may be an end in other tokens.
-        """
-        is_quoted = self._is_in_string and not self._unread.text.startswith('"')
-        self._has_quoted_end |= is_quoted
-        return not is_quoted
+        """The end tag comes as a token. False: it is part of a string."""
+        return not self._is_in_string or self._unread.text.startswith('"')
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
@@ -19895,50 +19861,46 @@ class JsonArguments:
     def _read_value(self) -> str | None:
         """Read the next member, item or bracket; of a string its quote alone."""
         match = self._unread.match_next(_NEXT[self._closers[-1]])
-        if match is not None and match.partial:
-            return None
         if match is None:
             return self._break()
-        if match["end"] is not None:
-            # {"path": "a.md"</tool_call>    the bracket was forgotten; after { alone, a
-            # member may have been, and of two, nobody knows which
-            is_cut = self._unread.text.startswith("\0")
-            is_certain = not self._is_first and (is_cut or len(self._closers) == 1)
-            return self._close_all() if is_certain else self._break()
-
-        json_text = match["lead"]
+        if match.partial:
+            return None
+        json_text: str = match["lead"]
         if match["close"] is not None:
-            return self._close(match["close"], _without_comments(json_text))
+            return self._close(match["close"], json_text)
+        if match["end"] is not None:
+            # {"path": "a.md"</tool_call>    the bracket was forgotten; of two, nobody
+            # knows which, and after { or a comma a member may have been
+            is_last = self._closers == ["}"] and not self._has_object
+            is_cut = self._is_first or match["gap"] is not None
+            return self._close("}") if is_last and not is_cut else self._break()
+
         if not self._is_first:
             json_text += ","
         json_text += match["gap"] or ""
         if self._closers[-1] == "}":
-            key_text = _without_python_quotes(match["key"])
-            key = json.loads(key_text)
+            key = json.loads(match["key"])
             if key in self._used_keys[-1]:  # of two values JSON keeps one
                 return self._break()
             self._used_keys[-1].add(key)
-            json_text += key_text + match["colon"]
-        return _without_comments(json_text) + self._begin_value(match)
+            json_text += match["key"] + match["colon"]
 
-    def _begin_value(self, match: Any) -> str:
-        """Take a word, or what begins a value."""
+        return self._begin_value(match, json_text)
+
+    def _begin_value(self, match: Any, json_text: str) -> str:
+        """Take a word, or what begins a value; returns it after `json_text`."""
         self._is_first = False
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
-            if word.startswith("'"):
-                return _without_python_quotes(word)
-            # NaN, 1e9999, 007: a string
-            return word if _JSON_WORD.fullmatch(word) else to_json(word)
-        if match["open"] == '"':
-            self._is_in_string = True
-            self._string_end = ""
-        else:
-            self._closers.append(_CLOSERS[match["open"]])
+            return json_text + word if _JSON_WORD.fullmatch(word) else self._break()
+        bracket: str = match["open"]
+        self._is_in_string = bracket == '"'
+        if not self._is_in_string:
+            self._closers.append(_CLOSERS[bracket])
             self._used_keys.append(set())
             self._is_first = True
-            self._has_object |= match["open"] == "{"
-        return str(match["open"])
+            self._has_object |= bracket == "{"
+        return json_text + bracket
 
     def _close(self, bracket: str, lead: str = "") -> str:
         if bracket != self._closers.pop():
@@ -19951,51 +19913,23 @@ class JsonArguments:
         self.closing = lead + bracket
         return ""
 
-    def _close_all(self, end_quote: str = "") -> str:
-        """Close what is open where the call ends, or the reply."""
-        if self._has_object:
-            return self._break()
-        self.is_closed = True
-        self.closing = end_quote + "".join(reversed(self._closers))
-        return ""
-
     def _read_string(self) -> str | None:
         """Read on in the string: its text, its end, or what JSON would escape."""
         unread = self._unread
         match = unread.match_next(_CHARACTERS)
-        if match is None:
-            match = unread.match_next(_QUOTE[self._closers[-1]])
-            if match is not None and not match.partial:
-                self._is_in_string = False
-                # "alpha", "    the reply was cut in the next key: its quote ends nothing
-                is_cut = unread.text.startswith("\0")
-                is_doubtful = is_cut and _MAY_BE_UNCLOSED.search(self._string_end)
-                is_broken = match["broken"] is not None or is_doubtful
-                return self._break() if is_broken else '"'
-        if match is None:
-            return self._read_raw()
-        return None if match.partial else self._take_text(match[0])
-
-    def _read_raw(self) -> str:
-        """Read what JSON would escape, or the end of the reply."""
-        unread = self._unread
-        if _HALF_ESCAPE.fullmatch(unread.text):
-            # The string was cut there, or never closed.
-            unread.text = "\0"
-            is_unclosed = _MAY_BE_UNCLOSED.search(self._string_end) is not None
-            return self._break() if is_unclosed else self._close_all('"')
+        if match is not None:
+            return None if match.partial else str(match[0])
+        match = unread.match_next(_QUOTE[self._closers[-1]])
+        if match is not None and match.partial:
+            return None
+        if match is not None:
+            self._is_in_string = False
+            return '"' if match["broken"] is None else self._break()
         character = unread.text[0]
+        if character == "\0":  # why(L-86): what is cut in a string is not closed
+            return self._break()
         unread.text = unread.text[1:]
-        # "x}}\n</tool_call>\nDone.    the string was never closed; but where tokens are
-        # known, an end tag in others is text
-        is_tag_text = unread.has_tokens and not self._has_quoted_end
-        if character == "\n" and _END_TAG_BEFORE_BREAK.search(self._string_end):
-            self.is_done = self.is_broken = not is_tag_text
-        return escape_json(self._take_text(character))
-
-    def _take_text(self, text: str) -> str:
-        self._string_end = (self._string_end + text)[-TAG_LENGTH:]
-        return text
+        return escape_json(character)
 
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
@@ -20013,18 +19947,9 @@ class JsonArguments:
         self.is_broken = end is None or not (has_bracket or may_lack)
 
 
-def _without_python_quotes(text: str) -> str:
-    return to_json(ast.literal_eval(text)) if text.startswith("'") else text
-
-
-def _without_comments(text: str) -> str:
-    return str(_COMMENT_PATTERN.sub("", text))
-
-
 # -- 2 tags ----------------------------------------------------------------------------
 
 _JSON_START: Final = compile_pattern(r"\s*\{")
-_QUOTES: Final = {'"', "'", "`"}
 _TAG_AT_END: Final = re.compile(r"<[^<>]+>(?=\s*\Z)")
 
 
@@ -20052,7 +19977,6 @@ class TaggedArguments:
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
         self.closing = "}"
-        self.json: JsonArguments | None = None  # in the place of tags
         # The end tag is a token, and read as \0; its letters are text. Until one of
         # these tokens is a quotation.
         self._reads_end_token = unread.has_tokens and end_tag == tags.outer_end
@@ -20061,6 +19985,7 @@ class TaggedArguments:
         self._schema = schema
         self._used_keys: set[str] = set()
         self._value: TaggedValue | None = None  # None: a tag comes next
+        self._json: JsonArguments | None = None  # in the place of tags
         self._has_tag = False  # one of its own has come
         self._has_end_tag = False  # one after which the call may end
         # The last tag, of the call or before a value: it may come twice.
@@ -20071,21 +19996,18 @@ class TaggedArguments:
 
         Then its letters are an end from now on.
         """
-        if self.json is not None:
-            return self.json.take_end_token()
+        if self._json is not None:
+            return self._json.take_end_token()
         if self._value is None or self._value.closes():
             return True
-        self._reads_end_token = False
-        self._value.read_end_as_text()
+        self._reads_end_token = self._value.reads_end_token = False
         return False
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
         json_text = ""
-        while not self.is_done:
-            if not self._skip_repeated():
-                break
-            value = self._value or self.json
+        while not self.is_done and self._skip_repeated():
+            value = self._value or self._json
             if value is None or value.is_closed:
                 tag_text = self._read_tag()
                 if tag_text is None:
@@ -20097,45 +20019,48 @@ class TaggedArguments:
             if not value.is_closed:
                 break
             self._value = None
-        if self.json is not None:
-            self.closing = self.json.closing
+        if self._json is not None:
+            self.closing = self._json.closing
         return json_text
 
     def _skip_repeated(self) -> bool:
         """Skip the last tag if it comes twice; False: the next text decides."""
-        if self._repeated is None:
-            return True
-        match = self._unread.match_next(self._repeated)
-        if match is not None and match.partial:
-            return False
-        self._repeated = None
-        if match is not None and self._value is not None:
-            self._value.has_second_tag = True
+        if self._repeated is not None:
+            match = self._unread.match_next(self._repeated)
+            if match is not None and match.partial:
+                return False
+            self._repeated = None
         return True
 
     def _read_tag(self) -> str | None:
-        """Read what comes between values; None: the next text decides."""
+        """Read what comes between values, as JSON; None: the next text decides."""
         match = self._unread.match_next(key_pattern(self._tags))
-        if match is None:
-            return self._accept_other()
-        return None if match.partial else self._accept_tag(match)
-
-    def _accept_tag(self, match: Any) -> str:
-        """Go on after a tag; returns what it is in JSON."""
-        if match["end"] is not None:
+        if match is not None and match.partial:
+            return None
+        if match is None and not self._has_tag and self._unread.match_next(_JSON_START):
+            self._has_tag = True
+            self._json = JsonArguments(self._unread, place="tags")
+        elif match is None:  # </parameter> Done.
+            self.is_done = True
+            self.is_broken = not self._has_end_tag
+        elif match["end"] is not None:
             self.is_done = True
             # <function=read><tool_call>: of its arguments nothing has come
             self.is_broken = not (match["end"].strip("\0") or self._has_tag)
-            return ""
-        self._has_tag = True
-        if match["key"] is None:  # a closing tag, but not the last
-            self._has_end_tag = True
-            return ""
+        elif match["key"] is None:  # a closing tag, but not the last
+            self._has_tag = self._has_end_tag = True
+        else:
+            return self._begin_value(match)
+        return ""
+
+    def _begin_value(self, match: Any) -> str:
+        """Take the tag of a key; returns what it is in JSON."""
         key = match["key"].strip()
-        if self.json is not None or key in self._used_keys:  # JSON keeps one value
+        if self._json is not None or key in self._used_keys:  # JSON keeps one value
             self.is_done = self.is_broken = True
             return ""
         separator = ", " if self._used_keys else ""
+        self._has_tag = True
         self._used_keys.add(key)
         self._value = TaggedValue(
             self._unread,
@@ -20154,16 +20079,6 @@ class TaggedArguments:
         tag = _TAG_AT_END.search(text)
         gap = self._tags.gap if self._tags.is_on_lines else ""
         return compile_pattern(rf"\s*{regex.escape(tag[0])}{gap}") if tag else None
-
-    def _accept_other(self) -> str:
-        """What comes next is no tag of the call. Nothing of it is emitted."""
-        if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
-            self._has_tag = True
-            self.json = JsonArguments(self._unread, place="tags")
-        else:
-            self.is_done = True
-            self.is_broken = not self._has_end_tag  # </parameter> Done.
-        return ""
 
 
 class TaggedValue:
@@ -20191,7 +20106,7 @@ class TaggedValue:
         """
         self.is_closed = False
         self.is_broken = False
-        self.has_second_tag = False  # the tag of its key came twice
+        self.reads_end_token = reads_end_token  # the letters of the end tag are text
         self._unread = unread
         self._tags = tags
         self._keys = tuple(schema.keys)
@@ -20201,36 +20116,29 @@ class TaggedValue:
         self._is_string = self._types == {"string"}
         self._parts: list[str] = []  # of its text
         self._n_noted = 0  # parts whose tags were noted
-        self._n_open: dict[str, int] = {}  # elements of XML, by name
+        self._n_open: Counter[str] = Counter()  # elements of XML, by name
         self._has_loose_tag = False  # one that closes nothing
-        self._opening = '"'  # emitted with the next text
-        self._inner_tag = inner_tag_pattern(tags, self._keys, is_on_lines=is_on_lines)
-        self._closing_name = tags.close.strip("</>")
-        self._find_patterns(reads_end_token=reads_end_token)
 
-    def _find_patterns(self, *, reads_end_token: bool) -> None:
-        self._edge_tag = edge_tag_pattern(self._tags, reads_end_token=reads_end_token)
-        self._end = value_end_pattern(
+    @property
+    def _patterns(self) -> ValuePatterns:
+        return value_patterns(
             self._tags,
             self._keys,
             is_quoted=self._is_quoted,
-            reads_end_token=reads_end_token,
+            is_on_lines=self._is_on_lines,
+            reads_end_token=self.reads_end_token,
         )
-
-    def read_end_as_text(self) -> None:
-        """Read on where the end tag is text."""
-        self._find_patterns(reads_end_token=False)
 
     def closes(self) -> bool:
         """Whether its closing tag has come, if the call ends now."""
-        match = self._end.search(self._unread.text + "\0")
+        match = self._patterns.end.search(self._unread.text + "\0")
         return match is not None and match["closed"] is not None
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
         json_text = ""
         while not self.is_closed:
-            text, ending = self._unread.take_until(self._end)
+            text, ending = self._unread.take_until(self._patterns.end)
             json_text += self._emit(text)
             if ending is None:
                 return json_text
@@ -20239,64 +20147,53 @@ class TaggedValue:
                 continue
             self._note_tags()
             closing: str = ending["closed"] or ""
-            if self._n_open.get(self._closing_name, 0) and closing:
+            close = self._tags.close
+            if closing and self._n_open[close.strip("</>")]:
                 # It ends an element of the value. If it comes twice, the second one is
                 # the value's.
-                first, tag, rest = closing.partition(self._tags.close)
+                first, tag, rest = closing.partition(close)
                 json_text += self._emit(first + tag)
                 self._unread.text = rest + self._unread.text
                 continue
             self.is_closed = True
-            json_text += self._close(closing, is_broken=ending["broken"] is not None)
+            json_text += self._close(n_closing=closing.count(close))
         return json_text
-
-    def _close(self, closing: str, *, is_broken: bool) -> str:
-        """The end of it as JSON text; "", and it is broken, if it cannot be read."""
-        value = "".join(self._parts)
-        with suppress(RepeatedKey):
-            if not (is_broken or self._is_unreadable(value, closing)):
-                return '"' if self._is_string else value_as_json(value, self._types)
-        self.is_broken = True
-        return ""
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
+        is_first = not self._parts
         self._parts.append(text)
         if not self._is_string:
             return ""
-        opening = self._opening
-        self._opening = ""
+        opening = '"' if is_first else ""
         return opening + escape_json(text)
+
+    def _close(self, *, n_closing: int) -> str:
+        """The end of it as JSON text; "", and it is broken, if it cannot be read."""
+        value = "".join(self._parts)
+        with suppress(RepeatedKey):
+            if not self._is_unreadable(value, n_closing=n_closing):
+                return '"' if self._is_string else value_as_json(value, self._types)
+        self.is_broken = True
+        return ""
 
     def _note_tags(self) -> None:
         """Note the tags in what was read since the last time."""
         text = "".join(self._parts[self._n_noted :])
         self._n_noted = len(self._parts)
-        for tag in self._inner_tag.finditer(text):
-            name = tag["name"]
-            n_open = self._n_open.get(name, 0)
-            is_element = tag["begins"] is not None and not (tag["key"] or tag["slash"])
-            if tag["slash"] and n_open:
-                self._n_open[name] = n_open - 1
-            elif self._stands_in_quotes(tag, text):
+        for tag in self._patterns.inner_tag.finditer(text):
+            if tag["text"] is not None:
                 continue
-            elif is_element:
-                self._n_open[name] = n_open + 1
+            name = tag["name"]
+            is_key = tag["key"] is not None
+            if tag["slash"] and self._n_open[name]:
+                self._n_open[name] -= 1
+            elif tag["quoted"] is not None:
+                continue
+            elif tag["begins"] is not None and not (is_key or tag["slash"]):
+                self._n_open[name] += 1
             else:
                 self._has_loose_tag |= self._is_loose(tag, text)
-
-    def _stands_in_quotes(self, tag: Any, text: str) -> bool:
-        """Whether a quote stands beside a tag in the text.
-
-        But `a.md</parameter>"<parameter name="n">` has one too many between two tags.
-        """
-        start, end = tag.span("tag")
-        quote = text[start - 1 : start]
-        close_start = start - 1 - len(self._tags.close)
-        follows_close = text.startswith(self._tags.close, max(0, close_start), start)
-        if quote in _QUOTES and not follows_close:
-            return True
-        return text[end : end + 1] in _QUOTES
 
     def _is_loose(self, tag: Any, text: str) -> bool:
         """Whether a tag in the text shows that the value ended before it, perhaps.
@@ -20304,37 +20201,22 @@ class TaggedValue:
         value      tag            is loose (the first row that fits counts)
         on lines   of a key       at an edge of a line
         any        x <t>          never: it follows a blank
-        on lines   any other      where a line begins; where one ends, if it closes
-                                  nothing in that line
         other      of a key       always
-        other      any other      at an edge (see inner_tag_pattern); a closing tag
-                                  of a value also before a number or bracket:
-                                  at </parameter>5 the tag of the 5 is missing
+        any        any other      at an edge (see value_patterns); one that opens an
+                                  element only where that begins
         """
-        begins, ends = tag["begins"] is not None, tag["ends"] is not None
         is_key = tag["key"] is not None
-        start, end = tag.span("tag")
-        line = text[text.rfind("\n", 0, tag.start()) + 1 : start]
-        closes_nothing = tag["slash"] is not None and f"<{tag['name']}" not in line
+        ends = tag["ends"] is not None and (is_key or tag["slash"] is not None)
+        is_at_edge = tag["begins"] is not None or ends
+        if is_key and self._is_on_lines:
+            return is_at_edge
+        follows_blank = text.endswith(" ", 0, tag.start("tag"))
+        return not follows_blank and (is_key or is_at_edge)
 
-        if self._is_on_lines and is_key:
-            return begins or ends
-        if text[start - 1 : start] == " ":
-            return False
-        if self._is_on_lines:
-            return begins or (ends and closes_nothing)
-        if is_key:
-            return True
-        is_closing = closes_nothing and tag["name"] == self._closing_name
-        follows_value = text[end : end + 1] in set("/[{0123456789")
-        return begins or ends or (is_closing and follows_value)
-
-    def _is_unreadable(self, value: str, closing: str) -> bool:
+    def _is_unreadable(self, value: str, *, n_closing: int) -> bool:
         """Whether nobody can tell where the value ends that has just ended.
 
         closing tag   value         is unreadable (the first row that fits counts)
-        any           any           if the tag of its key came twice, but when it
-                                    is closed once, and not blank, and has no tag
         none          any           if it is blank, or has a tag
         twice         blank         always: a tag may be the value
         once          blank         never
@@ -20345,17 +20227,12 @@ class TaggedValue:
         """
         is_blank = not value.strip()
         has_tag = "<" in value or value.rstrip().endswith(">")
-        closes_twice = closing.count(self._tags.close) > 1
-        if self.has_second_tag and (not closing or closes_twice or is_blank or has_tag):
-            return True
-        if not closing and (is_blank or has_tag):
-            return True
-        if is_blank:
-            return closes_twice
+        if is_blank or (has_tag and not n_closing):
+            return n_closing != 1
         can_be_string = not self._types or "string" in self._types
-        if (has_tag or not closing) and not can_be_string:
+        if (has_tag or not n_closing) and not can_be_string:
             return value_as_json(value, self._types).startswith('"')
-        has_edge_tag = self._edge_tag.search(value) is not None
+        has_edge_tag = self._patterns.edge_tag.search(value) is not None
         is_open = any(self._n_open.values()) or self._has_loose_tag or has_edge_tag
         return is_open and not self._is_quoted
 
@@ -20713,7 +20590,6 @@ _JSON_TAIL: Final = (
     r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
 )
 _LATE_JSON: Final = rf"""(?x:
-    (?: [\s}}\],;]{{0,99}}+ {COMMENT} ){{0,9}}
     [\s}}\],;]{{0,99}}+
     (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
       | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )

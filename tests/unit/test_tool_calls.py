@@ -1047,12 +1047,8 @@ def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) ->
     [
         ('{"text": "a" "n": 2}', {"text": "a", "n": 2}),
         ('{"text": "it\'s, \'n\': 2"}', {"text": "it's, 'n': 2"}),
-        ('{"text": "a", // n\n"n": 2 // m\n}', {"text": "a", "n": 2}),
-        ('{"text": "a" /* n */, "n": /* m */ 2}', {"text": "a", "n": 2}),
         ('{"text": "// a", "any": "/* b */"}', {"text": "// a", "any": "/* b */"}),
         ('{"items": [1, 2,], "n": 3,}', {"items": [1, 2], "n": 3}),
-        ('{"x": 1e9999, "n": 007}', {"x": "1e9999", "n": "007"}),
-        ('{"x": NaN, "n": 1}', {"x": "NaN", "n": 1}),
         ('{"text": "\\u12"}', {"text": "\\u12"}),
         (
             '{"text": "env.get("KEY", "x")", "n": 1}',
@@ -1344,22 +1340,20 @@ def test_a_misspelt_key_between_tags_leaves_the_call_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "arguments"),
+    "cut",
     [
-        ('{"text": "a\\', {"text": "a"}),
-        ('{"text": "a\\u00e', {"text": "a"}),
-        ('{"text": "a\\ud83d', {"text": "a"}),  # half an emoji, which SDKs refuse
-        ('{"text": "a\\ud83d\\u', {"text": "a"}),
-        ('{"text": "a\\uD83D\\uDE00b', {"text": "a😀b"}),
-        ('{"text": "a"', {"text": "a"}),
-        ('{"n": 12 ', {"n": 12}),
+        '{"text": "a',
+        '{"text": "a\\',
+        '{"text": "a\\u00e',
+        '{"text": "a\\ud83d',
+        '{"text": "a"',
+        '{"n": 12 ',
+        '{"x": NaN, "n": 1}}',
     ],
 )
-def test_json_cut_off_in_a_string_or_after_a_member_is_closed(
-    cut: str, arguments: dict[str, Any]
-) -> None:
+def test_json_that_is_cut_or_has_other_words_is_left_open(cut: str) -> None:
     reply = read('<tool_call>\n{"name": "read", "arguments": ' + cut)
-    assert calls_of(reply) == [("read", arguments)]
+    assert calls_or_broken(reply) == [BROKEN]
 
 
 @pytest.mark.parametrize(
