@@ -18921,15 +18921,13 @@ class SchemaPart(NamedTuple):
             return found[id(schema)]
         found[id(schema)] = set()
         types = _own_types(schema)
-        for key in ("anyOf", "oneOf"):
+        for keyword in ("anyOf", "oneOf"):
             branch_types: set[str] = set()
-            for branch in as_list(schema.get(key, [])):
-                part = self._replace(schema=branch)
-                branch_types |= part._find_types(found, depth + 1)
+            for branch in self._branches(keyword):
+                branch_types |= branch._find_types(found, depth + 1)
             types &= branch_types or _ALL_TYPES
-        for branch in as_list(schema.get("allOf", [])):
-            part = self._replace(schema=branch)
-            types &= part._find_types(found, depth + 1) or _ALL_TYPES
+        for branch in self._branches("allOf"):
+            types &= branch._find_types(found, depth + 1) or _ALL_TYPES
         found[id(schema)] = types
         return types
 
@@ -18978,17 +18976,17 @@ class SchemaPart(NamedTuple):
 
     def _keyword(self, name: str) -> Any:
         """Its own, or that of the only branch that has it: of (array or null)."""
-        schema = self.resolved
-        own_value = _member_of(schema, name)
+        own_value = _member_of(self.resolved, name)
         if own_value is not None:
             return own_value
-        values = []
-        for key in ("anyOf", "oneOf"):
-            for branch in as_list(_member_of(schema, key)):
-                part = self._replace(schema=branch)
-                values.append(_member_of(part.resolved, name))
+        branches = self._branches("anyOf") + self._branches("oneOf")
+        values = [_member_of(branch.resolved, name) for branch in branches]
         values = [value for value in values if value is not None]
         return values[0] if len(values) == 1 else None
+
+    def _branches(self, keyword: str) -> list[SchemaPart]:
+        schemas = as_list(_member_of(self.resolved, keyword) or [])
+        return [self._replace(schema=schema) for schema in schemas]
 
 
 def _member_of(schema: object, step: str) -> object:
@@ -19036,7 +19034,7 @@ _PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
 PYTHON_STRING: Final = re.compile(
     r'''(?xs:
         (?P<raw> \b [rR] )?
-        (?: (?P<marks> """ | \'\'\' ) (?P<text> .*? ) (?P=marks)
+        (?: (?P<marks> """ | \'\'\' ) .*? (?P=marks)
           | " (?: [^"\\] | \\. )* "
           | ' (?: [^'\\] | \\. )* ' )
     )''',
@@ -19428,19 +19426,16 @@ CALL_START: Final = compile_pattern(
 
 FOREIGN_SYNTAX: Final = "foreign"  # in the place of a key of CALL_SYNTAXES
 
+_GEMMA: Final = ForeignFormat(
+    opening="call:{name}{{",
+    untagged_call=r"call:(?:NAMES)\{",
+    string_mark='<|"|>',
+)
 FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     # Gemma 4    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
-    "<|tool_call>": ForeignFormat(
-        opening="call:{name}{{",
-        untagged_call=r"call:(?:NAMES)\{",
-        string_mark='<|"|>',
-    ),
+    "<|tool_call>": _GEMMA,
     # FunctionGemma    <start_function_call>call:read{path:<escape>a.md<escape>}...
-    "<start_function_call>": ForeignFormat(
-        opening="call:{name}{{",
-        untagged_call=r"call:(?:NAMES)\{",
-        string_mark="<escape>",
-    ),
+    "<start_function_call>": _GEMMA._replace(string_mark="<escape>"),
     # LFM2    <|tool_call_start|>[read(path="a.md")]<|tool_call_end|>
     "<|tool_call_start|>": ForeignFormat(opening="[{name}(", is_python=True),
     # Mistral, before version 11    [TOOL_CALLS][{"name": "read", "arguments": {...}}]
@@ -20325,7 +20320,8 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError(text)
-            arguments[keyword.arg] = _python_value(keyword.value, source)
+            value = _JsonWords().visit(keyword.value)
+            arguments[keyword.arg] = python_literal(value)
         written = ast.get_source_segment(source, element) or ""
         name = written.partition("(")[0].rstrip()
         calls.append(WholeCall(name, to_json(arguments)))
@@ -20338,8 +20334,7 @@ def _without_line_breaks(string: re.Match[str]) -> str:
     One after a backslash is no escape: both are part of the text.
     """
     if string["raw"]:
-        text = string["text"]
-        return repr(string[0][2:-1] if text is None else text)
+        return string[0]
 
     def escape(match: re.Match[str]) -> str:
         return repr(match[0])[1:-1] if match[0][-1] in "\r\n" else match[0]
@@ -20358,15 +20353,6 @@ class _JsonWords(ast.NodeTransformer):
         if node.id not in _JSON_WORDS:
             return node
         return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)
-
-
-def _python_value(node: ast.expr, source: str) -> Any:
-    """What an argument means; also JSON's words, and a text without quotes."""
-    with suppress(ValueError):
-        return python_literal(_JsonWords().visit(node))
-    if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
-        raise ValueError(source)
-    return ast.get_source_segment(source, node)
 
 
 # -- 3 Gemma ---------------------------------------------------------------------------
@@ -20388,16 +20374,13 @@ _MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
 _ITEM_END: Final = rf"{_BLANKS}[,\]]"
 
 
-def _argument_end(keys: list[str], *, is_closed: bool) -> str:
+def _argument_end(keys: list[str]) -> str:
     """The pattern of what ends an argument without marks.
 
-    `keys`: of the tool; if it has none, any key counts. `is_closed`: the end tag has
-    come, so the call's bracket may have been forgotten.
+    `keys`: of the tool; if it has none, any key counts.
     """
     names = "|".join(map(regex.escape, keys)) or _BARE_KEY
     call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
-    if is_closed:
-        call_end += r"|\Z"
     # From the first blank or bracket, or from the colon before an empty text.
     start = r"(?:(?<![\s}])|(?<=:\s{0,9}))\s*+"
     return rf'(?:{_BLANKS},\s*+"?(?:{names})"?\s*:|{start}(?:{call_end}))'
@@ -20413,11 +20396,8 @@ class _MarkedCalls:
     a text without marks.
     """
 
-    def __init__(
-        self, body: CallBody, *, mark: str, offered: Mapping[str, Schema]
-    ) -> None:
-        self._text = body.text
-        self._is_closed = body.is_closed
+    def __init__(self, text: str, *, mark: str, offered: Mapping[str, Schema]) -> None:
+        self._text = text
         self._position = 0
         self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
@@ -20437,9 +20417,7 @@ class _MarkedCalls:
         while not self._take(r"[\s}]*\Z"):
             match = self._require(r"[\s}]*(?:call:)?([\w.:-]+)\{")
             schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
-            end = r"\s*(?:\}|\Z)" if self._is_closed else r"\s*\}"
-            text_end = _argument_end(schema.keys, is_closed=self._is_closed)
-            arguments = self._read_members(schema, end, text_end)
+            arguments = self._read_members(schema, _argument_end(schema.keys))
             calls.append(WholeCall(match[1], arguments))
         return calls
 
@@ -20457,8 +20435,8 @@ class _MarkedCalls:
             raise ValueError(self._text[self._position :])
         return match
 
-    def _read_members(self, schema: SchemaPart, end: str, text_end: str) -> str:
-        """Read an object whose { was taken, through its `end`; returns it as JSON.
+    def _read_members(self, schema: SchemaPart, text_end: str) -> str:
+        """Read an object whose { was taken, through its }; returns it as JSON.
 
         Raises ValueError if a key comes twice.
         """
@@ -20471,7 +20449,7 @@ class _MarkedCalls:
             \s* : (?P<gap> \s* )
         )"""
         members: dict[str, str] = {}
-        while not self._take(end):
+        while not self._take(r"\s*\}"):
             if members:
                 self._require(r"\s*,")
             match = self._require(key_pattern)
@@ -20554,7 +20532,7 @@ class _MarkedCalls:
         with suppress(ValueError, RecursionError):
             json_text = None
             if self._take(r"\{"):
-                json_text = self._read_members(schema, r"\s*\}", _MEMBER_END)
+                json_text = self._read_members(schema, _MEMBER_END)
             elif self._take(r"\["):
                 json_text = self._read_items(schema)
             if json_text is not None and self._take(_AFTER_VALUE):
@@ -20571,7 +20549,6 @@ class CallBody(NamedTuple):
     """Calls as they were written, without the tags around them."""
 
     text: str
-    is_closed: bool  # the end tag came after it
     is_damaged: bool  # so did an argument: the calls ended too early
 
 
@@ -20598,10 +20575,10 @@ _LATE_JSON: Final = rf"""(?x:
 
 
 @lru_cache
-def _body_syntax(tool_format: ToolCallFormat, *, is_json: bool) -> _BodySyntax:
+def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
     foreign = tool_format.foreign
     end_tag = regex.escape(tool_format.end)
-    if is_json:
+    if foreign.is_json or not tool_format.is_foreign:
         tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
         sources = (rf'(?s:\\.)|["\[\]{{}}]|{end_tag}', tail, _LATE_JSON)
         return _BodySyntax('"', *map(compile_pattern, sources))
@@ -20640,7 +20617,7 @@ class BodyReader:
         if unread.text[self._start :].lstrip().startswith(start_tag):
             self._start = unread.text.index(start_tag, self._start) + len(start_tag)
 
-        self._syntax: _BodySyntax | None = None  # until it is known whether it is JSON
+        self._syntax = _body_syntax(tool_format)
         self._position = self._start  # up to it the text was read
         self._depth = 0  # of brackets
         self._is_in_string = False
@@ -20660,13 +20637,9 @@ class BodyReader:
         unread = self._unread
         is_complete = unread.is_complete
         text = unread.text.removesuffix("\0")
-        syntax = self._find_syntax(text)
-        if syntax is None and not is_complete:
-            return None
-        if syntax is None:  # nothing but white space has come
-            syntax = _body_syntax(self._format, is_json=False)
+        syntax = self._syntax
         if self._end is None:
-            self._find_end(text, syntax)
+            self._find_end(text)
         end = self._end
         if end is None and not is_complete:
             return None
@@ -20685,31 +20658,18 @@ class BodyReader:
         unread.text = text[after_tail:] + "\0" * is_complete
         return CallBody(
             text[self._start : end],
-            is_closed=end < len(text),
             is_damaged=late_argument is not None and not late_argument.partial,
         )
 
-    def _find_syntax(self, text: str) -> _BodySyntax | None:
-        """Whether it is JSON, which Hermes's tags may have in any format."""
-        if self._syntax is None:
-            is_json = self._format.foreign.is_json
-            if self._format.start == HERMES_START:
-                match = _OBJECT_OR_LIST.match(text, self._start, partial=True)
-                if match is not None and match.partial:
-                    return None
-                is_json |= match is not None
-            self._syntax = _body_syntax(self._format, is_json=is_json)
-        return self._syntax
-
-    def _find_end(self, text: str, syntax: _BodySyntax) -> None:
+    def _find_end(self, text: str) -> None:
         """Read on, up to the last bracket, or an end tag that is in no string."""
-        for match in syntax.marks.finditer(text, self._position, partial=True):
+        for match in self._syntax.marks.finditer(text, self._position, partial=True):
             if match.partial:  # half an escape, half a tag, or nothing
                 self._position = match.start()
                 return
             self._position = match.end()
             mark = match[0]
-            if mark == syntax.quote:
+            if mark == self._syntax.quote:
                 self._is_in_string = not self._is_in_string
             elif self._is_in_string or mark.startswith("\\"):
                 continue
@@ -20740,7 +20700,8 @@ def read_whole_calls(
     try:
         if foreign.string_mark:
             offered = parameters_by_name(tools)
-            return _MarkedCalls(body, mark=foreign.string_mark, offered=offered).read()
+            mark = foreign.string_mark
+            return _MarkedCalls(body.text, mark=mark, offered=offered).read()
         if _OBJECT_OR_LIST.match(body.text):
             calls = as_list(load_value(body.text))
             return [_parse_json_call(call) for call in calls]
@@ -21294,23 +21255,10 @@ class ReplyReader:
         if match is not None and not unread.is_complete:
             return
         self._state = ReplyState.DONE
-        if unread.is_complete and self._ends_before_arguments():
-            return
         # The tag is text; or a letter of what only looked like a call without its tag.
         text = unread.text.lstrip()
         tag = self._format.start
         unread.text = text[len(tag) if text.startswith(tag) else 1 :]
-
-    def _ends_before_arguments(self) -> bool:
-        """Whether the reply is over where arguments in JSON begin: a cut call."""
-        match = CALL_START.match(self._unread.text.removesuffix("\0") + "{")
-        if match is None or CALL_SYNTAXES[match.lastgroup].tags is not None:
-            return False
-        if self._unread.text.endswith(match[match.lastgroup] + "\0"):
-            return False  # it may be half of a name
-        self._emit_name(match[match.lastgroup], match[0])
-        self.is_broken = self._is_call
-        return self._is_call
 
     def _read_arguments(self) -> None:
         assert self._arguments is not None
@@ -21556,7 +21504,7 @@ class ReplyReader:
 # Between tags `format` says nothing of a text, and oneOf is anyOf: a text that fits two
 # branches may be generated.
 #
-# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
+# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
 # Keywords that say more of the arguments than which there are: not between tags.
@@ -21585,6 +21533,10 @@ _OTHER_TYPES: Final = {
 }
 _MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
 _MAX_CHOICES: Final = 1_000  # ways to write one value
+
+
+# A constant of which a reader may take a part for a tag, or for the line break at one.
+_UNSAFE_CONSTANT: Final = re.compile(r"\A\s*\n|\n\s*\Z|</?\w")
 
 
 class _NoForm(Exception):
@@ -21685,31 +21637,8 @@ class _TaggedForm:
         for key in dict.fromkeys([*properties, *required]):
             choices = self._argument_choices(key, properties.get(key, {}))
             tag = key + key_end.format(gap=gap)
-            self._check_constants(key, choices, tag=key_start + tag, end=end)
             arguments.append(Argument(tag, tuple(choices), key in required))
         return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
-
-    def _check_constants(
-        self, key: str, choices: list[CallParts], *, tag: str, end: str
-    ) -> None:
-        """Raises _NoForm if a constant, with tags in it, is read as another value.
-
-        `tag`: of the key. `end`: of the call.
-        """
-        schema = SchemaPart.of_tool(self._parameters)
-        # <parameter=path>\na.md</parameter>, with a line break before the tag or none
-        for before_close in ("", "\n") if self._tags.is_on_lines else ("",):
-            for constant in (choice[0] for choice in choices):
-                if not isinstance(constant, str):
-                    continue
-                unread = UnreadText()
-                unread.text = f"{tag}{constant}{before_close}{self._tags.close}{end}\0"
-                reader = TaggedArguments(
-                    unread, self._tags, schema, start="", end_tag=self._tags.outer_end
-                )
-                value = value_as_json(constant, schema.member(key).types)
-                if reader.read() != f"{to_json(key)}: {value}" or reader.is_broken:
-                    raise _NoForm(f"{constant!r:.60} would be read as another value")
 
     def _argument_choices(self, key: str, schema: object) -> list[CallParts]:
         if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
@@ -21721,7 +21650,13 @@ class _TaggedForm:
         excluded = "|".join(
             _OTHER_TYPES[name] for name in _OTHER_TYPES if name in types
         )
-        return [_exclude(excluded, choice) for choice in choices]
+        # A constant was checked.
+        return [
+            (choice[0]._replace(excluded=excluded),)
+            if isinstance(choice[0], TextValue)
+            else choice
+            for choice in choices
+        ]
 
     def _value_choices(
         self, schema: object, types: set[str], depth: int = 0
@@ -21820,6 +21755,8 @@ class _TaggedForm:
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
+        if _UNSAFE_CONSTANT.search(text):
+            raise _NoForm(f"{value!r:.60} may be read as another value")
         json_text = None
         with suppress(RepeatedKey):
             json_text = value_as_json(text, types)
@@ -21870,14 +21807,6 @@ def _copy_schema(
         name = names.setdefault(part.reference, f"d{len(names)}")
         copied["$ref"] = f"#/$defs/{name}"
     return copied
-
-
-def _exclude(pattern: str, choice: CallParts) -> CallParts:
-    """A value that, if it is a text, does not fit a pattern. A constant was checked."""
-    value = choice[0]
-    if isinstance(value, TextValue):
-        return (value._replace(excluded=pattern),)
-    return choice
 
 
 # region TENANTS ===============================================================

@@ -275,7 +275,6 @@ def test_a_schema_may_refer_to_itself_in_a_union() -> None:
         ("<|tool_call>call:read{}<tool_call|><|tool_call>call:write{}<tool_call|>",
          ["read", "write"], None),
         ("<|tool_call>read{n:1}<tool_call|>", ["read"], None),
-        ("<|tool_call>call:read{n:1<tool_call|>", ["read"], None),
         ("<|tool_call>call:read{n:1}", ["read"], None),
         ("I look.\ncall:read{n:1}<tool_call|>", ["read"], "I look."),
         ("The tag <tool_call|> ends it.", [], "The tag <tool_call|> ends it."),
@@ -322,12 +321,6 @@ def test_gemma_arguments_that_cannot_be_read_are_text(written: str) -> None:
         assert all(letter in known_text for letter in re.findall(r"\d", written))
     else:
         assert reply.content == text
-
-
-def test_quotes_are_no_part_of_a_text_where_a_bracket_was_forgotten() -> None:
-    text = "<|tool_call>call:read{path:':\\s*\\w+'<tool_call|>"
-
-    assert read_in_any_pieces("gemma", text) == Reply([("read", {"path": ":\\s*\\w+"})])
 
 
 def test_a_file_that_quotes_the_end_tag_is_read_once() -> None:
@@ -694,10 +687,8 @@ def test_minimax_text_after_a_block_that_was_not_closed_is_text() -> None:
         ('[read(path="a\\\\\nb")]', [("read", {"path": "a\\\nb"})]),
         ('[read(path="a\r\nb", text="c\\\rd")]',
          [("read", {"path": "a\r\nb", "text": "c\\\rd"})]),
-        ('[read(path=r"\\d\n\\n\\"")]', [("read", {"path": '\\d\n\\n\\"'})]),
         ("[read(path=R'''a\n\"b\"\\c''')]", [("read", {"path": 'a\n"b"\\c'})]),
         ('[read(path="""a\r\n"b" \'c\'""")]', [("read", {"path": 'a\r\n"b" \'c\''})]),
-        ("[read(path=docs/a.md, n=1)]", [("read", {"path": "docs/a.md", "n": 1})]),
         ("[read(tree={'a': true}, yes=False)]",
          [("read", {"tree": {"a": True}, "yes": False})]),
         ("[list_all()]", [("list_all", {})]),
@@ -705,6 +696,7 @@ def test_minimax_text_after_a_block_that_was_not_closed_is_text() -> None:
         # What is not understood must not run with less.
         ('[read("a.md")]', []),
         ('[read(path="a" n=1)]', []),
+        ("[read(path=docs/a.md, n=1)]", []),
         ("[read(**{'n': 1})]", []),
         ("[read(n=1), rm()]", []),
         ("[read(path=a b)]", []),

@@ -926,11 +926,3 @@ def test_a_reply_of_prose_and_calls_is_the_same_in_any_chunks(name: str) -> None
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 9)))
         pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
         assert read(form, [text]) == read(form, list(text)) == read(form, pieces)
-
-
-def test_a_header_of_a_call_and_nothing_more_is_not_shown() -> None:
-    for pieces in ([HARMONY], list(HARMONY)):
-        message = read(FORMATS["harmony"], pieces)
-        assert message["content"] is None
-        assert finished_calls(message) == []
-        assert message["tool_calls"][0]["function"]["name"] == "read"
