@@ -18856,7 +18856,6 @@ def find_first(pattern: Any, text: str, *, is_complete: bool = False) -> Any:
     return match
 
 
-TAG_LENGTH: Final = 250  # letters of a tag, at most
 _LONGEST_MATCH: Final = 3000  # letters of a tag, with the tags and blanks around it
 
 
@@ -19788,10 +19787,11 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
     )
 )""")
 # Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon,
-# quote or n": then it is one more argument, before which a bracket was closed too early.
+# quote, n": or 1, "n": then an argument follows, and a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""(?x:
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
-    (?= [^\0\s\w,;:"'}\]] | \w{1,99}+ (?: [^"'] | ["'] \s* [^\s:] )
+    (?= [^\0\s\w,;:"'}\]]
+      | \w{1,99}+ (?: [^"',] | , \s* [^"'\s] | ["'] \s* [^\s:] )
       | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
 )""")
 

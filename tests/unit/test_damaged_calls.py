@@ -502,6 +502,7 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("minimax", MINIMAX + '<parameter name="path">x</parameter>[5]\n</parameter>\n'
          + MINIMAX_END),
         ("glm", GLM + "<arg_key>path</arg_key>\n, <arg_value>x</arg_value>\n</tool_call>"),
+        ("harmony", HARMONY + '{"path": "x", "n": 31}1, "text": "y"}<|call|>'),
         ("harmony", HARMONY + '{"path": "x", "n",: 5, "text: "y"}<|call|>'),
         ("harmony", HARMONY + '{"path": "x", "nx: 5", "text": "y"}<|call|>'),
         ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x", }n": 5}'),
