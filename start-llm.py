@@ -19532,7 +19532,7 @@ def value_patterns(
           ) )
     )"""
     unclosed = rf"""(?x:
-        {tags.before_close}
+        {tags.before_close} (?= [<\0] )
         (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0   # </function> and the end
           | </ [\w:]{{0,20}} \0                                # </para and the end
           | {close} [ \t\r\n]{{401}}                           # a model caught in blanks
@@ -19995,7 +19995,8 @@ class TaggedArguments:
             return self._json.take_end_token()
         if self._value is None or self._value.closes():
             return True
-        self._reads_end_token = self._value.reads_end_token = False
+        self._reads_end_token = False
+        self._value.read_end_as_text()
         return False
 
     def read(self) -> str:
@@ -20101,7 +20102,6 @@ class TaggedValue:
         """
         self.is_closed = False
         self.is_broken = False
-        self.reads_end_token = reads_end_token  # the letters of the end tag are text
         self._unread = unread
         self._tags = tags
         self._keys = tuple(schema.keys)
@@ -20113,16 +20113,20 @@ class TaggedValue:
         self._n_noted = 0  # parts whose tags were noted
         self._n_open: Counter[str] = Counter()  # elements of XML, by name
         self._has_loose_tag = False  # one that closes nothing
+        self._find_patterns(reads_end_token=reads_end_token)
 
-    @property
-    def _patterns(self) -> ValuePatterns:
-        return value_patterns(
+    def _find_patterns(self, *, reads_end_token: bool) -> None:
+        self._patterns = value_patterns(
             self._tags,
             self._keys,
             is_quoted=self._is_quoted,
             is_on_lines=self._is_on_lines,
-            reads_end_token=self.reads_end_token,
+            reads_end_token=reads_end_token,
         )
+
+    def read_end_as_text(self) -> None:
+        """Read on where the letters of the end tag are an end, and its token is text."""
+        self._find_patterns(reads_end_token=False)
 
     def closes(self) -> bool:
         """Whether its closing tag has come, if the call ends now."""
