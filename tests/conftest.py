@@ -1,6 +1,7 @@
 """Load start-llm.py as a module: its name has a hyphen, so `import` cannot."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import resource
@@ -73,7 +74,14 @@ def pytest_configure(config):
         if not config.getoption("--hypothesis-profile"):
             hypothesis.settings.load_profile("night")
     if not config.getoption("numprocesses", None):
+        gc.disable()  # until all is collected
         load_start_llm()
+
+
+def pytest_collection_finish(session):
+    """What is imported and collected stays to the end: garbage is not looked for in it."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path, config):
