@@ -11,8 +11,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +30,7 @@ NEWER_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.1[3-9]*/bin/python"))
 KEY = "sk-written-in-env"
 CONTEXT = 54_321
 MODEL = "mlx-community/Some-Model-4bit"
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 RECORDER = """
 import json, os, sys
@@ -145,7 +147,8 @@ def answering(answers, *, key="", paths=None):
 class Desk:
     """A person's shell: a home, a PATH with fake clients, and the server's settings."""
 
-    def __init__(self, folder, port):
+    def __init__(self, folder, port, capfd):
+        self.capfd = capfd
         self.home = folder / "home"
         self.bin = folder / "bin"
         self.temporary = folder / "tmp"
@@ -174,12 +177,29 @@ class Desk:
     def command(self, *arguments, python=sys.executable):
         return [python, str(ROOT / "install_and_run.py"), "launch", *arguments]
 
-    def launch(self, *arguments, python=sys.executable):
-        """Run it to its end."""
+    def run(self, *arguments, python=sys.executable):
+        """Run it to its end, as a person does."""
         return subprocess.run(
             self.command(*arguments, python=python), env=self.environ, cwd=self.home,
             capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
+
+    def launch(self, *arguments):
+        """Run its main() to its end in this process: a start is a quarter of a second."""
+        handlers = {number: signal.getsignal(number) for number in PASSED_ON}
+        self.capfd.readouterr()
+        with pytest.MonkeyPatch.context() as patch, chdir(self.home):
+            patch.setattr(os, "environ", dict(self.environ))
+            patch.setattr(sys, "argv", ["launch.py", *arguments])
+            patch.setattr(tempfile, "tempdir", str(self.temporary))
+            try:
+                status = launch.main()
+            except SystemExit as end:
+                status = end.code
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return subprocess.CompletedProcess(arguments, status, *self.capfd.readouterr())
 
     def start(self, *arguments, **kwargs):
         """Start it in a session of its own, without a terminal."""
@@ -213,8 +233,8 @@ def port():
 
 
 @pytest.fixture
-def desk(tmp_path, port):
-    with closing(Desk(tmp_path, port)) as desk:
+def desk(tmp_path, port, capfd):
+    with closing(Desk(tmp_path, port, capfd)) as desk:
         yield desk
 
 
@@ -282,7 +302,7 @@ def test_no_path_of_a_single_start_is_told_to_openclaw(desk):
 def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
     desk.install("claude", RECORDER)
 
-    desk.launch("claude", "--", "-p", "two  words", "--print", "--", "*")
+    desk.run("claude", "--", "-p", "two  words", "--print", "--", "*")
 
     last_arguments = desk.read_record()["arguments"][-5:]
     assert last_arguments == ["-p", "two  words", "--print", "--", "*"]
@@ -775,7 +795,7 @@ print(json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"])
 def test_a_newer_python_launches_as_well(desk, python):
     desk.install("pi", RECORDER)
 
-    result = desk.launch("pi", python=str(python))
+    result = desk.run("pi", python=str(python))
 
     assert result.returncode == 0, result.stderr
     assert "--provider" in desk.read_record()["arguments"]
@@ -830,10 +850,10 @@ def test_what_print_shows_is_what_a_shell_runs(desk):
 
 def test_the_exit_status_is_that_of_the_client(desk):
     desk.install("pi", "raise SystemExit(7)")
-    assert desk.launch("pi").returncode == 7
+    assert desk.run("pi").returncode == 7
 
     desk.install("pi", "import os; os.kill(os.getpid(), 9)")
-    assert desk.launch("pi").returncode == 128 + 9
+    assert desk.run("pi").returncode == 128 + 9
 
 
 @pytest.mark.parametrize("name", ["codex", "openclaw"])  # without files and with
