@@ -792,6 +792,22 @@ def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
     assert "6 of 6 gates passed" in capfd.readouterr().out.splitlines()[-1]
 
 
+def test_the_gates_before_the_tests_run_at_once_and_are_shown_in_order(
+    venv, ran, tmp_path, capfd
+):
+    """Here the first ends after the last has begun."""
+    waits = f"until grep -q mypy {tmp_path / 'ran'}; do sleep 0.05; done"
+    program = venv / "bin/python"
+    code = program.read_text(encoding="utf-8")
+    executable(program, f'{code}case "$*" in *check) {waits};; esac; echo "is $@"\n')
+
+    assert install.run_gates(venv, []) == 0
+
+    lines = capfd.readouterr().out.splitlines()
+    shown = [line.removeprefix("is ") for line in lines if line.startswith("is ")]
+    assert shown == [" ".join(gate.command) for gate in install.GATES]
+
+
 @pytest.mark.parametrize("failing", ["mypy", "pytest"])
 def test_a_failed_gate_stops_no_other_and_is_in_the_status(
     venv, ran, failing, monkeypatch, capfd
