@@ -13924,7 +13924,7 @@ def memory_limit(config: Config) -> int:
 # -- 1 sampler -------------------------------------------------------------------------
 
 _MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
-_MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
+_MIN_TOP_P: Final = 1e-6  # what float32 rounds to 0 would leave no token
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
 
@@ -13936,10 +13936,8 @@ type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 def make_sampler(sampling: SamplingParams) -> Sampler:
     """The sampler of a request; all greedy ones have the same."""
-    if sampling.temperature < _MIN_TEMPERATURE:
-        greedy: Sampler = greedy_sampler
-        return greedy
-    return _RandomSampler(sampling)
+    is_greedy = sampling.temperature < _MIN_TEMPERATURE
+    return greedy_sampler if is_greedy else _RandomSampler(sampling)
 
 
 class _RandomSampler:
@@ -13959,7 +13957,8 @@ class _RandomSampler:
         self._key, step_key = mx.random.split(self._key)
         values, ids = _find_candidates(logprobs, self._sampling)
 
-        # why(L-100): noise of a token id: the order of candidates follows those bits.
+        # why(L-100): noise belongs to a token id, not to a place: the order of the
+        # candidates depends on the last bits of the logits.
         first_half = mx.broadcast_to(step_key[0], ids.shape)
         second_half = ids ^ step_key[1]  # so that each id has a key of its own
         noise = _gumbel_for_each(mx.stack([first_half, second_half], axis=1))
@@ -14040,8 +14039,8 @@ class AllowedTokens(NamedTuple):
         return mx.array(mask)
 
 
-# It never returns while a reply goes on, which would fail the step of all rows: what it
-# yields last is for _FOREVER.
+# A constraint never returns while a reply goes on, which would fail the step of all
+# rows: what it yields last is for _FOREVER.
 type ConstraintSteps = Generator[AllowedTokens, list[int]]
 type Constraint = Callable[[], ConstraintSteps]  # begins at the first token of a reply
 
@@ -14096,12 +14095,11 @@ def watch_for_call(openings: Sequence[Sequence[int]], grammar: Any) -> Constrain
     n_longest = max(map(len, openings))
     last_ids: list[int] = []
     while True:
-        new_ids = yield AllowedTokens()
-        for n_read, token_id in enumerate(new_ids, 1):
-            last_ids = [*last_ids, token_id][-n_longest:]
-            for opening in openings:
-                if last_ids[-len(opening) :] == list(opening):
-                    yield from follow_grammar(grammar, [*opening, *new_ids[n_read:]])
+        (token_id,) = yield AllowedTokens()
+        last_ids = [*last_ids, token_id][-n_longest:]
+        for opening in openings:
+            if last_ids[-len(opening) :] == list(opening):
+                yield from follow_grammar(grammar, opening)
 
 
 class _ConstraintProcessor:
@@ -14138,7 +14136,8 @@ def make_processors(
     repetition_penalty = None  # with a look-back of 0, mlx-lm would read everything
     if n_look_back and sampling.repetition_penalty != 1:
         repetition_penalty = sampling.repetition_penalty
-    # OpenAI's penalties have no look-back: one of 0 is not meant for them.
+    # In OpenAI's API these penalties have no look-back. Here they share this one, which
+    # counts the prompt, too; but never 0.
     n_openai_look_back = n_look_back or _DEFAULT_LOOK_BACK
     processors = make_logits_processors(
         dict(sampling.logit_bias),
@@ -14154,7 +14153,7 @@ def make_processors(
 
 # -- 3 generation ----------------------------------------------------------------------
 
-MAX_STATES: Final = 64  # that a TokenGenerator keeps, for a head
+MAX_STATES: Final = 64  # a TokenGenerator keeps at least so many of the newest
 
 
 class TokenChoice(NamedTuple):
@@ -14162,7 +14161,7 @@ class TokenChoice(NamedTuple):
 
     sampler: Sampler
     processors: list[LogitsProcessor]
-    context: TokenBuffer  # what the processors read: all tokens that were fed
+    context: TokenBuffer  # for processors: prompt and reply, without image markers
 
 
 def choose_tokens(
@@ -14213,9 +14212,9 @@ class TokenGenerator:
         sampled          a b x . .      after y, a, b: the draft was right up to b
         returned         y a b          x is fed next; c and d are taken back
 
-    KV is trimmed by c and d. A recurrent layer or a window cannot go back, so its old
-    arrays are put back, which such a call does not write into. Then KV is trimmed by
-    all that was fed, and `y a b` is pending: the next step feeds it again, or `settle`.
+    A recurrent layer or a window cannot be cut: its old arrays, which a call does not
+    write into, are put back. Then `y a b` is pending: to be fed again, by the next step
+    or `settle`.
     """
 
     def __init__(  # noqa: PLR0913 - what the rows are, and who else has a say
@@ -14306,13 +14305,13 @@ class TokenGenerator:
     def step_with(self, draft: list[int]) -> list[SampledToken]:
         """`step` of a single row, which goes on with a draft as long as that is right.
 
-        Returns the token sampled last and those of the draft that would be sampled. Of
-        y a b c d, of which y a b were right, with z pending from the draft before:
+        Returns the token sampled last and those of the draft that would be sampled.
+        Below, z was pending, y a b c d are fed, y a b were right:
 
             all right                     nothing is taken back, nothing is pending
-            all KV can be cut             KV is trimmed by c d; nothing is pending
-            some leaves can be put back   these are as before z, and all KV that can be
-                                          cut is trimmed by z y a b c d; z y a b pend
+            all leaves can be cut         they are trimmed by c d; nothing is pending
+            some leaves can be put back   these are as before z; KV is trimmed by
+                                          z y a b c d; z y a b are pending
         """
         assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
         (first,) = self.next_tokens()
@@ -14368,7 +14367,7 @@ class TokenGenerator:
     def extend(self, newcomers: TokenGenerator) -> None:
         """Add the rows of another generator, which must not be used afterwards.
 
-        The caches of both must be in batch form (KV STATE: `to_batch`).
+        Settle both first. Their caches must be in batch form (KV STATE: `to_batch`).
         """
         layers = zip(self.layer_caches, newcomers.layer_caches, strict=True)
         for layer, newcomer_layer in layers:
