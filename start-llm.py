@@ -1902,6 +1902,13 @@ def assume_client() -> None:
     """Raise nothing: the `check_client` of a request that has no client to look for."""
 
 
+class ReplySchema(NamedTuple):
+    """What a reply must fit."""
+
+    schema: JsonObject
+    path: str  # of the schema in the body
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request of any API. Fields with a default are those that not every API has."""
@@ -1937,7 +1944,7 @@ class ChatRequest:
     thinking: bool = False
     effort: str = ""  # how hard, one of EFFORTS; "": as the template does by itself
     thinking_budget: int | None = None  # tokens
-    json_schema: JsonObject | None = None  # that the reply must fit
+    json_schema: ReplySchema | None = None
     # For the chat template; never enable_thinking.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     # Called between two pieces of long work. Raises ClientGone.
@@ -2410,21 +2417,21 @@ parse_chat_request = partial(read_request, _ChatBody)
 parse_completion_request = partial(read_request, _CompletionBody)
 
 
-def read_schema(response_format: JsonObject, *, field: str) -> JsonObject | None:
+def read_schema(response_format: JsonObject, *, field: str) -> ReplySchema | None:
     """The schema that the reply must fit; None: any text will do.
 
     `field`: the path of `response_format` in the body. Raises BadRequest.
     """
     match response_format:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return schema
+            return ReplySchema(schema, f"{field}.json_schema.schema")
         # Anthropic; llama.cpp and Together
         case {"type": "json_schema" | "json_object", "schema": dict(schema)}:
-            return schema
+            return ReplySchema(schema, f"{field}.schema")
         case {"type": "json_object", "schema": _}:
             raise BadRequest("should be an object", field=f"{field}.schema")
         case {"type": "json_object"}:
-            return {"type": "object"}
+            return ReplySchema({"type": "object"}, field)
         case {"type": "json_schema"}:
             raise BadRequest("should have a JSON schema", field=field)
         case {"type": "text"}:
@@ -3381,8 +3388,6 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
         message = f"prompt is too long: {sizes}"
     elif error.param is not None:  # as Anthropic writes it: messages.3.content
         path = re.sub(r"\[(\d+)\]", r".\1", error.param)
-        # REPLY GRAMMAR knows the schema by the name that a chat has for it.
-        path = path.replace("response_format.json_schema", "output_config.format")
         message = path + message.removeprefix(error.param)
     return {
         "type": "error",
@@ -14930,24 +14935,22 @@ class _ReplyGrammars:
         """Whether the arguments of some tool must fit its schema."""
         return any(call.is_strict for call in self._calls)
 
-    def compile_schema(self, schema: JsonObject, *, can_call: bool) -> Any:
+    def compile_schema(self, wanted: ReplySchema, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
         # A client may ask that what cannot be enforced is passed over; nothing else.
-        is_lenient = schema.get("x-guidance") == {"lenient": True}
-        guided = _guide(schema, is_lenient=is_lenient)
-        # First without the schemas of the tools: a fault is that of this schema, then.
+        is_lenient = wanted.schema.get("x-guidance") == {"lenient": True}
+        schema = _guide(wanted.schema, is_lenient=is_lenient)
+        # First with any arguments: what fails now is the fault of this schema.
         call_start = _tokens(self._form.call_start) if can_call else ""
         start = self._form.json_or_calls(f"{call_start} <[*]>*" if call_start else "")
         try:
-            matcher = self._compile(start, (), guided)
+            matcher = self._compile(start, (), schema)
         except _GrammarFault as fault:
             quote = str(fault)
-            field = "response_format.json_schema.schema"
-            raise BadRequest(quote, field=field, quote=quote) from None
+            raise BadRequest(quote, field=wanted.path, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
-        start = self._form.json_or_calls("calls")
-        return self.compile_calls(start, guided)
+        return self.compile_calls(self._form.json_or_calls("calls"), schema)
 
     def compile_calls(self, start: str, schema: JsonObject | None = None) -> Any:
         """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
@@ -14980,12 +14983,11 @@ class _ReplyGrammars:
         if not strict_calls:
             sentence = "the tools are too many for a call to be forced"
             raise BadRequest(sentence, field="tool_choice")
-        if isinstance(fault, _TooLarge):
-            sentence = "with the other tools it is too large to be enforced"
-            raise strict_calls[0].refusal(sentence)
-        for call in strict_calls:
-            self._free_if_faulty(call)  # raises, if the fault is that of this tool
-        raise strict_calls[0].refusal(f"with the other tools: {fault}")
+        if not isinstance(fault, _TooLarge):
+            for call in strict_calls:
+                self._free_if_faulty(call)  # raises, if the fault is that of this tool
+        sentence = f"the grammar of all tools and schemas: {fault}"
+        raise strict_calls[0].refusal(sentence)
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
@@ -22306,7 +22308,7 @@ def is_background(request: ChatRequest) -> bool:
         return request.can_wait
     if request.tools or request.deferred_tools:
         return False
-    schema = request.json_schema or {}
+    schema = request.json_schema.schema if request.json_schema else {}
     properties = schema.get("properties")
     fields = set(properties) if isinstance(properties, dict) else set()
     texts = _list_texts(request, "system") + _list_texts(request, "user")[-1:]

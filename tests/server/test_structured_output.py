@@ -382,6 +382,47 @@ def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, reas
     assert dense.ask(ASKED, max_tokens=3).n_generated == 3
 
 
+WRONG_FORMAT = {"type": "json_schema", "schema": {"type": "objekt"}}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "path"),
+    [
+        (
+            s.parse_chat_request,
+            {"response_format": form(WRONG_FORMAT["schema"])},
+            "response_format.json_schema.schema",
+        ),
+        (
+            s.parse_chat_request,
+            {"response_format": WRONG_FORMAT},
+            "response_format.schema",
+        ),
+        (
+            s.parse_anthropic_request,
+            {"output_config": {"format": WRONG_FORMAT}},
+            "output_config.format.schema",
+        ),
+        (
+            s.parse_anthropic_request,
+            {"output_format": WRONG_FORMAT},
+            "output_format.schema",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_named_by_its_path_in_the_body(
+    dense, parse, fields, path
+):
+    body = {"messages": [user("hi")], "max_tokens": 9, **fields}
+    wanted = parse(body, dense.state.config, request_id="r", headers={})
+
+    with pytest.raises(s.BadRequest, match="Invalid type: objekt") as refused:
+        s.prepare_request(dense.state, wanted)
+
+    assert refused.value.param == path
+    assert str(refused.value).startswith(f"{path}: ")
+
+
 def test_a_strict_tool_is_refused_in_the_same_words(dense):
     schema = {"type": "array", "uniqueItems": True}
     function = {"name": "f", "parameters": {"properties": {"x": schema}}}
@@ -424,13 +465,14 @@ def test_a_definition_that_is_named_often_is_not_written_out_often(dense, compil
     schema = {"properties": properties, "$defs": definitions, "type": "object"}
     function = {"name": "f", "parameters": schema, "strict": True}
 
-    with pytest.raises(s.BadRequest, match="with the other tools"):
+    with pytest.raises(s.BadRequest, match="it has more than 200,000") as refused:
         constraints(
             dense,
             tools=[{"type": "function", "function": function}],
             tool_choice="required",
         )
 
+    assert "other tools" not in str(refused.value)
     assert not compiled
 
 
@@ -446,7 +488,7 @@ def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
 
     for tool, function in zip(tools, functions, strict=True):
         tool["function"] = {**function, "strict": True}
-    with pytest.raises(s.BadRequest, match="with the other tools"):
+    with pytest.raises(s.BadRequest, match="all tools and schemas"):
         constraints(dense, tools=tools, tool_choice="required")
 
 
@@ -493,7 +535,7 @@ def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatc
     assert constraint, "the tool that is not strict gives way"
 
     for choice in ("required", "auto"):
-        with pytest.raises(s.BadRequest, match="with the other tools: ") as refused:
+        with pytest.raises(s.BadRequest, match="all tools and schemas: ") as refused:
             constraints(dense, tools=strict, tool_choice=choice)
         assert "too large" not in str(refused.value)
 
@@ -830,7 +872,10 @@ def test_a_model_without_a_call_format_cannot_be_made_to_call(dense):
 
 def test_json_object_takes_a_schema_too(dense):
     response_format = {"type": "json_object", "schema": TITLE}
-    assert request(dense, response_format=response_format).json_schema == TITLE
+    assert request(dense, response_format=response_format).json_schema == (
+        TITLE,
+        "response_format.schema",
+    )
     with pytest.raises(s.BadRequest) as refused:
         request(dense, response_format={"type": "json_object", "schema": 3})
     assert refused.value.param == "response_format.schema"
