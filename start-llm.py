@@ -14427,9 +14427,9 @@ class TokenGenerator:
 # for who reads the call: a file may have such tags in it. So </function> belongs to the
 # end of the value.
 #
-# Other demands have another `start`. After thinking, a reply that must be JSON goes on
-# with (json | calls). If a tool is strict, all is allowed until a call is opened by its
-# tag and a name; then `start: calls` rules the reply.
+# A reply that must be JSON has another `start` (json_or_calls). If a tool is strict, all
+# is allowed until a call is opened by its tag and a name, in a thought, too; then
+# `start: calls` rules the reply, and no </think> can come.
 #
 #  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
 #  2 Reply form   The tags of the model, as tokens.
@@ -14497,8 +14497,8 @@ class CallForm(NamedTuple):
     None    given   given         the request is refused
     """
 
-    opening: str  # up to its arguments, as the model's tokenizer cuts it
-    parts: CallParts | None = None  # what follows; None: anything
+    opening: str  # up to its arguments; the grammar has it as tokens
+    parts: CallParts | None = None  # what follows; None: any tokens, to the reply's end
     fault: str = ""  # why that cannot fit the schema
     schema_path: str = ""  # in the body, if the tool is strict
 
@@ -14537,7 +14537,7 @@ class _ReplyForm:
         in_reasoning: bool,
         call_start: str,
     ) -> _ReplyForm:
-        """The form of the reply to a request. `call_start`: the tag, "" if none."""
+        """The form of the reply to a request, as in `make_constraints`."""
         tags = loaded.tokenizer
         encode = loaded.template.encode
         opens_thinking = request.thinking and not in_reasoning
@@ -14582,9 +14582,9 @@ class _ReplyForm:
         """A rule: thinking, the tag that ends it, then the rule `after`.
 
         Thinking may not contain a call: that would end the reply before what is
-        demanded. Let <[6]> open thinking, <[7]> end it, <[9]> open a call, and <[2]>
-        end the reply. The prompt has opened thinking, or the reply may, as its first
-        token:
+        demanded. Nor, where several tokens end thinking, the first of them. Let <[6]>
+        open thinking, <[7]> end it, <[9]> open a call, and <[2]> end the reply. The
+        prompt has opened thinking, or the reply may, as its first token:
 
             <[^7,9,2]>* <[7]> BLANKS?
             (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?
@@ -14687,54 +14687,56 @@ class _GrammarText:
     def _argument_list(self, part: ArgumentList) -> str:
         """Arguments, each of which may be the last if no other has to follow.
 
-        Rules are made from the last argument to the first. Of ls(path, n) only path is
-        required, and the tokens 1 and 2 are <tool_call> and </tool_call>:
+        Their rules are made from the last to the first. Of ls(path, n), where only path
+        is required, the first is, if </tool_call> is the token 2:
 
-            keys0_1: "n>\\n" ((value1 "\\n" <[2]>))
             keys0_0: "path>\\n" ((value2 keys0_1 | value3 "\\n" <[2]>))
-            arguments0: ("<parameter=" keys0_0)
 
-        where value2 ends with </parameter> and <parameter=, value1 and value3 with
-        </parameter> and </function>. In GLM's syntax, with the tokens 3 to 6 for the
-        tags of keys and values, a value ends with its closing tag alone:
+        where value2 ends with </parameter> and <parameter=, value3 with </parameter> and
+        </function>. In GLM's syntax, with the tokens 3 to 6 for the tags of keys and
+        values, a value ends with its closing tag alone:
 
             keys0_0: "path" <[4]> <[5]> (VALUE2_TEXT <[6]> BLANKS? (<[3]> keys0_1 | ...
         """
         name = f"keys{next(self._numbers)}"
         end_tag, bracket, rest = part.end.partition(">")
-        # What may follow a value, by the tag that comes next: at first, the end alone.
-        end = {end_tag + bracket: self._spell(rest)}
-        next_keys: dict[str, str] = {}
+        # What may follow a value, by the tag that comes next: the key of a later
+        # argument, and the end of the call, unless a later one is required.
+        next_rules = {end_tag + bracket: self._spell(rest)}
         for index, argument in reversed([*enumerate(part.arguments)]):
             choices = [
-                self._argument_value(choice, part.close, next_keys | end)
+                self._argument_value(choice, part.close, next_rules)
                 for choice in argument.choices
             ]
             ways = [f"{self._spell(argument.tag)} ({' | '.join(choices)})"]
             if argument.is_required:
-                end = {}
-            else:
-                ways += next_keys.values()
-            next_keys = {part.key_start: f"{name}_{index}"}
+                next_rules = {}
+            elif part.key_start in next_rules:
+                ways.append(next_rules.pop(part.key_start))  # without this argument
+            next_rules = {part.key_start: f"{name}_{index}", **next_rules}
             self._add(f"{name}_{index}", " | ".join(ways))
-        return self._follow(next_keys | end)
+        return self._follow(next_rules)
 
     def _argument_value(
         self, choice: CallParts, close: str, next_rules: Mapping[str, str]
     ) -> str:
-        """A value, and the rule of what follows it, by the tag that comes next."""
-        *first_parts, value = choice
-        assert isinstance(value, TextValue)
-        written = " ".join(map(self._part, first_parts))
+        """A value and what follows it; `next_rules` as in `_argument_list`."""
+        # (a text,) or (JSON, no text): the last part has the tag that ends the value.
+        *content, text = choice
+        assert isinstance(text, TextValue)
+        rules = list(map(self._part, content))
         if any(map(self._is_token, next_rules)):
-            # White space is no part of the end: a lazy rule would stop before it.
-            text = self._part(value._replace(end=close))
-            return f"{written} {text} BLANKS? {self._follow(next_rules)}".lstrip()
-        ways = [
-            f"{self._part(value._replace(end=f'{close}\n{tag}'))} {rule}"
-            for tag, rule in next_rules.items()
-        ]
-        return f"{written} ({' | '.join(ways)})".lstrip()
+            # A tag that is a token cannot be in VALUE_END, so white space before it is
+            # BLANKS.
+            rules.append(self._part(text._replace(end=close)))
+            rules.append(f"BLANKS? {self._follow(next_rules)}")
+        else:
+            ways = [
+                f"{self._part(text._replace(end=f'{close}\n{tag}'))} {rule}"
+                for tag, rule in next_rules.items()
+            ]
+            rules.append(f"({' | '.join(ways)})")
+        return " ".join(rules)
 
     def _follow(self, next_rules: Mapping[str, str]) -> str:
         """One of these rules, after its tag."""
@@ -14883,6 +14885,7 @@ def make_constraints(
 
     if not can_call and form.call_id:
         # The prompt keeps its tools: without them the KV of all that follows is lost.
+        # Where several tokens open a call, nothing is forbidden: they may be words.
         constraints.append(partial(forbid_tokens, form.call_id))
 
     budget = request.thinking_budget
@@ -14903,8 +14906,7 @@ def make_constraints(
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
     elif grammars.has_strict_calls and form.call_id:
-        # Where several tokens open a call, nobody sees in time that it is one: `strict`
-        # does nothing (docs/known-limitations.md).
+        # Nor is `strict` enforced there (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
         constraints.append(partial(watch_for_call, openings, grammar))
@@ -14912,11 +14914,10 @@ def make_constraints(
 
 
 class _ReplyGrammars:
-    """Compiles the grammar of a reply, as strong as it can be.
+    """Compiles the grammar of a reply, as strong as it can be (`compile_calls`).
 
-    What llguidance cannot compile is weakened step by step (`compile_calls`). What is
-    strict is never weakened: the request is refused. That is a schema in
-    `response_format`, and that of a strict tool (CallForm.is_strict).
+    No log tells that one was weakened. What is strict never is: a strict tool, and the
+    schema of a reply that must be JSON.
     """
 
     def __init__(
