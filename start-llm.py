@@ -14906,7 +14906,7 @@ def make_constraints(
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
     elif grammars.has_strict_calls and form.call_id:
-        # Nor is `strict` enforced there (docs/known-limitations.md).
+        # `strict`, too, needs one token that opens a call (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
         constraints.append(partial(watch_for_call, openings, grammar))
