@@ -14916,7 +14916,7 @@ def make_constraints(
 class _ReplyGrammars:
     """Compiles the grammar of a reply, as strong as it can be (`compile_calls`).
 
-    No log tells that one was weakened. What is strict never is: a strict tool, and the
+    Weakening is not logged. What is strict is never weakened: a strict tool, and the
     schema of a reply that must be JSON.
     """
 
@@ -14986,7 +14986,7 @@ class _ReplyGrammars:
             raise BadRequest(sentence, field="tool_choice")
         if not isinstance(fault, _TooLarge):
             for call in strict_calls:
-                self._free_if_faulty(call)  # raises, if the fault is that of this tool
+                self._free_if_faulty(call)  # raises, if it is at fault
         sentence = f"the grammar of all tools and schemas: {fault}"
         raise strict_calls[0].refusal(sentence)
 
