@@ -5,13 +5,11 @@ import itertools
 import json
 import re
 import threading
+from functools import cache
 
-import anthropic
 import httpx
 import pytest
 import start_llm as s
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
 from anthropic_client import (
     GREEDY,
     OFFERED,
@@ -507,15 +505,22 @@ def test_a_whole_reply_shows_a_cut_call_as_the_text_that_a_stream_has(cut):
 
 # -- what the events build -------------------------------------------------------------------------
 
-EVENT = TypeAdapter(RawMessageStreamEvent)
+
+@cache
+def type_of_events():
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def through_sdk(events):
     """The message that the official SDK makes of the events."""
+    from anthropic.lib.streaming._messages import accumulate_event
+
     snapshot = None
     buffers = {}
     for event in events:
-        parsed = EVENT.validate_json(json.dumps(event))
+        parsed = type_of_events().validate_json(json.dumps(event))
         assert parsed.model_dump(exclude_unset=True) == event, (
             "the SDK reads something else"
         )
@@ -568,6 +573,8 @@ PARTS = st.lists(
 
 @given(PARTS)
 def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
+    from anthropic.types import Message
+
     deltas, blocks = deltas_of(parts)
     ending = ReplyEnd("stop", USAGE)
     streamed = AnthropicFormatter("r1", "m")
@@ -630,6 +637,8 @@ def served(request, tmp_path_factory):
 
 @pytest.fixture
 def sdk(served):
+    import anthropic  # three seconds, paid by who needs it
+
     served.forget()
     port = served.state.config.mlx_port
     with anthropic.Anthropic(
@@ -791,6 +800,8 @@ def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
 def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
     served, sdk, thinking
 ):
+    import anthropic
+
     question = {"messages": [user(text("Warm me up."))], "thinking": {"type": thinking}}
     ask(sdk, stream=False, **question)
     repeated = ask(sdk, stream=False, **question)
@@ -816,6 +827,8 @@ def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
 
 def test_output_config_binds_the_answer(sdk):
     """As a client asks for a title: no tools, no thinking, a schema."""
+    import anthropic
+
     schema = {
         "type": "object",
         "properties": {
@@ -858,6 +871,8 @@ def test_a_thinking_budget_is_kept(served, sdk, budget):
 
 
 def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as refusal:
         ask(sdk, [user({"type": "hologram"})], stream=True)
     assert refusal.value.body["error"]["type"] == "invalid_request_error"

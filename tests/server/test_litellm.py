@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 from urllib.parse import quote
 
-import anthropic
 import litellm_beside as beside
 import openai
 import psutil
@@ -869,6 +868,8 @@ def reply_of(exchange: Exchange) -> tuple[str, str, list[Any]]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
     """A tool conversation by four ways in turn: one reply, one count of tokens, one cache."""
+    import anthropic  # three seconds, paid by who needs it
+
     served = lab.served
     model = lab.model_id
     served.forget()

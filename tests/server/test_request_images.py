@@ -14,7 +14,6 @@ import types
 import zlib
 from pathlib import Path
 
-import anthropic
 import httpx
 import numpy as np
 import pytest
@@ -397,6 +396,8 @@ def test_a_text_model_refuses_or_says_that_one_was_there():
 
 @pytest.mark.parametrize("placeholder", [False, True])
 def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
+    import anthropic  # three seconds, paid by who needs it
+
     settings = {"images_on_text_model": "placeholder"} if placeholder else {}
     chat = {
         "messages": [{"role": "user", "content": [image_part(data_url(A))]}],

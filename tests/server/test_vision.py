@@ -208,6 +208,8 @@ def test_the_same_bytes_in_another_dress_are_the_same_image(seeing):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_anthropic_blocks_and_tool_results_carry_images(seeing, stream):
+    import anthropic  # three seconds, paid by who needs it
+
     def block(data):
         source = {
             "type": "base64",
@@ -226,15 +228,17 @@ def test_anthropic_blocks_and_tool_results_carry_images(seeing, stream):
         {"role": "user", "content": [result]},
     ]
     fields = {"model": "claude-x", "max_tokens": 40, "tools": [tool]}
+    sdk = anthropic.Anthropic(base_url=seeing.url, api_key="x", max_retries=0)
     for _ in range(2):
         fields["messages"] = messages
         if stream:
-            with seeing.anthropic.messages.stream(**fields) as events:
+            with sdk.messages.stream(**fields) as events:
                 message = events.get_final_message()
         else:
-            message = seeing.anthropic.messages.create(**fields)
+            message = sdk.messages.create(**fields)
         messages = [*messages, {"role": "assistant", "content": message.content}]
         messages += [{"role": "user", "content": "what else"}]
+    sdk.close()
 
     assert seeing.tower_runs == 2
     assert message.usage.cache_read_input_tokens > message.usage.input_tokens

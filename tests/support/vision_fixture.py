@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import mlx.core as mx
 import numpy as np
 import openai
@@ -142,9 +141,6 @@ class Seeing:
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(
             base_url=self.url + "/v1", api_key="x", max_retries=0
-        )
-        self.anthropic = anthropic.Anthropic(
-            base_url=self.url, api_key="x", max_retries=0
         )
         self._plain()
 
@@ -355,5 +351,4 @@ class Seeing:
 
     def close(self) -> None:
         self.openai.close()
-        self.anthropic.close()
         self._running.close()
