@@ -20407,15 +20407,17 @@ class _MarkedCalls:
         self._position = 0
         self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
-        half_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
-        self._tag_like = regex.compile(f"{half_marks}|{_TAG_LIKE}")
         self._offered = offered
         keys: set[str] = set()
         for parameters in offered.values():
             keys.update(SchemaPart.of_tool(parameters).keys)
         names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
-        self._key = regex.compile(rf"[,;\s](?:{names}):")
-        self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")
+
+        # What makes of one text two, between which a mark was damaged:
+        half_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
+        self._tag_like = regex.compile(f"{half_marks}|{_TAG_LIKE}")  # a.md<|,n:5
+        self._key = regex.compile(rf"[,;\s](?:{names}):")  # a.md,n:5
+        self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")  # a.md,n;:5
 
     def read(self) -> list[WholeCall]:
         """All calls. Raises ValueError if some text belongs to none."""
@@ -20490,9 +20492,8 @@ class _MarkedCalls:
         mark = self._mark
         if match := self._take(rf"{mark}((?:(?!{mark})(?s:.))*+){mark}{_AFTER_VALUE}"):
             text = match[1]
-            # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
             has_half_mark = "<|" in text or "|>" in text
-            if has_half_mark and self._key.search(text):
+            if has_half_mark and self._key.search(text):  # <|"|>a.md<|,text:<|"|>
                 raise ValueError(text)
             is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
@@ -20518,14 +20519,12 @@ class _MarkedCalls:
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
 
-        may_be_two = self._tag_like.search(text) or self._key.search(text)
-        if is_opened or match[2] is not None:
-            # <|"|>a.md"       a quote for the second mark, or part of the text
-            # <|"|>a.md,n;:5   what else was damaged there may be a key
-            may_be_two = (
-                may_be_two or text.count('"') == 1 or self._damaged_key.search(text)
-            )
-        if may_be_two:
+        # It may be two values. With one mark, what is damaged may also be the key, or
+        # the other mark: <|"|>a.md"
+        has_mark = is_opened or match[2] is not None
+        key = self._damaged_key if has_mark else self._key
+        has_lone_quote = has_mark and text.count('"') == 1
+        if has_lone_quote or self._tag_like.search(text) or key.search(text):
             raise ValueError(text)
         return value_as_json(text if is_opened else gap + text, types)
 
@@ -20555,16 +20554,20 @@ class CallBody(NamedTuple):
     """Calls as they were written, without the tags around them."""
 
     text: str
-    is_damaged: bool  # so did an argument: the calls ended too early
+    is_damaged: bool  # an argument follows the end, which came too early
 
 
 class _BodySyntax(NamedTuple):
-    """How the end of a body is found. All but `quote` are patterns."""
+    """How the end of a body is found. All but `quote` are patterns.
+
+    [{"name": "read", "arguments": {"path": "a.md"}}]}</tool_call>, "n": 5
+    body                                             tail         late argument
+    """
 
     quote: str  # before and after a string, in which other marks are text
     marks: Any  # what is looked at: quotes, brackets, the end tag, and escapes
-    tail: Any  # what follows the body, and is no text of the reply's
-    late_argument: Any  # after the tail
+    tail: Any  # is no text of the reply's
+    late_argument: Any
 
 
 _CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
@@ -20589,13 +20592,15 @@ def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
         sources = (rf'(?s:\\.)|["\[\]{{}}]|{end_tag}', tail, _LATE_JSON)
         return _BodySyntax('"', *map(compile_pattern, sources))
 
-    mark = regex.escape(foreign.string_mark)
-    late_argument = NO_PATTERN
-    if foreign.argument_tag != NO_PATTERN:
-        late_argument = rf"[^<]{{0,99}}+{foreign.argument_tag}"
-    if mark:
+    if foreign.string_mark:
+        mark = regex.escape(foreign.string_mark)
+        marks = rf"{end_tag}|{mark}"
         late_argument = rf"\s*(?:[,}}\]]|[^<]{{0,99}}+{mark})"
-    marks = rf"{end_tag}|{mark}" if mark else end_tag
+    else:
+        marks = end_tag
+        late_argument = foreign.argument_tag
+        if late_argument != NO_PATTERN:
+            late_argument = rf"[^<]{{0,99}}+{late_argument}"
     sources = (marks, f"(?:{end_tag})?", late_argument)
     return _BodySyntax(foreign.string_mark, *map(compile_pattern, sources))
 
@@ -20739,7 +20744,8 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 #
 #  1 Tags      what parts a reply, in the spelling of each model
 #  2 Deltas    what is emitted: a text, a name, a part of the arguments
-#  3 Reader    ReplyReader, the state machine
+#  3 Text      the text around calls: parted by tags, blocks of code, quotations
+#  4 Reader    ReplyReader, the state machine
 #
 # The deltas are the same however the reply is cut into chunks. So what may belong to a
 # tag is held back until that is certain: half a tag; and white space at the end, up to
@@ -20750,34 +20756,39 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 #     \n<tool        -                         \n\n<tool     a <tool_call> or not
 #     box>           content "\n\n<toolbox>"   -             it did not
 #
-# Line breaks after a tag are dropped until text of that kind was emitted, so that a
-# reply of calls alone has no content. All other text is emitted as it was generated. A
-# line break before a thought is kept if none follows the thought: the content of
-# "One.\n<think>Why</think>Two." is "One.\nTwo."
+# Line breaks after a tag are dropped until text of that kind was emitted: a reply of
+# calls alone has no content. Those before a thought are kept if none follow it: the
+# content of "One.\n<think>Why</think>Two." is "One.\nTwo."
 #
 # What looks like a tag may be a quotation: an answer about <think>, a file that
-# contains <tool_call>. Two things tell them apart. A model writes a tag as a token of
-# its own: whoever feeds tokens says which tag each one is. And a tag in the middle of a
-# line may be a word of the sentence: _find_role() tells what it does there.
+# contains <tool_call>. A model writes a tag as a token of its own: whoever feeds tokens
+# says which tag each one is. Else the text around a tag tells: one in the middle of a
+# line may be a word of the sentence, and some mean nothing in a block of code:
+#
+#     ```json\n<tool_call>...\n```     a block around a call: its ``` lines are dropped
+#     ```\nls\n```\n<tool_call>...      another block, before a call: its lines are text
+#     ```xml\n<think>\n```             <think> in a block is text
+#
 #
 # How a call begins tells its syntax, whatever the template says: models mix them. What
 # calls no tool that was offered is text, as it was generated; it is read all the same,
 # to find out where it ends. A name that was emitted cannot be taken back. So where
 # nobody can tell what was meant (CALL ARGUMENTS), the arguments stay open, and the
-# reply ends there like one that was cut. An argument after the end of its call would be
-# seen too late if the arguments were closed at once: {"path": "x"}}</tool_call>, "n": 5
-# So their last bracket is emitted when the next text has come, or the reply is over.
+# reply ends there like one that was cut. An argument may follow the end of its call:
+# {"path": "x"}}</tool_call>, "n": 5
+# So the last bracket is emitted when the next text has come, or the reply is over.
 #
 # Where tokens are known, the end tag as a token ends its call, whatever stands open,
-# but for a string or value in which it may be a quotation; the same letters in other
-# tokens are text. Where they are not, as those of a tag that has several tokens, the
-# text around a tag tells what it is.
+# but for a string or value in which it may be a quotation.
 #
 # Uses     API TYPES, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS, WHOLE CALLS
 # Thread   any; pure
 
 TextKind = Literal["reasoning", "content"]
-TagRole = Literal["think_start", "think_end", "tool_start", "fence_end", "text"]
+# The name of its tag, or what else it is.
+TagRole = Literal[
+    "think_start", "think_end", "tool_start", "untagged_call", "fence_end", "text"
+]
 
 
 # -- 1 tags ----------------------------------------------------------------------------
@@ -20797,11 +20808,6 @@ class Tags(NamedTuple):
     # What begins a call where `tool_start` was left out. Of JSON that may be "{" alone.
     untagged_call: str | None = None
     think_end: str | None = None
-
-    @property
-    def has_channels(self) -> bool:
-        """Whether the model is gpt-oss, whose replies have channels."""
-        return self.think_end == _HARMONY_THINK_END
 
 
 # why(L-88): a reply of gpt-oss has channels, and no closing tags:
@@ -20856,54 +20862,6 @@ _THINK_TAG_PATTERNS: Final[Mapping[str, str]] = {
 def think_tag_pattern(tag: str) -> str:
     """The pattern in Tags for the tag with which a model begins or ends thinking."""
     return _THINK_TAG_PATTERNS.get(tag) or str(regex.escape(tag))
-
-
-# Finds:      ```python    Finds not:  ```an inline span```
-_FENCE_LINE: Final = re.compile(
-    r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
-)
-_FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
-# White space that is held back. A model may print line breaks without end, and what is
-# held back is searched again with each chunk.
-_MAX_HELD_SPACE: Final = 99
-
-
-class _CodeFence:
-    """Whether a text that comes in pieces is in a block of code: between ``` lines.
-
-    A block that begins with ```` may contain ``` lines, and any block ```python: a
-    line that ends a block names no language.
-    """
-
-    def __init__(self) -> None:
-        self._opening = ""  # of the block before the current line: "```"; "": none
-        self._line_start = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether what follows is code."""
-        return bool(self._opening_after_line())
-
-    def read(self, text: str) -> None:
-        """Read on in the text."""
-        first, *lines = text.split("\n")
-        self._line_start = (self._line_start + first)[:_FENCE_LINE_LENGTH]
-        for line in lines:
-            self._opening = self._opening_after_line()
-            self._line_start = line[:_FENCE_LINE_LENGTH]
-
-    def _opening_after_line(self) -> str:
-        match = _FENCE_LINE.match(self._line_start)
-        if match is None:
-            return self._opening
-        fence = match["fence"]
-        if not self._opening:
-            return fence
-        is_end = fence.startswith(self._opening) and not match["language"].strip()
-        return "" if is_end else self._opening
-
-
-_FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
 
 
 def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
@@ -20986,7 +20944,236 @@ class ReplyDeltas:
         return message
 
 
-# -- 3 reader --------------------------------------------------------------------------
+# -- 3 text ----------------------------------------------------------------------------
+
+# Finds:      ```python    Finds not:  ```an inline span```
+_FENCE_LINE: Final = re.compile(
+    r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
+)
+_FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
+
+
+class _CodeFence:
+    """Whether a text that comes in pieces is in a block of code: between ``` lines.
+
+    A block that begins with ```` may contain ``` lines, and any block ```python: a
+    line that ends a block names no language.
+    """
+
+    def __init__(self) -> None:
+        self._opening = ""  # of the block before the current line: "```"; "": none
+        self._line_start = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what follows is code."""
+        return bool(self._opening_after_line())
+
+    def read(self, text: str) -> None:
+        """Read on in the text."""
+        first, *lines = text.split("\n")
+        self._line_start = (self._line_start + first)[:_FENCE_LINE_LENGTH]
+        for line in lines:
+            self._opening = self._opening_after_line()
+            self._line_start = line[:_FENCE_LINE_LENGTH]
+
+    def _opening_after_line(self) -> str:
+        match = _FENCE_LINE.match(self._line_start)
+        if match is None:
+            return self._opening
+        fence = match["fence"]
+        if not self._opening:
+            return fence
+        is_end = fence.startswith(self._opening) and not match["language"].strip()
+        return "" if is_end else self._opening
+
+
+_FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
+# White space that is held back. A model may print line breaks without end, and what is
+# held back is searched again with each chunk.
+_MAX_HELD_SPACE: Final = 99
+
+
+class _TextReader:
+    """Parts the text around calls by its tags, and emits it."""
+
+    def __init__(self, tags: Tags, reply: ReplyDeltas, *, in_reasoning: bool) -> None:
+        """`in_reasoning`: the prompt ends inside thinking, as after its tag."""
+        self.kind: TextKind = "reasoning" if in_reasoning else "content"
+        self.after_tag = in_reasoning  # no text was emitted since the last tag
+        self.held = ""  # white space, then perhaps half a tag
+        self.follows_false_call = False  # the text ends with what began as a call
+        self._reply = reply
+        self._has_channels = tags.think_end == _HARMONY_THINK_END  # gpt-oss
+        self._patterns = _compile_patterns(tags)
+        self._emitted_kinds: set[TextKind] = set()  # of which there was some text
+        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
+        self._is_quoting = False  # the text ends with a quote, or a tag spoken of
+        self._has_quoted_think = False  # an answer has spoken of <think>
+        self._fence = _CodeFence()  # in the content
+        self._is_call_fenced = False  # the line that ends the block may come next
+
+    def read(self, text: str, *, is_literal: bool) -> str | None:
+        """Part what was held back and `text` by tags; returns a call that begins.
+
+        If it `is_literal`, what looks like a tag is text. A call without its tag is
+        found there, too: what it begins with is no token.
+        """
+        if is_literal and self.kind == "reasoning":
+            self.emit(text)  # why(L-82): calls in thinking are quoted
+            return None
+        text = self.held + text
+        self.held = ""
+        while True:
+            pattern = self._patterns[is_literal, self._is_call_fenced]
+            match = find_first(pattern, text)
+            if match is None:  # nothing is looked for: no tags
+                self.emit(text)
+                return None
+            self.emit(text[: match.start()])
+            if match.partial:  # half a tag, or nothing, at the end of the text
+                self.held += match[0]
+                return None
+
+            tag: str = match[0]
+            text = text[match.end() :]
+            fenced = _FENCED_TAG.match(tag)
+            if fenced and (self.kind == "reasoning" or self._fence.is_open):
+                # The ``` line is none of the call's: it is text, the tag comes next.
+                self.emit(tag.removesuffix(fenced["tag"]))
+                text = fenced["tag"] + text
+                continue
+            role = self._find_role(match)
+            if role in {"tool_start", "untagged_call"}:
+                call_text = self.held + tag + text
+                self.held = ""
+                self._is_call_fenced |= fenced is not None
+                return call_text
+            self._take_tag(tag, role)
+
+    def _take_tag(self, tag: str, role: TagRole) -> None:
+        """Take a tag that begins no call."""
+        if role == "text":
+            self.emit(tag)
+            self._is_quoting = True
+            self._has_quoted_think |= tag == "<think>"
+        elif role == "fence_end":
+            self._is_call_fenced = False
+            self.emit(tag.partition("`")[0])
+        else:
+            self.begin("reasoning" if role == "think_start" else "content")
+
+    def begin(self, kind: TextKind) -> None:
+        """A tag has come: drop the white space before it, go on in `kind`."""
+        if self.kind in self._emitted_kinds and self.held:
+            self._dropped[self.kind] = self.held
+        self.kind = kind
+        self.held = ""
+        self.after_tag = True
+
+    def emit(self, text: str) -> None:
+        """Take text in which nothing is a tag, as part of what the reply is in now.
+
+        after a tag            it begins
+        the first of its kind  without line breaks
+        a message of gpt-oss   with two line breaks: its channel had one before
+        any other              with what was dropped before the tag, if it does not
+                               begin with a line break itself
+        """
+        text = self.held + text
+        is_first = self.kind not in self._emitted_kinds
+        begins_message = self.after_tag and self._has_channels
+        if self.after_tag and (begins_message or is_first):
+            text = text.lstrip("\n")
+
+        n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
+        solid_text = text[:n_solid]
+        self.held = text[n_solid:]
+        if not solid_text:
+            return
+        if begins_message and not is_first:
+            solid_text = "\n\n" + solid_text  # a new message of the same channel
+        elif self.after_tag and not solid_text.startswith("\n"):
+            solid_text = self._dropped.get(self.kind, "") + solid_text
+        self._reply.emit_text(self.kind, solid_text)
+
+        if self.kind == "content":
+            self._fence.read(solid_text)
+        self._emitted_kinds.add(self.kind)
+        self._dropped[self.kind] = ""
+        self._is_quoting = solid_text[-1] in "`'\""
+        self._is_call_fenced = False
+        self.after_tag = False
+        self.follows_false_call = False
+
+    def finish(self) -> None:
+        """Emit what was held back. Half a tag at the end of a reply is text."""
+        pattern = self._patterns[False, self._is_call_fenced]
+        match = pattern.search(self.held + "\0")
+        if match and self._find_role(match) in {"think_end", "fence_end"}:
+            self.held = ""
+        self.emit("")
+        if self.held and not self.after_tag:
+            self._reply.emit_text(self.kind, self.held)
+
+    def _find_role(self, match: Any) -> TagRole:
+        """What a tag does. The text before it was emitted, except white space.
+
+        One that ends thinking does so also where there is none: it is dropped (L-07).
+        """
+        tag: str = match[0]
+        role: TagRole = match.lastgroup
+        if self._is_misplaced(tag) or self._is_word(tag, role):
+            return "text"
+        if role == "think_end" and _BUILT_IN.search(tag):
+            return "think_start"
+        return role
+
+    def _is_misplaced(self, tag: str) -> bool:
+        """Whether a tag is where it cannot be one, so that it is text."""
+        if _UNTAGGED_OBJECT.fullmatch(
+            tag
+        ):  # in reasoning, or after content: an example
+            return self.kind == "reasoning" or "content" in self._emitted_kinds
+        is_in_code = self.kind == "content" and self._fence.is_open
+        is_misplaced = {
+            "<think>": is_in_code,
+            "</think>": is_in_code,
+            _GEMMA_THOUGHT: bool(self._emitted_kinds),  # only where the reply begins
+            _GEMMA_CALL_END: not self.after_tag,
+        }
+        return is_misplaced.get(tag, False)
+
+    def _is_word(self, tag: str, role: TagRole) -> bool:
+        """Whether a tag is a word of a sentence. At the start of a line none is.
+
+        tag                      in the middle of a line is a word
+        of an untagged call      always; Kimi's, which is a token, after a quote
+        assistant                after a quote or a blank: "the assistant"
+        <|start|>, <|channel|>   after a quote
+        <think> in content       after a quote or a blank, or a thought
+        </think> in content      after a <think> that was one
+        any other                never
+        """
+        follows_tag = self.after_tag or not self._emitted_kinds
+        begins_line = "\n" in self.held or tag.startswith("```")  # after a ``` line
+        if follows_tag or self.follows_false_call or begins_line:
+            return False
+        if role == "untagged_call":
+            return self._is_quoting or not tag.startswith(_KIMI_CALL_STARTS)
+        if tag.startswith(("<|start|>", "<|channel|>")):
+            return self._is_quoting and not self.held
+        follows_quote_or_blank = self._is_quoting or bool(self.held)
+        if tag.startswith("assistant"):
+            return follows_quote_or_blank
+        if self.kind == "reasoning":
+            return False
+        if tag == "<think>":
+            return follows_quote_or_blank or "reasoning" in self._emitted_kinds
+        return tag == "</think>" and self._has_quoted_think
+
+
+# -- 4 reader --------------------------------------------------------------------------
 
 
 class ReplyState(Enum):
@@ -21032,41 +21219,32 @@ class ReplyReader:
         self.n_calls = 0  # complete ones
         self.is_broken = False  # it ends in a call that cannot be read
         self.has_more = False  # after `max_calls`, of the text that was fed
-        self.after_tag = in_reasoning  # no text was emitted since the last tag
         self._format = tool_format
         self._tools = tools
         self._offered = parameters_by_name(tools)
         self._max_calls = max_calls
         self._reply = ReplyDeltas(ids)
+        self._text = _TextReader(tags, self._reply, in_reasoning=in_reasoning)
         self._state = ReplyState.TEXT
         self._has_tokens = False  # it is known which texts are tags
-        self._is_read_again = False  # the text was part of what was no call
         self._is_over = False  # no more text will come
 
-        # The text around calls:
-        self._patterns = _compile_patterns(tags)
-        self._has_channels = tags.has_channels
-        self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._held = ""  # white space, then perhaps half a tag
-        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
-        self._emitted_kinds: set[TextKind] = set()  # of which there was some text
-        self._is_quoting = False  # the text ends with a quote, or a tag spoken of
-        self._fence = _CodeFence()  # in the content
-        self._is_call_fenced = False  # the line that ends the block may come next
-        self._has_quoted_think = False  # an answer has spoken of <think>
-        self._follows_false_call = False  # what began as a call was text
-
-        # The open call:
+        # The open call; in state TEXT, the last one:
         self._unread = UnreadText()
         self._is_call = False  # of a tool that was offered: its name was emitted
-        self._opening = "{"  # emitted with the first of the arguments
+        self._opening = "{"  # of the arguments: emitted with the first of them
         self._arguments: TaggedArguments | JsonArguments | None = None
         self._body: BodyReader | None = None
 
     @property
     def is_thinking(self) -> bool:
         """Whether text is reasoning now."""
-        return self._kind == "reasoning" and not self.in_call
+        return self._text.kind == "reasoning" and not self.in_call
+
+    @property
+    def after_tag(self) -> bool:
+        """Whether no text was emitted since the last tag."""
+        return self._text.after_tag
 
     @property
     def in_call(self) -> bool:
@@ -21081,7 +21259,7 @@ class ReplyReader:
     @property
     def holds_text(self) -> bool:
         """Whether other text than white space was fed and not emitted."""
-        return self.in_call or bool(self._held.strip())
+        return self.in_call or bool(self._text.held.strip())
 
     def message(self) -> JsonObject:
         """The whole reply, as far as it was emitted."""
@@ -21096,9 +21274,8 @@ class ReplyReader:
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
         n_before = len(self._reply.deltas)
-        text = text.replace(
-            "\0", "\N{REPLACEMENT CHARACTER}"
-        )  # \0 is the end (CALL TEXT)
+        # \0 is the end (CALL TEXT).
+        text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
         self._has_tokens |= tag is not None
         is_end = bool(tag) and self._format is not None and tag == self._format.end
         if is_end and self.in_call and tag and text.endswith(tag):
@@ -21122,7 +21299,7 @@ class ReplyReader:
         if self.in_call and (closes or self.is_after_call or not self._is_call):
             self._advance("")
         if not self.is_broken:
-            self._finish_text()
+            self._text.finish()
         return self._reply.deltas[n_before:]
 
     def _advance(
@@ -21130,26 +21307,27 @@ class ReplyReader:
     ) -> None:
         """Read on, through all states that the text leads to."""
         rest: str | None = text
-        self._is_read_again = False
+        # Of a text that is read again, after it was no call, nobody knows any more
+        # which tags were tokens.
+        has_tokens = self._has_tokens
         while rest is not None:
             if self._state is ReplyState.TEXT:
-                rest = self._read_text(rest, is_literal=is_literal)
+                rest = self._text.read(rest, is_literal=is_literal)
+                if rest is not None:
+                    self._open_call(has_tokens=has_tokens)
             else:
                 rest = self._read_call(rest, is_end=is_end)
-                self._is_read_again |= not self._is_call
+                has_tokens = has_tokens and self._is_call
             # What follows a call may have the token of the next tag in it; of other
             # text only what had to be seen to know that the call was over.
             is_literal = is_end = False
 
     # The open call
 
-    def _open_call(self) -> None:
+    def _open_call(self, *, has_tokens: bool) -> None:
         assert self._format is not None
         self._unread = UnreadText()
-        # Of a text that is read again nobody knows any more which tags were tokens.
-        self._unread.has_tokens = (
-            self._has_tokens and self._format.end != "\0" and not self._is_read_again
-        )
+        self._unread.has_tokens = has_tokens and self._format.end != "\0"
         self._is_call = False
         self._opening = "{"
         self._arguments = None
@@ -21161,9 +21339,7 @@ class ReplyReader:
     def _read_call(self, text: str, *, is_end: bool = False) -> str | None:
         """Read on in the open call; returns what follows it, None while it is open.
 
-        `is_end`: the text is its end tag, which is a token of its own. A string in
-        JSON, or a value that has no closing tag, may quote it so: some models write it
-        in no other way.
+        `is_end`: the text is its end tag, which is a token of its own.
         """
         assert self._format is not None
         unread = self._unread
@@ -21186,27 +21362,27 @@ class ReplyReader:
             self._read_late_argument()
 
         if not self._is_call:  # nobody offered it: all that was read of it is text
-            self._emit_text(call_text[:n_taken].removesuffix("\0"))
+            self._text.emit(call_text[:n_taken].removesuffix("\0"))
         has_ended = self._state is ReplyState.DONE and not self.is_broken
         return self._end_call(unread.text) if has_ended else None
 
     def _end_call(self, rest: str) -> str | None:
-        """Go back to text; returns it, None if it is not the client's."""
+        """Go back to text. Returns `rest`; None if the client has all of its calls."""
         self._state = ReplyState.TEXT
         self.n_calls = len(self._reply.calls)
         if self.n_calls >= self._max_calls:
             self.has_more |= bool(rest.strip())
             return None
         if self._is_call:  # a call ends thinking
-            self._begin("content")
-        self._follows_false_call = not self._is_call
+            self._text.begin("content")
+        self._text.follows_false_call = not self._is_call
         return rest
 
     def _take_end_token(self) -> bool:
         """Tell the open call that its end tag comes as a token; False: it is text.
 
-        So it is for JSON within a string, for a value between tags that is not closed,
-        and for a BodyReader always: it has noted where the body ends.
+        In a string of JSON, or a value that has no closing tag, it may be a quotation:
+        some models write it in no other way. A BodyReader notes its place, and reads on.
         """
         if self._state is ReplyState.ENDED:
             return False
@@ -21308,183 +21484,6 @@ class ReplyReader:
                 self._is_call = True
                 self._reply.emit_name(call.name, call.call_id)
                 self._reply.emit_arguments(call.arguments)
-
-    # The text around calls
-
-    def _emit_text(self, text: str) -> None:
-        """Take text in which nothing is a tag, as part of what the reply is in now.
-
-        after a tag            it begins
-        the first of its kind  without line breaks
-        a message of gpt-oss   with two line breaks: its channel had one before
-        any other              with what was dropped before the tag, if it does not
-                               begin with a line break itself
-        """
-        text = self._held + text
-        is_first = self._kind not in self._emitted_kinds
-        begins_message = self.after_tag and self._has_channels
-        if self.after_tag and (begins_message or is_first):
-            text = text.lstrip("\n")
-
-        n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
-        solid_text = text[:n_solid]
-        self._held = text[n_solid:]
-        if not solid_text:
-            return
-        if begins_message and not is_first:
-            solid_text = "\n\n" + solid_text  # a new message of the same channel
-        elif self.after_tag and not solid_text.startswith("\n"):
-            solid_text = self._dropped.get(self._kind, "") + solid_text
-        if self._kind == "content":
-            self._fence.read(solid_text)
-        self.after_tag = False
-        self._is_call_fenced = False
-        self._dropped[self._kind] = ""
-        self._follows_false_call = False
-        self._is_quoting = solid_text[-1] in "`'\""
-        self._emitted_kinds.add(self._kind)
-        self._reply.emit_text(self._kind, solid_text)
-
-    def _finish_text(self) -> None:
-        """Emit what was held back. Half a tag at the end of a reply is text."""
-        pattern = self._patterns[False, self._is_call_fenced]
-        match = pattern.search(self._held + "\0")
-        if match and self._find_role(match) in {"think_end", "fence_end"}:
-            self._held = ""
-        self._emit_text("")
-        if self._held and not self.after_tag:
-            self._reply.emit_text(self._kind, self._held)
-
-    def _read_text(self, text: str, *, is_literal: bool) -> str | None:
-        """Part what was held back and `text` by tags; returns a call that begins.
-
-        If it `is_literal`, what looks like a tag is text. A call without its tag is
-        found there, too: what it begins with is no token.
-        """
-        if is_literal and self.is_thinking:
-            self._emit_text(text)  # why(L-82): calls in thinking are quoted
-            return None
-        text = self._held + text
-        self._held = ""
-        while True:
-            pattern = self._patterns[is_literal, self._is_call_fenced]
-            match = find_first(pattern, text)
-            if match is None:  # nothing is looked for: no tags
-                self._emit_text(text)
-                return None
-            self._emit_text(text[: match.start()])
-            if match.partial:  # half a tag, or nothing, at the end of the text
-                self._held += match[0]
-                return None
-
-            tag = self._without_other_fence(match[0])
-            role = self._find_role(match)
-            text = text[match.end() :]
-            if tag != match[0]:
-                # The line ends another block of code: it is text, the tag comes next.
-                self._emit_text(match[0].removesuffix(tag))
-                text = tag + text
-            elif role == "tool_start":
-                call_text = self._held + tag + text
-                self._held = ""
-                self._is_call_fenced |= tag.startswith("```")
-                self._open_call()
-                return call_text
-            else:
-                self._take_tag(tag, role)
-
-    def _take_tag(self, tag: str, role: TagRole) -> None:
-        """Take a tag that begins no call."""
-        if role == "text":
-            self._emit_text(tag)
-            self._is_quoting = True
-            self._has_quoted_think |= tag == "<think>"
-        elif role == "fence_end":
-            self._is_call_fenced = False
-            self._emit_text(tag.partition("`")[0])
-        else:
-            self._begin("reasoning" if role == "think_start" else "content")
-
-    def _without_other_fence(self, tag: str) -> str:
-        """The tag without a line before it that ends a block of code, or is thought."""
-        is_other = self._kind == "reasoning" or self._fence.is_open
-        match = _FENCED_TAG.match(tag)
-        return match["tag"] if match and is_other else tag
-
-    def _find_role(self, match: Any) -> TagRole:
-        """What a tag does. The text before it was emitted, except white space.
-
-            tag                    is text
-            any                    as a word of a sentence: see _is_word()
-            any                    where it cannot stand: see _is_misplaced()
-            of an untagged call    in the middle of a line, but for Kimi's, which
-                                   begins with a token: that only after a quote
-
-        At the start of a line a tag is no word. One that ends thinking does so also
-        where there is none: it is dropped (L-07).
-        """
-        tag: str = match[0]
-        is_first = self.after_tag or not self._emitted_kinds or self._follows_false_call
-        begins_line = "\n" in self._held or tag.startswith("```")  # after a ``` line
-        may_be_word = not (is_first or begins_line)
-        if (may_be_word and self._is_word(tag)) or self._is_misplaced(tag):
-            return "text"
-        if match.lastgroup == "untagged_call":
-            begins_with_token = tag.startswith(_KIMI_CALL_STARTS)
-            is_word = may_be_word and (self._is_quoting or not begins_with_token)
-            return "text" if is_word else "tool_start"
-        if match.lastgroup == "think_end" and _BUILT_IN.search(tag):
-            return "think_start"
-        role: TagRole = match.lastgroup
-        return role
-
-    def _is_word(self, tag: str) -> bool:
-        """Whether a tag in the middle of a line is a word of the sentence.
-
-        tag                        is a word
-        assistant                  after a quote or a blank: "the assistant"
-        <|start|>, <|channel|>     after a quote
-        any other, in reasoning    never
-        <think>                    after a quote or a blank, or a thought
-        </think>                   after a <think> that was one
-        any other                  never
-        """
-        follows_blank = bool(self._held)
-        follows_quote = self._is_quoting and not follows_blank
-        if tag.startswith("assistant"):
-            return follows_quote or follows_blank
-        if tag.startswith(("<|start|>", "<|channel|>")):
-            return follows_quote
-        if self._kind == "reasoning":
-            return False
-        if tag == "<think>":
-            return follows_quote or follows_blank or "reasoning" in self._emitted_kinds
-        return tag == "</think>" and self._has_quoted_think
-
-    def _is_misplaced(self, tag: str) -> bool:
-        """Whether a tag is where it cannot be one.
-
-        tag                   cannot stand
-        { of a call           in reasoning, or after content: it is an example
-        <think>, </think>     in a block of code
-        Gemma's "thought"     but where the reply begins
-        Gemma's end of calls  after other text
-        """
-        if _UNTAGGED_OBJECT.fullmatch(tag):
-            return self._kind == "reasoning" or "content" in self._emitted_kinds
-        if tag in {"<think>", "</think>"}:
-            return self._kind == "content" and self._fence.is_open
-        if tag == _GEMMA_THOUGHT:
-            return bool(self._emitted_kinds)
-        return tag == _GEMMA_CALL_END and not self.after_tag
-
-    def _begin(self, kind: TextKind) -> None:
-        """A tag has come: drop the white space before it, go on in `kind`."""
-        if self._kind in self._emitted_kinds and self._held:
-            self._dropped[self._kind] = self._held
-        self._kind = kind
-        self._held = ""
-        self.after_tag = True
 
 
 # region CALL FORMS ============================================================
