@@ -20487,7 +20487,10 @@ class _MarkedCalls:
         return f"[{', '.join(items)}]"
 
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
-        """Read a value; returns it as JSON. Raises ValueError if it may be two."""
+        """Read a value; returns it as JSON. Raises ValueError if it may be two.
+
+        <|"|>a.md<|"|>   {a:1}   [1,2]   "a.md"   'a.md'   5   true   a.md
+        """
         types = schema.types
         mark = self._mark
         if match := self._take(rf"{mark}((?:(?!{mark})(?s:.))*+){mark}{_AFTER_VALUE}"):
@@ -20550,13 +20553,6 @@ class _MarkedCalls:
 # -- 4 body ----------------------------------------------------------------------------
 
 
-class CallBody(NamedTuple):
-    """Calls as they were written, without the tags around them."""
-
-    text: str
-    is_damaged: bool  # an argument follows the end, which came too early
-
-
 class _BodySyntax(NamedTuple):
     """How the end of a body is found. All but `quote` are patterns.
 
@@ -20570,15 +20566,14 @@ class _BodySyntax(NamedTuple):
     late_argument: Any
 
 
-_CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
-# After calls in JSON: brackets too many, and the tag, which may have been forgotten.
+# After calls in JSON: brackets too many, then the tag; if it was forgotten, other text.
 _JSON_TAIL: Final = (
     r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
 )
 _LATE_JSON: Final = rf"""(?x:
     [\s}}\],;]{{0,99}}+
-    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '
-      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )
+    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '               # "n":  'n':
+      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )  # n":  , n:
     \s{{0,9}} :
 )"""
 
@@ -20622,17 +20617,15 @@ class BodyReader:
         self._format = tool_format
         self._unread = unread
         self._is_last = is_last
-        fence = _CALL_FENCE.match(unread.text)
-        self._start = fence.end() if fence else 0
-        start_tag = tool_format.start
-        if unread.text[self._start :].lstrip().startswith(start_tag):
-            self._start = unread.text.index(start_tag, self._start) + len(start_tag)
+        tag = regex.escape(tool_format.start)
+        start = regex.match(rf"(?:\s*{FENCE_START})?(?:\s*{tag})?", unread.text)
+        self._start: int = start.end()  # of the body
 
         self._syntax = _body_syntax(tool_format)
         self._position = self._start  # up to it the text was read
         self._depth = 0  # of brackets
         self._is_in_string = False
-        self._end: int | None = None  # of the body
+        self._end: int | None = None
 
     def take_end_token(self) -> bool:
         """The end tag comes as a token. The first one ends the body.
@@ -20643,8 +20636,11 @@ class BodyReader:
             self._end = len(self._unread.text)
         return False
 
-    def take(self) -> CallBody | None:
-        """Take the body, with the tags around it; None: the next text decides."""
+    def take(self) -> str | None:
+        """Take the body, with the tags around it; None: the next text decides.
+
+        Returns "" if an argument follows the end: so it came too early.
+        """
         unread = self._unread
         is_complete = unread.is_complete
         text = unread.text.removesuffix("\0")
@@ -20667,10 +20663,9 @@ class BodyReader:
             if match is not None and match.partial and not is_complete:
                 return None
         unread.text = text[after_tail:] + "\0" * is_complete
-        return CallBody(
-            text[self._start : end],
-            is_damaged=late_argument is not None and not late_argument.partial,
-        )
+        if late_argument is not None and not late_argument.partial:
+            return ""
+        return text[self._start : end]
 
     def _find_end(self, text: str) -> None:
         """Read on, up to the last bracket, or an end tag that is in no string."""
@@ -20695,9 +20690,9 @@ class BodyReader:
 
 
 def read_whole_calls(
-    tool_format: ToolCallFormat, body: CallBody, tools: Sequence[Tool]
+    tool_format: ToolCallFormat, body: str, tools: Sequence[Tool]
 ) -> list[WholeCall]:
-    """The calls of a body; none if one of them cannot be read.
+    """The calls of a body; none if it is empty, or one of them cannot be read.
 
     the body is read by       if it begins with
     _MarkedCalls              the start tag of a format with a `string_mark`
@@ -20706,21 +20701,21 @@ def read_whole_calls(
     mlx-lm's parser           anything else
     """
     foreign = tool_format.foreign
-    if body.is_damaged:
+    if not body:
         return []
     try:
         if foreign.string_mark:
             offered = parameters_by_name(tools)
             mark = foreign.string_mark
-            return _MarkedCalls(body.text, mark=mark, offered=offered).read()
-        if _OBJECT_OR_LIST.match(body.text):
-            calls = as_list(load_value(body.text))
+            return _MarkedCalls(body, mark=mark, offered=offered).read()
+        if _OBJECT_OR_LIST.match(body):
+            calls = as_list(load_value(body))
             return [_parse_json_call(call) for call in calls]
         if foreign.is_python:
-            return _parse_python_calls(body.text)
-        parsed = as_list(tool_format.parse(body.text, list(tools)))
+            return _parse_python_calls(body)
+        parsed = as_list(tool_format.parse(body, list(tools)))
         calls = [_parse_json_call(call) for call in parsed]
-        return calls if _has_all(calls, foreign, body.text) else []
+        return calls if _has_all(calls, foreign, body) else []
     except Exception:  # noqa: BLE001 - they raise what they like on bad text
         return []
 
@@ -20769,14 +20764,13 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 #     ```\nls\n```\n<tool_call>...      another block, before a call: its lines are text
 #     ```xml\n<think>\n```             <think> in a block is text
 #
-#
 # How a call begins tells its syntax, whatever the template says: models mix them. What
 # calls no tool that was offered is text, as it was generated; it is read all the same,
 # to find out where it ends. A name that was emitted cannot be taken back. So where
 # nobody can tell what was meant (CALL ARGUMENTS), the arguments stay open, and the
-# reply ends there like one that was cut. An argument may follow the end of its call:
-# {"path": "x"}}</tool_call>, "n": 5
-# So the last bracket is emitted when the next text has come, or the reply is over.
+# reply ends there like one that was cut. Since an argument may follow the end of its
+# call, {"path": "x"}}</tool_call>, "n": 5 , the last bracket is emitted when the next
+# text has come, or the reply is over.
 #
 # Where tokens are known, the end tag as a token ends its call, whatever stands open,
 # but for a string or value in which it may be a quotation.
@@ -20785,7 +20779,7 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 # Thread   any; pure
 
 TextKind = Literal["reasoning", "content"]
-# The name of its tag, or what else it is.
+# What a tag does: its field in Tags; or it ends the block around a call, or is text.
 TagRole = Literal[
     "think_start", "think_end", "tool_start", "untagged_call", "fence_end", "text"
 ]
@@ -20793,6 +20787,7 @@ TagRole = Literal[
 
 # -- 1 tags ----------------------------------------------------------------------------
 
+# The ``` line after a call in a block of its own.
 _FENCE_END: Final = r"\A\s{0,99}```[ \t]{0,9}(?=\n|\0)"
 _UNTAGGED_OBJECT: Final = regex.compile(rf"(?:{FENCE_START})?\{{")
 
@@ -20999,19 +20994,24 @@ class _TextReader:
 
     def __init__(self, tags: Tags, reply: ReplyDeltas, *, in_reasoning: bool) -> None:
         """`in_reasoning`: the prompt ends inside thinking, as after its tag."""
-        self.kind: TextKind = "reasoning" if in_reasoning else "content"
-        self.after_tag = in_reasoning  # no text was emitted since the last tag
-        self.held = ""  # white space, then perhaps half a tag
-        self.follows_false_call = False  # the text ends with what began as a call
         self._reply = reply
         self._has_channels = tags.think_end == _HARMONY_THINK_END  # gpt-oss
         self._patterns = _compile_patterns(tags)
-        self._emitted_kinds: set[TextKind] = set()  # of which there was some text
-        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
-        self._is_quoting = False  # the text ends with a quote, or a tag spoken of
-        self._has_quoted_think = False  # an answer has spoken of <think>
+        self.kind: TextKind = "reasoning" if in_reasoning else "content"
+        self.held = ""  # white space, then perhaps half a tag
+
+        # Of all that was emitted:
+        self._emitted_kinds: set[TextKind] = set()
+        self._dropped: dict[TextKind, str] = {}  # before a tag: the "\n" of "One.\n"
+        self._has_quoted_think = False  # content has spoken of <think>
         self._fence = _CodeFence()  # in the content
-        self._is_call_fenced = False  # the line that ends the block may come next
+
+        # What was read last, until text is emitted:
+        self.after_tag = in_reasoning
+        self.follows_false_call = False  # what began as a call, and was text
+        self._is_call_fenced = False  # a call in a block, whose last line may come
+        # Until the next text is emitted, which may end so itself:
+        self._is_quoting = False  # a quotation mark, or a tag that is spoken of
 
     def read(self, text: str, *, is_literal: bool) -> str | None:
         """Part what was held back and `text` by tags; returns a call that begins.
@@ -21076,9 +21076,8 @@ class _TextReader:
 
         after a tag            it begins
         the first of its kind  without line breaks
-        a message of gpt-oss   with two line breaks: its channel had one before
-        any other              with what was dropped before the tag, if it does not
-                               begin with a line break itself
+        a message of gpt-oss   with two: its channel had another message before
+        any other              with its own line break, or the space dropped before
         """
         text = self.held + text
         is_first = self.kind not in self._emitted_kinds
@@ -21092,7 +21091,7 @@ class _TextReader:
         if not solid_text:
             return
         if begins_message and not is_first:
-            solid_text = "\n\n" + solid_text  # a new message of the same channel
+            solid_text = "\n\n" + solid_text
         elif self.after_tag and not solid_text.startswith("\n"):
             solid_text = self._dropped.get(self.kind, "") + solid_text
         self._reply.emit_text(self.kind, solid_text)
@@ -21131,9 +21130,7 @@ class _TextReader:
 
     def _is_misplaced(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one, so that it is text."""
-        if _UNTAGGED_OBJECT.fullmatch(
-            tag
-        ):  # in reasoning, or after content: an example
+        if _UNTAGGED_OBJECT.fullmatch(tag):  # there it begins an example
             return self.kind == "reasoning" or "content" in self._emitted_kinds
         is_in_code = self.kind == "content" and self._fence.is_open
         is_misplaced = {
