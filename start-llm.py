@@ -20768,9 +20768,9 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 # calls no tool that was offered is text, as it was generated; it is read all the same,
 # to find out where it ends. A name that was emitted cannot be taken back. So where
 # nobody can tell what was meant (CALL ARGUMENTS), the arguments stay open, and the
-# reply ends there like one that was cut. Since an argument may follow the end of its
-# call, {"path": "x"}}</tool_call>, "n": 5 , the last bracket is emitted when the next
-# text has come, or the reply is over.
+# reply ends there like one that was cut. Their last bracket is emitted when the next
+# text has come, or the reply is over, since an argument may follow the end of its call:
+# {"path": "x"}}</tool_call>, "n": 5
 #
 # Where tokens are known, the end tag as a token ends its call, whatever stands open,
 # but for a string or value in which it may be a quotation.
@@ -21188,6 +21188,18 @@ class ReplyState(Enum):
 _MISTRAL_ID: Final = re.compile(r"\[CALL_ID\]([A-Za-z0-9]{9})(?=\[|\s|\{)")
 
 
+@dataclass
+class _OpenCall:
+    """A call, or what looks like one, while it is read."""
+
+    unread: UnreadText = field(default_factory=UnreadText)
+    is_offered: bool = False  # its tool was, so its name was emitted
+    opening: str = "{"  # of the arguments: emitted with the first of them
+    # Who reads what comes after the name, or a whole call:
+    arguments: TaggedArguments | JsonArguments | None = None
+    body: BodyReader | None = None
+
+
 class ReplyReader:
     """Reads one reply: `feed` it as it is generated, then `finish` it.
 
@@ -21225,13 +21237,7 @@ class ReplyReader:
         self._state = ReplyState.TEXT
         self._has_tokens = False  # it is known which texts are tags
         self._is_over = False  # no more text will come
-
-        # The open call; in state TEXT, the last one:
-        self._unread = UnreadText()
-        self._is_call = False  # of a tool that was offered: its name was emitted
-        self._opening = "{"  # of the arguments: emitted with the first of them
-        self._arguments: TaggedArguments | JsonArguments | None = None
-        self._body: BodyReader | None = None
+        self._call = _OpenCall()  # in state TEXT: the last one
 
     @property
     def is_thinking(self) -> bool:
@@ -21251,7 +21257,7 @@ class ReplyReader:
     @property
     def is_after_call(self) -> bool:
         """Whether a call has ended, and what follows is waited for to close it."""
-        return self._is_call and self._state is ReplyState.ENDED
+        return self._call.is_offered and self._state is ReplyState.ENDED
 
     @property
     def holds_text(self) -> bool:
@@ -21274,8 +21280,8 @@ class ReplyReader:
         # \0 is the end (CALL TEXT).
         text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
         self._has_tokens |= tag is not None
-        is_end = bool(tag) and self._format is not None and tag == self._format.end
-        if is_end and self.in_call and tag and text.endswith(tag):
+        end_tag = self._format.end if self._format else None
+        if tag and tag == end_tag and self.in_call and text.endswith(tag):
             self._advance(text.removesuffix(tag))
             if self.n_calls < self._max_calls:
                 self._advance(tag, is_end=self.in_call)
@@ -21293,7 +21299,7 @@ class ReplyReader:
             return []
         n_before = len(self._reply.deltas)
         self._is_over = True
-        if self.in_call and (closes or self.is_after_call or not self._is_call):
+        if self.in_call and (closes or self.is_after_call or not self._call.is_offered):
             self._advance("")
         if not self.is_broken:
             self._text.finish()
@@ -21314,7 +21320,7 @@ class ReplyReader:
                     self._open_call(has_tokens=has_tokens)
             else:
                 rest = self._read_call(rest, is_end=is_end)
-                has_tokens = has_tokens and self._is_call
+                has_tokens = has_tokens and self._call.is_offered
             # What follows a call may have the token of the next tag in it; of other
             # text only what had to be seen to know that the call was over.
             is_literal = is_end = False
@@ -21323,12 +21329,8 @@ class ReplyReader:
 
     def _open_call(self, *, has_tokens: bool) -> None:
         assert self._format is not None
-        self._unread = UnreadText()
-        self._unread.has_tokens = has_tokens and self._format.end != "\0"
-        self._is_call = False
-        self._opening = "{"
-        self._arguments = None
-        self._body = None
+        self._call = _OpenCall()
+        self._call.unread.has_tokens = has_tokens and self._format.end != "\0"
         # Mistral's models write both of its syntaxes, whatever their template prints.
         has_name = not self._format.is_foreign or self._format.start == MISTRAL_START
         self._state = ReplyState.NAME if has_name else ReplyState.WHOLE_CALLS
@@ -21339,7 +21341,7 @@ class ReplyReader:
         `is_end`: the text is its end tag, which is a token of its own.
         """
         assert self._format is not None
-        unread = self._unread
+        unread = self._call.unread
         is_complete = self._is_over or (is_end and self._take_end_token())
         unread.text += text
         if is_complete:
@@ -21358,7 +21360,7 @@ class ReplyReader:
         if self._state is ReplyState.ENDED:
             self._read_late_argument()
 
-        if not self._is_call:  # nobody offered it: all that was read of it is text
+        if not self._call.is_offered:  # all that was read of it is text
             self._text.emit(call_text[:n_taken].removesuffix("\0"))
         has_ended = self._state is ReplyState.DONE and not self.is_broken
         return self._end_call(unread.text) if has_ended else None
@@ -21370,9 +21372,9 @@ class ReplyReader:
         if self.n_calls >= self._max_calls:
             self.has_more |= bool(rest.strip())
             return None
-        if self._is_call:  # a call ends thinking
+        if self._call.is_offered:  # a call ends thinking
             self._text.begin("content")
-        self._text.follows_false_call = not self._is_call
+        self._text.follows_false_call = not self._call.is_offered
         return rest
 
     def _take_end_token(self) -> bool:
@@ -21383,20 +21385,14 @@ class ReplyReader:
         """
         if self._state is ReplyState.ENDED:
             return False
-        reader = self._body or self._arguments
+        reader = self._call.body or self._call.arguments
         return reader is None or reader.take_end_token()
-
-    def _emit_name(self, name: str, start: str) -> None:
-        if name in self._offered:
-            self._is_call = True
-            call_id = _MISTRAL_ID.search(start)
-            self._reply.emit_name(name, call_id[1] if call_id else None)
 
     def _read_name(self) -> None:
         """Read the tag and the name, and choose who reads the arguments."""
         assert self._format is not None
-        unread = self._unread
-        match = unread.match_next(CALL_START)
+        call = self._call
+        match = call.unread.match_next(CALL_START)
         if match is None:
             self._read_other_start()
             return
@@ -21405,19 +21401,21 @@ class ReplyReader:
 
         syntax = CALL_SYNTAXES[match.lastgroup]
         name = match[match.lastgroup]
-        self._emit_name(name, match[0])
-        schema = SchemaPart.of_tool(self._offered.get(name, {}))
+        if name in self._offered:
+            call.is_offered = True
+            call_id = _MISTRAL_ID.search(match[0])
+            self._reply.emit_name(name, call_id[1] if call_id else None)
         if syntax.tags is None:
             # Of {"name": "ls"} the only bracket is read as that of its arguments.
             is_member = match.lastgroup == "hermes" and match[0].endswith("{")
-            self._arguments = JsonArguments(
-                unread, place="member" if is_member else "call"
+            call.arguments = JsonArguments(
+                call.unread, place="member" if is_member else "call"
             )
         else:
-            self._arguments = TaggedArguments(
-                unread,
+            call.arguments = TaggedArguments(
+                call.unread,
                 syntax.tags,
-                schema,
+                SchemaPart.of_tool(self._offered.get(name, {})),
                 start=match[0],
                 end_tag=self._format.end,
             )
@@ -21426,7 +21424,7 @@ class ReplyReader:
     def _read_other_start(self) -> None:
         """After the tag comes what none of the syntaxes has there."""
         assert self._format is not None
-        unread = self._unread
+        unread = self._call.unread
         match = WHOLE_JSON_START.match(unread.text, partial=True)
         if match is not None and not match.partial:
             self._state = ReplyState.WHOLE_CALLS
@@ -21440,47 +21438,49 @@ class ReplyReader:
         unread.text = text[len(tag) if text.startswith(tag) else 1 :]
 
     def _read_arguments(self) -> None:
-        assert self._arguments is not None
-        json_text = self._opening + self._arguments.read()
-        self._opening = ""
-        if json_text and self._is_call:
+        call = self._call
+        assert call.arguments is not None
+        json_text = call.opening + call.arguments.read()
+        call.opening = ""
+        if json_text and call.is_offered:
             self._reply.emit_arguments(json_text)
-        if self._arguments.is_done:
+        if call.arguments.is_done:
             self._state = ReplyState.ENDED
 
     def _read_late_argument(self) -> None:
         """Close the arguments, unless another one follows."""
-        arguments = self._arguments
+        arguments = self._call.arguments
         assert arguments is not None
         is_broken = arguments.is_broken
         is_last = self.n_calls == self._max_calls - 1  # that the client may be given
         if not (is_broken or is_last):
-            text = self._unread.text
+            text = self._call.unread.text
             match = arguments.late_argument.match(text, partial=not self._is_over)
             if match is not None and match.partial:
                 return
             is_broken = match is not None
         self._state = ReplyState.DONE
-        self.is_broken = self._is_call and is_broken
-        if self._is_call and not is_broken:
+        self.is_broken = self._call.is_offered and is_broken
+        if self._call.is_offered and not is_broken:
             self._reply.emit_arguments(arguments.closing)
 
     def _read_whole_calls(self) -> None:
         assert self._format is not None
         n_left = self._max_calls - self.n_calls  # that the client may be given
-        if self._body is None:
-            self._body = BodyReader(self._format, self._unread, is_last=n_left == 1)
-        body = self._body.take()
+        call = self._call
+        if call.body is None:
+            call.body = BodyReader(self._format, call.unread, is_last=n_left == 1)
+        body = call.body.take()
         if body is None:
             return
         self._state = ReplyState.DONE
         calls = read_whole_calls(self._format, body, self._tools)
-        if all(call.name in self._offered for call in calls):
+        if all(whole.name in self._offered for whole in calls):
             self.has_more = len(calls) > n_left
-            for call in calls[:n_left]:
-                self._is_call = True
-                self._reply.emit_name(call.name, call.call_id)
-                self._reply.emit_arguments(call.arguments)
+            for whole in calls[:n_left]:
+                call.is_offered = True
+                self._reply.emit_name(whole.name, whole.call_id)
+                self._reply.emit_arguments(whole.arguments)
 
 
 # region CALL FORMS ============================================================
