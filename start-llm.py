@@ -20489,7 +20489,7 @@ class _MarkedCalls:
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
         """Read a value; returns it as JSON. Raises ValueError if it may be two.
 
-        <|"|>a.md<|"|>   {a:1}   [1,2]   "a.md"   'a.md'   5   true   a.md
+        Tried in turn: <|"|>a.md<|"|>  {a:1}  [1,2]  "a.md"  'a.md'  5  true  a.md
         """
         types = schema.types
         mark = self._mark
@@ -21007,7 +21007,7 @@ class _TextReader:
         self._fence = _CodeFence()  # in the content
 
         # What was read last, until text is emitted:
-        self.after_tag = in_reasoning
+        self.after_tag = in_reasoning  # a tag
         self.follows_false_call = False  # what began as a call, and was text
         self._is_call_fenced = False  # a call in a block, whose last line may come
         # Until the next text is emitted, which may end so itself:
