@@ -19175,25 +19175,20 @@ def escape_json(text: str) -> str:
 #     foreign    Gemma's: <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
 #                any other: mlx-lm's parser reads it
 #
-#  1 Tables     CALL_SYNTAXES, one row a syntax: the patterns that read it (CALL
-#               ARGUMENTS) and the form of a call that is forced (CALL FORMS) are made of
-#               it. What damage a call in JSON survives is told in CALL ARGUMENTS.
-#               FOREIGN_FORMATS, whose calls are read as a whole (WHOLE CALLS).
+#  1 Tables     CALL_SYNTAXES, one row a syntax: CALL ARGUMENTS reads by it, and CALL
+#               FORMS writes. FOREIGN_FORMATS, whose calls WHOLE CALLS reads.
 #  2 Patterns   what ends a value between tags, and what may be in one
 #  3 Formats    which of them a chat template has told the model to write
 #
 # Real models write calls that are nearly right (L-82), and files that contain the tags
-# of calls. So a closing tag counts only where the syntax goes on after it; any other tag
-# in a value is text in quotes, after a blank, inside a line of a value that has lines of
-# its own (Qwen's), or as an element of XML that is closed in the value, and else makes
-# the call unreadable. Tags that were left out, or come twice, cost nothing where it is
-# certain what is meant.
+# of calls. So a closing tag counts only where the syntax goes on after it. Any other tag
+# in a value is text where that is plain (TaggedValue); else the call is unreadable. Tags
+# left out, or written twice, cost nothing where it is certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
-# and its tag to CALL_START. In CALL ARGUMENTS add its end tag to _LEFT_OPEN, tags around
-# its arguments to _LATE_TAG; an end tag after JSON also to _END_TAG and _CALL_END. To
-# add a foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads
-# it.
+# and its tag to CALL_START. In CALL ARGUMENTS add an end tag after JSON to _END_TAG and
+# _CALL_END, tags around arguments to _LATE_TAG. To add a foreign format, add one to
+# FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
 # Uses     CALL TEXT
 # Thread   any; pure
@@ -19202,34 +19197,40 @@ def escape_json(text: str) -> str:
 # -- 1 tables --------------------------------------------------------------------------
 
 
-class ArgumentTags(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ArgumentTags:
     """The tags before and after the values of a call, which are bare text.
 
     Qwen's:
 
-        key, key_spelling, gap    <parameter=path>\n         the tag of an argument
+        key, key_spelling, gap    <parameter=path>\n
         before_close, close       a.md\n</parameter>\n
         inner_end, outer_end      </function>\n</tool_call>  either may be left out
 
     All are patterns but `key_spelling` and the tags `close`, `inner_end`, `outer_end`.
     """
 
+    # What opens a value.
     key: str  # with NAME in the place of the argument's name
-    key_start: str  # how it begins: what may follow a closing tag
+    name: str = r"""[^<>\n"']{1,200}"""  # of an argument
+    key_start: str  # how `key` begins: what may follow a closing tag
     key_spelling: str  # as a forced call has it, for str.format()
+    gap: str = ""  # after `key`: what is no part of the value
+
+    # What is in it.
+    is_on_lines: bool = False  # a value has lines of its own
+    element_names: str  # of its tags, as elements of XML may have them
+    stray_tag: str = NO_PATTERN  # what no value has, unless it is quoted
+
+    # What ends it, and the call.
+    before_close: str = ""  # what is no part of the value, either
     close: str
-    inner_end: str  # NO_PATTERN where a call has one end tag
+    # The only end if the gap has a group `quoted`: <![CDATA[, after which no other tag
+    # means anything.
+    quoted_close: str = NO_PATTERN
+    inner_end: str = NO_PATTERN  # of the two end tags of a call the first
     outer_end: str
     next_call: str  # how another call begins; at most 20 letters
-    name: str = r"""[^<>\n"']{1,200}"""  # of an argument
-    # After the tag of a key: what is no part of the value. With a group `quoted` only
-    # `quoted_close` ends the value: after <![CDATA[ no other tag means anything.
-    gap: str = ""
-    quoted_close: str = NO_PATTERN
-    before_close: str = ""  # what is no part of the value, either
-    is_on_lines: bool = False  # a value has lines of its own
-    stray_tag: str = NO_PATTERN  # what no value has, unless it is quoted
-    names: str = ""  # of its tags, as elements of XML may have them
 
 
 class CallSyntax(NamedTuple):
@@ -19280,14 +19281,14 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<parameter(?:=|[ ]name=)["']?NAME["']?>""",
             key_start=r"<parameter[= ]",
             key_spelling="<parameter={key}>\n",
+            gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
+            is_on_lines=True,
+            element_names="function|parameter",
+            before_close=r"\n?",
             close="</parameter>",
             inner_end="</function>",
             outer_end="</tool_call>",
             next_call=r"<tool_call>|<function=",
-            gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
-            is_on_lines=True,
-            before_close=r"\n?",
-            names="function|parameter",
         ),
         end_spelling="</function>\n</tool_call>",
     ),
@@ -19301,16 +19302,16 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             # why(L-82): these tags come twice, or not at all
             key=r"(?:<arg_key>\s*){1,3}NAME"
             r"(?:(?:\s*</arg_key>){1,3}|(?=\s*<arg_value>))",
+            name="[^<]{1,200}?",
             key_start=r"<arg_key|<tool_call>\w",
             key_spelling="<arg_key>{key}</arg_key>{gap}<arg_value>",
+            # Without <arg_value> no comma, colon or quoted tag begins the value.
+            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`,;:]|["'`][^<]))""",
+            element_names="arg_key",
+            stray_tag="<arg_value>",
             close="</arg_value>",
-            inner_end=NO_PATTERN,
             outer_end="</tool_call>",
             next_call=r"<tool_call>\w",
-            name="[^<]{1,200}?",
-            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`,;:]|["'`][^<]))""",
-            stray_tag="<arg_value>",
-            names="arg_key",
         ),
         end_spelling="</tool_call>",
     ),
@@ -19324,11 +19325,11 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<parameter[ ]name="?NAME"?>""",
             key_start=r"<parameter[ ]",
             key_spelling='<parameter name="{key}">',
+            element_names="invoke|parameter",
             close="</parameter>",
             inner_end="</invoke>",
             outer_end="</minimax:tool_call>",
             next_call=r"<minimax:tool_call>|<invoke[ ]",
-            names="invoke|parameter",
         ),
         end_spelling="</invoke>\n</minimax:tool_call>",
     ),
@@ -19385,16 +19386,16 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<param[ ]name="?NAME"?>""",
             key_start=r"<param[ ]",
             key_spelling='<param name="{key}">',
-            close="</param>",
-            inner_end=NO_PATTERN,
-            outer_end="</function>",
-            next_call=r"<function[ ]",
-            names="function|param",
-            stray_tag="</param>",
+            # Without <![CDATA[ the value begins where it cannot become that.
             gap=r"\s*(?:(?P<quoted><!\[CDATA\[)"
             r"|(?=[^\s<]|<[^!]|<![^\[]|<!\[[^C]))",
+            element_names="function|param",
+            stray_tag="</param>",
             before_close=r"\s*",
+            close="</param>",
             quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
+            outer_end="</function>",
+            next_call=r"<function[ ]",
         ),
         end_spelling=None,
     ),
@@ -19487,16 +19488,24 @@ def key_pattern(tags: ArgumentTags) -> Any:
 class ValuePatterns(NamedTuple):
     """What ends a value, and the tags that may be in it."""
 
-    # What ends it, or may seem to. Its groups say which:
+    # What ends it, or may seem to:
     #
-    #     closed   a closing tag, once or twice, after which the syntax goes on
-    #     quoted   the tag of a key, but in quotes: the value goes on
-    #     none     it was never closed: the call ends, or the tag of a key follows
+    #     closed    a.md</parameter>\n</function>   a closing tag, once or twice, after
+    #                                               which the syntax goes on
+    #     quoted    say `<parameter=n>`             a key's tag after a quote or a blank:
+    #                                               the value goes on
+    #     no group  a.md</function></tool_call>     it was never closed: the call ends
+    #               a.md<parameter=n>               or another value follows
     end: Any
-    # A tag of the syntax, or of XML, whose elements may have its names. Its groups say
-    # where: it `begins` or `ends` a line, in a value that is not on lines also the
-    # value's part between two tags; or it is `quoted`. `key`: it is that of a key of
-    # the tool, or one that no value has. `text`: it is an element within a line.
+    # A tag of the syntax, or of XML that has such names:
+    #
+    #     text      a <function>f</function>        an element within a line
+    #     key       <parameter=n>                   of a key of the tool; a stray_tag
+    #     slash     </function>                     else: it ends what `name` began
+    #     quoted    `</function>                    a quote is next to it
+    #     begins    \n  <function=f> b              a line; unless the value is on lines,
+    #                                               also after a tag
+    #     ends      a </function>\n                 likewise, before <  [  {  / or a digit
     inner_tag: Any
     # A closing tag at the start of a value, or an opening one at its end. At either of
     # them it may be the tag around a call.
@@ -19545,32 +19554,32 @@ def value_patterns(
         (?P<quoted> ["'`\x20] {next_key} )    # say `<parameter name="n">`
       | \n? (?= {next_key} )                  # a.md<parameter name="n">5
     )"""
-    if tags.is_on_lines:  # a line that is a tag
-        before_key = rf"\n(?=\s*{next_key}[ \t]{{0,9}}\n)|(?P<quoted>(?!))"
+    if tags.is_on_lines:  # only a line that is a tag
+        before_key = rf"\n(?=\s*{next_key}[ \t]{{0,9}}\n)"
     end = f"{closed}|{unclosed}|{before_key}"
     if is_quoted:
-        end = rf"(?P<closed>{tags.quoted_close})|(?=\0)|(?P<quoted>(?!))"
+        end = rf"(?P<closed>{tags.quoted_close})|(?=\0)"
 
     line_start, line_end = "(?:^|(?<=>))", r"(?:$|(?=[<\[{/\d]))"
     if is_on_lines:
         line_start, line_end = "^", "$"
     tag = rf"""
         (?P<tag> (?P<key> {next_key} | {tags.stray_tag} )
-          | < (?P<slash> / )? (?P<name> {tags.names} ) (?= [\s>/=] )
+          | < (?P<slash> / )? (?P<name> {tags.element_names} ) (?= [\s>/=] )
             (?! [^<>]{{0,200}} /> ) [^<>\n]{{0,200}} >?+ )
         (?P<quoted> (?= ["'`] ) )?
         (?P<ends> [ \t]*+ {line_end} )?
     """
     inner_tag = rf"""(?xm:
-        (?P<begins> {line_start} [ \t]*+ ) {tag}
-      | (?P<text> < (?P<element> {tags.names} ) (?= [\s>/=] )
+        (?P<begins> {line_start} [ \t]*+ ) {tag}            # one that begins a line
+      | (?P<text> < (?P<element> {tags.element_names} ) (?= [\s>/=] )
                   [^\n]{{0,400}}? </ (?P=element) > )
-      | (?P<quoted> (?<= ["'`] ) (?<! {close} ["'`] ) )? {tag}
+      | (?P<quoted> (?<= ["'`] ) (?<! {close} ["'`] ) )? {tag}   # any other
     )"""
     outer_tag = rf"<{'' if reads_end_token else '/?'}{outer_end.strip('</>')}>"
     edge_tag = rf"""(?x:
         \A \s* (?: {close} | {outer_tag} )
-      | (?: < (?: {tags.names} ) (?: [\s=] [^<>]* )? > | {outer_tag} ) \s* \Z
+      | (?: < (?: {tags.element_names} ) (?: [\s=] [^<>]* )? > | {outer_tag} ) \s* \Z
     )"""
     return ValuePatterns(
         compile_pattern(end), regex.compile(inner_tag), regex.compile(edge_tag)
@@ -19752,24 +19761,26 @@ _NEXT: Final = {
 }
 
 # why(L-86): models leave quotes inside a string as they are. What follows a quote
-# decides whether it ends the string:
-#
-#     }  ]  or a tag of the call         "hello"}         ends it
-#     another member                     "hello", "n":    ends it, with a comma or not
-#     a comma, in an array               "hello", 5       ends it
-#     a colon, also after a comma        "x, "n": 5       ends a key: the string before
-#                                                         was never closed (L-133)
-#     a key that lacks its second quote   "x", "n: 5      nobody knows
-#     anything else                      print("hello")   is inside: f("a", "b")
+# decides: the string ends; or nobody can tell, and it is `broken`; or, where nothing
+# matches, the quote is inside, as in print("hello") and f("a", "b").
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
-        " (?: (?P<broken> \s* : | [ \t\r\n]{{401}} )  # a model caught in blanks
-            | (?= \s* (?: [}}\]] | {_END_TAG} | {after} ) ) )
+        "
+        (?: (?P<broken> \s* :            # "x, "n": 5    the end of a key: the string
+                                         #              before was not closed (L-133)
+              | [ \t\r\n]{{401}} )       # a model caught in blanks
+          | (?= \s* (?: [}}\]]           # "hello"}}
+                      | {_END_TAG}       # "hello"</tool_call>
+                      | {after} ) ) )
     )""")
     for bracket, after in {
-        "}": rf"""(?P<broken> [,;] \s* (?: : | " \w{{1,99}} \s* : ) )
-                | [,;] \s* [}}\],;] | [,;\s] \s* {_KEY} \s* [^\s),.]""",
-        "]": '[,;"]',
+        "}": rf"""
+            (?P<broken> [,;] \s*
+                (?: : | " \w{{1,99}} \s* : ) )    # "x", "n: 5    a quote is missing
+          | [,;] \s* [}}\],;]                    # "hello",}}
+          | [,;\s] \s* {_KEY} \s* [^\s),.]      # "hello", "n": or without the comma
+        """,
+        "]": '[,;"]',  # "hello", 5
     }.items()
 }
 
@@ -19788,19 +19799,22 @@ _CALL_END: Final = compile_pattern(rf"""(?x:
           | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) )
     )
 )""")
-# Without the tag the call has ended, too, if a text follows (L-82), but no comma, colon,
-# quote, n": or 1, "n": then an argument follows, and a bracket was closed too early.
+# Without the tag the call has ended, too, if a text follows (L-82). If an argument does,
+# a bracket was closed too early.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""(?x:
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
-    (?= [^\0\s\w,;:"'}\]]
-      | \w{1,99}+ (?: [^"',] | , \s* [^"'\s] | ["'] \s* [^\s:] )
-      | (?<= \s ) [,;:"'] )  # a text in quotes; or an argument: see late_argument
+    (?= [^\0\s\w,;:"'}\]]    # } <p>    but not }, "n": 5
+      | \w{1,99}+
+        (?: [^"',]            # } Done.
+          | , \s* [^"'\s]     # } Well, done.    but not } 1, "n": 5
+          | ["'] \s* [^\s:] ) # } I'm done.      but not } n": 5
+      | (?<= \s ) [,;:"'] )   # } "Done."; also }\n, "n": 5, a late_argument
 )""")
 
 # An argument after the end of its call: that tag came too early.
 _LATE_MEMBER: Final = r"""(?x:
-    \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
-  | \s* [,;:] \s* \w{0,99} ["']? \s* :
+    \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]    # , "n": 5
+  | \s* [,;:] \s* \w{0,99} ["']? \s* :                    # , n": 5
 )"""
 _LATE_TAG: Final = r"""(?x:
     (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
@@ -20143,7 +20157,7 @@ class TaggedValue:
             json_text += self._emit(text)
             if ending is None:
                 return json_text
-            if ending["quoted"] is not None:
+            if ending.groupdict().get("quoted") is not None:
                 json_text += self._emit(ending[0])
                 continue
             self._note_tags()
@@ -21491,8 +21505,9 @@ class ReplyReader:
 #     qwen     <tool_call><function=read>   <parameter=path> any text </parameter>
 #                                           (<parameter=n> JSON </parameter>)? ...
 #
-# The tags and how a call ends are those of CALL SYNTAXES: what ends a value is one rule
-# for who reads a call and for the grammar that writes it.
+# The tags are those of CALL SYNTAXES. REPLY GRAMMAR writes the parts of a form: a text
+# as it is; Blanks; JsonValue; TextValue, any text of a `pattern` that does not fit
+# `excluded`, up to its `end`; ArgumentList.
 #
 # A call that is forced, or of a tool that is `strict`, is generated by its form, so its
 # arguments always fit. JSON is the grammar compiler's work, also that of a value between
@@ -21520,10 +21535,6 @@ _ANNOTATIONS: Final = {
     *("title", "description", "default", "examples", "$comment", "deprecated"),
     *("readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"),
 }
-# Keywords whose values have schemas by name.
-_SCHEMAS_BY_NAME: Final = {
-    *("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
-}
 # Keywords of a text that cannot be enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
 # Texts that are read as a value of another type, if the argument may have that.
@@ -21535,10 +21546,6 @@ _OTHER_TYPES: Final = {
 }
 _MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
 _MAX_CHOICES: Final = 1_000  # ways to write one value
-
-
-# A constant of which a reader may take a part for a tag, or for the line break at one.
-_UNSAFE_CONSTANT: Final = re.compile(r"\A\s*\n|\n\s*\Z|</?\w")
 
 
 class _NoForm(Exception):
@@ -21615,6 +21622,12 @@ class _TaggedForm:
         self._value_end = TextValue(
             tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
         )
+        # What may end a constant too early: one of these tags, as in a</function>b, or
+        # the line break that belongs to a closing tag.
+        ends = (tags.close, tags.inner_end, tags.outer_end)
+        names = "|".join([tags.element_names, *(tag.strip("</>") for tag in ends)])
+        line_break = r"\n\Z" if tags.is_on_lines else NO_PATTERN
+        self._constant_end = re.compile(rf"</?(?:{names})\b|{line_break}")
 
     def argument_list(self, *, end: str, gap: str) -> ArgumentList:
         """All arguments, in the order of the schema. Raises _NoForm.
@@ -21649,16 +21662,7 @@ class _TaggedForm:
         choices = self._value_choices(schema, types)
         if not choices:
             raise _NoForm(f"{key!r:.60} has no values")
-        excluded = "|".join(
-            _OTHER_TYPES[name] for name in _OTHER_TYPES if name in types
-        )
-        # A constant was checked.
-        return [
-            (choice[0]._replace(excluded=excluded),)
-            if isinstance(choice[0], TextValue)
-            else choice
-            for choice in choices
-        ]
+        return choices
 
     def _value_choices(
         self, schema: object, types: set[str], depth: int = 0
@@ -21673,10 +21677,10 @@ class _TaggedForm:
         `types`: of the argument, by which what is written will be read. The schema may
         be a branch of it, of fewer types. Both sets are empty if any type is allowed.
         """
-        own_types = SchemaPart(schema, self._parameters).types
+        part = SchemaPart(schema, self._parameters)
+        own_types = part.types
         if own_types and "string" not in own_types:
-            json_schema = _with_definitions(SchemaPart(schema, self._parameters))
-            value = JsonValue(json_schema, self._is_lenient)
+            value = JsonValue(_with_definitions(part), self._is_lenient)
             return [(value, self._value_end)]
 
         plain = self._plain_schema(schema, depth)
@@ -21703,7 +21707,7 @@ class _TaggedForm:
                 values = [value for value in values if json_type(value) in own_types]
             return [self._constant(value, types) for value in values]
         if plain.get("type") == "string" or not plain:
-            return [self._text(plain)]
+            return [self._text(plain, types)]
         raise _NoForm("a property has no type")
 
     def _branch_choices(
@@ -21741,7 +21745,7 @@ class _TaggedForm:
                     raise _NoForm(f"{keyword!r} comes twice for one value")
         return {key: plain[key] for key in plain if key not in _ANNOTATIONS}
 
-    def _text(self, schema: Schema) -> CallParts:
+    def _text(self, schema: Schema, types: set[str]) -> CallParts:
         for keyword in _TEXT_KEYWORDS:
             if keyword in schema and not self._is_lenient:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
@@ -21753,16 +21757,21 @@ class _TaggedForm:
         if longest != "" and shortest > longest:
             raise _NoForm("'minLength' is more than 'maxLength'")
         lengths = f"{shortest},{longest}"
-        return (self._value_end._replace(pattern=f"(?s:.{{{lengths}}})"),)
+        excluded = "|".join(
+            pattern for name, pattern in _OTHER_TYPES.items() if name in types
+        )
+        value = self._value_end._replace(
+            pattern=f"(?s:.{{{lengths}}})", excluded=excluded
+        )
+        return (value,)
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
-        if _UNSAFE_CONSTANT.search(text):
-            raise _NoForm(f"{value!r:.60} may be read as another value")
         json_text = None
         with suppress(RepeatedKey):
             json_text = value_as_json(text, types)
-        if json_text != to_json(value):  # "5", if 7 may be there, too
+        # "5", if 7 may be there, too
+        if json_text != to_json(value) or self._constant_end.search(text):
             raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
 
@@ -21784,27 +21793,16 @@ def _with_definitions(part: SchemaPart) -> dict[str, Any]:
     return {**copied, "$defs": definitions} if definitions else copied
 
 
-def _copy_schema(
-    part: SchemaPart, names: dict[str, str], *, is_by_name: bool = False
-) -> Any:
-    """A copy in which references have names; new ones are added.
-
-    `is_by_name`: its keys are names of schemas, and no keywords.
-    """
+def _copy_schema(part: SchemaPart, names: dict[str, str]) -> Any:
+    """A copy in which references have these names; new ones are added."""
     if isinstance(part.schema, list):
         return [_copy_schema(part._replace(schema=s), names) for s in part.schema]
     if not isinstance(part.schema, dict):
         return part.schema
-    copied = {}
-    for key, item in part.schema.items():
-        if key in ("enum", "const") and not is_by_name:
-            copied[key] = item
-            continue
-        copied[key] = _copy_schema(
-            part._replace(schema=item),
-            names,
-            is_by_name=key in _SCHEMAS_BY_NAME and not is_by_name,
-        )
+    copied = {
+        key: _copy_schema(part._replace(schema=item), names)
+        for key, item in part.schema.items()
+    }
     if part.reference is not None:
         name = names.setdefault(part.reference, f"d{len(names)}")
         copied["$ref"] = f"#/$defs/{name}"

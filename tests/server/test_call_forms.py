@@ -259,6 +259,25 @@ def test_a_constant_that_is_read_as_a_shorter_one_has_no_form(text):
     assert form.fault and not form.parts
 
 
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("text", ["<b>", "</p>", "a <b>c</b>", "\nb", "<functions>"])
+def test_a_constant_with_a_tag_that_is_none_of_a_call_is_enforced(dense, syntax, text):
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"const": text}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    forms = s.call_forms(SYNTAXES[syntax], tools, strict_tools={"f": "tools[0]"})
+    reply = walk(dense, compile_forms(dense, forms), random.Random(1))
+
+    assert {"a": text} in [
+        arguments for _, arguments in read_calls(reply, SYNTAXES[syntax], tools)
+    ]
+
+
 def test_a_property_may_be_called_as_a_keyword_is(dense):
     side = {"$ref": "#/$defs/side"}
     names = ["enum", "const", "properties", "$ref"]
