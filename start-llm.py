@@ -19281,7 +19281,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<parameter(?:=|[ ]name=)["']?NAME["']?>""",
             key_start=r"<parameter[= ]",
             key_spelling="<parameter={key}>\n",
-            gap=r"(?:\n|(?=.))",  # the first line break is no part of the value
+            gap=r"(?:\n|(?=.))",
             is_on_lines=True,
             element_names="function|parameter",
             before_close=r"\n?",
@@ -19490,22 +19490,22 @@ class ValuePatterns(NamedTuple):
 
     # What ends it, or may seem to:
     #
-    #     closed    a.md</parameter>\n</function>   a closing tag, once or twice, after
-    #                                               which the syntax goes on
-    #     quoted    say `<parameter=n>`             a key's tag after a quote or a blank:
-    #                                               the value goes on
-    #     no group  a.md</function></tool_call>     it was never closed: the call ends
-    #               a.md<parameter=n>               or another value follows
+    #     closed    a.md</parameter>\n</function>  a closing tag, once or twice, after
+    #                                              which the syntax goes on
+    #     quoted    say `<parameter=n>`            a key's tag after a quote or a blank:
+    #                                              the value goes on
+    #     no group  a.md</function></tool_call>    it was never closed: the call ends
+    #               a.md<parameter=n>              or another value follows
     end: Any
     # A tag of the syntax, or of XML that has such names:
     #
-    #     text      a <function>f</function>        an element within a line
-    #     key       <parameter=n>                   of a key of the tool; a stray_tag
-    #     slash     </function>                     else: it ends what `name` began
-    #     quoted    `</function>                    a quote is next to it
-    #     begins    \n  <function=f> b              a line; unless the value is on lines,
-    #                                               also after a tag
-    #     ends      a </function>\n                 likewise, before <  [  {  / or a digit
+    #     text    a <function>f</function>  an element within a line
+    #     key     <parameter=n>             of a key of the tool; a stray_tag
+    #     slash   </function>               else: it ends what `name` began
+    #     quoted  `</function>              a quote is next to it
+    #     begins  \n  <function=f> b        a line; unless the value is on lines, also
+    #                                       after a tag
+    #     ends    a </function>\n           likewise, before <  [  {  / or a digit
     inner_tag: Any
     # A closing tag at the start of a value, or an opening one at its end. At either of
     # them it may be the tag around a call.
@@ -19766,19 +19766,19 @@ _NEXT: Final = {
 _QUOTE: Final = {
     bracket: compile_pattern(rf"""(?x:
         "
-        (?: (?P<broken> \s* :            # "x, "n": 5    the end of a key: the string
-                                         #              before was not closed (L-133)
-              | [ \t\r\n]{{401}} )       # a model caught in blanks
-          | (?= \s* (?: [}}\]]           # "hello"}}
-                      | {_END_TAG}       # "hello"</tool_call>
-                      | {after} ) ) )
+        (?: (?P<broken> \s* :          # "x, "n": 5   ends a key; the string before it
+                                       #             was not closed (L-133)
+              | [ \t\r\n]{{401}} )     # a model caught in blanks
+          | (?= \s* (?: [}}\]]         # "hello"}}
+                | {_END_TAG}           # "hello"</tool_call>
+                | {after} ) ) )
     )""")
     for bracket, after in {
         "}": rf"""
             (?P<broken> [,;] \s*
-                (?: : | " \w{{1,99}} \s* : ) )    # "x", "n: 5    a quote is missing
-          | [,;] \s* [}}\],;]                    # "hello",}}
-          | [,;\s] \s* {_KEY} \s* [^\s),.]      # "hello", "n": or without the comma
+                (?: : | " \w{{1,99}} \s* : ) )  # "x", "n: 5   a quote is missing
+          | [,;] \s* [}}\],;]                  # "hello",}}
+          | [,;\s] \s* {_KEY} \s* [^\s),.]    # "hello", "n":   or without comma
         """,
         "]": '[,;"]',  # "hello", 5
     }.items()
@@ -19986,7 +19986,7 @@ class TaggedArguments:
         `schema`: of the tool.
         """
         self.is_done = False
-        self.is_broken = False  # some of what was written cannot be read
+        self.is_broken = False
         self.closing = "}"
         # The end tag is a token, and read as \0; its letters are text. Until one of
         # these tokens is a quotation.
@@ -20112,10 +20112,7 @@ class TaggedValue:
         is_on_lines: bool,
         reads_end_token: bool,
     ) -> None:
-        """`schema`: of the tool. `is_quoted`: the value stands in <![CDATA[.
-
-        `is_on_lines`: it begins on a line of its own.
-        """
+        """`schema`: of the tool. What the flags mean: value_patterns."""
         self.is_closed = False
         self.is_broken = False
         self._unread = unread
