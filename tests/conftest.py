@@ -16,6 +16,7 @@ import hypothesis
 import nights
 import pytest
 from exact_blas import load_exact_blas
+from kernel_header import precompile_kernel_header
 
 if sys.dont_write_bytecode:
     # Not beside the sources, then: else each program that is started compiles its libraries.
@@ -25,6 +26,7 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
 
 exact_library = load_exact_blas()  # before anything imports MLX
+precompile_kernel_header()
 
 # Tests and what they start would find each other's KV; those of the disk choose a folder.
 os.environ.setdefault("CACHE_DISK", "off")
