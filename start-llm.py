@@ -4030,7 +4030,7 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
 
 def wrap_reminder(text: str) -> str:
     """Tag the text of a system message, which may stand after a user's words."""
-    if "<system-reminder>" in text:
+    if text.lstrip().startswith("<system-reminder>"):
         return text
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
@@ -4040,7 +4040,8 @@ def wrap_reminder(text: str) -> str:
 
 def reply_digest(message: Message) -> bytes:
     """The digest of a reply, without what clients drop or rewrite: thinking, call ids."""
-    digest = sha256(message["content"].rstrip().encode())  # why(L-92): clients trim it
+    # why(L-92): clients trim it, as do we where its thinking was dropped.
+    digest = sha256(message["content"].lstrip("\n").rstrip().encode())
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = canonical_json(function.get("arguments"))
@@ -4187,16 +4188,17 @@ class Canonicalizer:
             key, lambda: self._make(message), tenant=self.tenant
         )
 
-    def find_notes(self, message: CanonicalMessage) -> tuple[Note, ...]:
-        """The notes of a message after the system prompt; () if it has other text."""
+    def find_notes(self, message: CanonicalMessage) -> tuple[Note, ...] | None:
+        """The notes of a message after the system prompt; None if it has other text."""
         text = message.original["content"]
         if self._moves_late_system and _IMAGE_MARK not in text:
             if message.role in SYSTEM_ROLES:
-                return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
+                note = Note(_LATE_SYSTEM, wrap_reminder(text))
+                return (note,) if text.strip() else ()
             if message.role == "user" and text.startswith(_OPERATOR_NOTE):
                 return (Note(_LATE_SYSTEM, text.strip()),)
         is_note = message.role == "user" and not message.canonical.strip()
-        return message.notes if is_note else ()
+        return message.notes or None if is_note else None
 
     def _make(self, message: Message) -> CanonicalMessage:
         role = message["role"]
@@ -4314,7 +4316,8 @@ def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[Volatil
 # A code fence. The group `unclosed` is "" where it never ends, and None where it does.
 _FENCE: Final = re.compile(
     r"""(?xm)
-    ^ (?P<ticks> ```+ | ~~~+ ) [^\n`~]* \n      # "```sh"; but not "```sh``` fails"
+    ^ [ \t]*+ (?: (?: [*+-] | \d{1,9}[.)] ) [ \t]++ )?       # "  ", "- ", "1. "
+    (?P<ticks> ```+ | ~~~+ ) [^\n`~]* \n        # "```sh"; but not "```sh``` fails"
     [\s\S]*?
     (?: ^ [ ]* (?P=ticks) [`~]*+ (?! \w )         # not by "```sh", which opens another
       | (?P<unclosed> \Z )
@@ -4415,13 +4418,13 @@ def canonicalize_messages(
         if index % _MESSAGES_BETWEEN_LOOKS == 0:
             check_client()
         message = canonicalizer.canonicalize(sent_message)
-        notes: tuple[Note, ...] = ()
+        notes = None
         if folding.first is not None:  # after the system prompt
             notes = canonicalizer.find_notes(message)
-        if notes:
-            folding.add_notes(notes)
-        else:
+        if notes is None:
             folding.add_message(message)
+        elif notes:  # a late system message without text is dropped
+            folding.add_notes(notes)
     return folding.fold()
 
 
@@ -4440,8 +4443,10 @@ class _NoteFolding:
         self._below: defaultdict[int, list[Note]] = defaultdict(list)
 
     def add_message(self, message: CanonicalMessage) -> None:
-        if self._waiting and message.role == "user":
-            self._above[len(self._messages)] += chain.from_iterable(self._waiting)
+        if self._waiting and message.role in ("user", "tool"):
+            # Below a result: no user message may part it from its call.
+            places = self._above if message.role == "user" else self._below
+            places[len(self._messages)] += chain.from_iterable(self._waiting)
             self._waiting = []
         self._close_waiting()
         if self.first is None and message.role not in SYSTEM_ROLES:
@@ -4598,6 +4603,9 @@ class RecordFile:
 
         `ttl_seconds`: what was not used for so long is dropped; 0: nothing.
         """
+        path = Path(
+            os.path.realpath(path)
+        )  # else a link would be deleted, not its file
         try:
             try:
                 self._prepare(path, ttl_seconds)
@@ -4679,6 +4687,8 @@ class RecordFile:
                 return database.execute(query, values).fetchall()
         except (sqlite3.Error, OSError) as fault:
             logger.warning("records: they cannot be read: %s", fault)
+            if getattr(fault, "sqlite_errorcode", None) in _DAMAGED:
+                self._note_failure(self._path, fault)
             return []
 
     # The thread "records".
@@ -4732,10 +4742,15 @@ class RecordFile:
         for _ in changes:
             waiting.popleft()
 
-        if flushes:
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if not flushes:
+            return
+        checkpoint = database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        is_busy, _, _ = checkpoint.fetchone()
         for is_saved in flushes:
-            is_saved.set()
+            if is_busy:  # somebody reads what the journal still has
+                self.change(is_saved)
+            else:
+                is_saved.set()
 
     def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
         """Say it once; begin anew if it is damaged, or if too much waits for it.
@@ -4743,18 +4758,19 @@ class RecordFile:
         Then it is deleted: what should be forgotten would still be in it.
         """
         reason = getattr(fault, "strerror", None) or str(fault)
+        is_new = not self.failure
+        self.failure = reason  # first: who saves again clears it
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
         if is_damaged or len(self._changes) > _MAX_WAITING_CHANGES:
             logger.warning("records: %s is begun anew: %s", path, reason)
             self._forget_all()
-        elif not self.failure:
+        elif is_new:
             logger.warning(
                 "records: nothing is saved for now in %s, and a restart would forget"
                 " conversations: %s",
                 path,
                 reason,
             )
-        self.failure = reason
 
     # Any thread.
 
@@ -4952,10 +4968,10 @@ def heal_messages(
     """The same messages; replies that were sent without their thinking have it again.
 
     `find_thinking`: of a reply in a context; "" if it is not known.
-    `contexts`: one for each message, in order, and maybe more.
+    `contexts`: one for each message, in order.
     """
     healed = []
-    for message, context in zip(messages, contexts, strict=False):
+    for message, context in zip(messages, contexts, strict=True):
         restored = {**message}
         if message["role"] == "assistant" and not message.get("reasoning_content"):
             thinking = find_thinking(message, context)
@@ -8034,7 +8050,7 @@ class PromptPlanner:
     ) -> list[Message]:
         """Put the thinking back into copies of the newest messages."""
         start = len(conversation.messages) - len(newest)
-        contexts = conversation.contexts[start:]
+        contexts = conversation.contexts[start:-1]
         return heal_messages(newest, self.ledger.find_thinking, contexts=contexts)
 
 

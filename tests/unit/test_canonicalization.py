@@ -767,6 +767,28 @@ def test_what_is_no_fence_hides_nothing(opening: str) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    "fenced",
+    [
+        "   ```\n{}\n   ```",
+        "- ```text\n{}\n  ```",
+        "1. So:\n   - one\n     ~~~\n{}\n     ~~~",
+        "12) ```text\n{}\n    ```",
+    ],
+)
+def test_a_fence_may_stand_in_a_list(fenced: str) -> None:
+    for role, words in (
+        ("user", filled(REMINDER, "a mode")),
+        ("system", "  Today is Friday"),
+    ):
+        text = f"For example:\n{fenced.format(words)}\nThis is no fact."
+
+        turn = canon().canonicalize(said(role, text))
+
+        assert not fields_of(turn)
+        assert turn.canonical == text
+
+
 def test_a_fence_is_not_closed_by_the_beginning_of_another() -> None:
     block = filled(REMINDER, "a mode")
     text = f"Compare:\n```\n```sh\n{block}\n```\nthese."
@@ -1185,6 +1207,33 @@ def test_a_note_behind_a_reply_is_a_message_of_the_users(
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[-1].original == {"role": "user", "content": note}
     assert not turns[-1].notes_below and not turns[-2].notes_below
+
+
+@pytest.mark.parametrize(("message", "note"), NOTES)
+def test_a_note_does_not_part_a_call_from_its_result(message: dict, note: str) -> None:
+    """Templates refuse a user message there."""
+    results = [RESULT, said("tool", "another", tool_call_id="call00001")]
+
+    rows = places([*STEP[:-1], message, *results])
+
+    assert rows[-3:] == [
+        ("assistant", (), ()),
+        ("tool", (), (note,)),
+        ("tool", (), ()),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_late_system_message_without_text_is_dropped(text: str) -> None:
+    for messages in ([*ASKED], STEP, [*STEP, reply("done"), said("user", "next")]):
+        assert places([*messages, said("system", text)]) == places(messages)
+
+
+def test_a_reminder_that_only_names_its_tag_is_tagged() -> None:
+    text = "Never write <system-reminder> yourself."
+    note = f"<system-reminder>\n{text}\n</system-reminder>"
+
+    assert places([*STEP, said("system", text)])[-1] == ("tool", (), (note,))
 
 
 @pytest.mark.parametrize("late", [NOTES[0], NOTES[-1]])

@@ -668,7 +668,7 @@ def test_a_text_of_the_user_that_reads_like_a_note_is_in_the_prompt(
     *, is_kept: bool
 ) -> None:
     """The system says it after every question; then it is the user's question."""
-    words = "x <system-reminder>a</system-reminder>"
+    words = "<system-reminder>a</system-reminder> x"
     server = Server()
     past = [SYSTEM]
     for n, question in enumerate(("first", "second", words, words)):

@@ -240,6 +240,72 @@ def test_file_that_cannot_be_read_is_begun_anew(
     assert "is begun anew" in caplog.text
 
 
+def test_file_that_is_damaged_while_it_is_open_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    file = open_records(path)
+    records = file.of_tenant("")
+    for number in range(300):
+        put(records, str(number), f"text {number}" * 99)
+    assert file.flush(MAX_WAIT_SECONDS)
+    number = file.number
+    with path.open("r+b") as pages:
+        pages.seek(8192)
+        pages.write(b"\xff" * (path.stat().st_size - 8192))
+
+    assert records.load() == []
+    wait_until(lambda: not file.failure)
+    put(records, "a", "new")
+
+    assert file.number > number
+    assert [record.value for record in records.load()] == [b"new"]
+
+
+def test_flush_waits_for_who_still_reads_what_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While somebody reads, SQLite keeps it in its journal."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(  # else each attempt takes ten seconds
+        sqlite3, "connect", lambda path, **_fields: connect(path, timeout=0.01)
+    )
+    path = tmp_path / "records"
+    file = open_records(path)
+    records = file.of_tenant("")
+    put(records, "a", "a secret that somebody has told " * 1_000)
+    assert file.flush(MAX_WAIT_SECONDS)
+    reader = connect(path)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM records").fetchall()
+
+    records.remove(b"a")
+    assert not file.flush(0.5)
+    reader.close()
+    assert file.flush(MAX_WAIT_SECONDS)
+
+    left = b"".join(p.read_bytes() for p in tmp_path.iterdir())
+    assert b"a secret" not in left
+
+
+def test_link_stays_and_its_file_is_used_and_erased(tmp_path: Path) -> None:
+    target = tmp_path / "disk" / "of another name"
+    target.parent.mkdir()
+    before = open_records(target)
+    put(before.of_tenant(""), "a", "a secret")
+    assert before.flush(MAX_WAIT_SECONDS)
+    path = tmp_path / "records"
+    path.symlink_to(target)
+
+    file = open_records(path)
+    assert [record.value for record in file.of_tenant("").load()] == [b"a secret"]
+    file.erase()
+    assert not any(b"a secret" in p.read_bytes() for p in target.parent.iterdir())
+    put(file.of_tenant(""), "b", "new")
+    assert file.flush(MAX_WAIT_SECONDS)
+
+    assert path.is_symlink()
+    assert loaded(target) == {"b": "new"}
+
+
 def test_file_that_is_only_locked_or_full_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,20 @@ def test_thinking_and_ids_name_no_reply() -> None:
     assert start_llm.reply_digest(plain) == start_llm.reply_digest(echo)
 
 
+def test_line_breaks_around_a_reply_name_none() -> None:
+    """A client drops the thinking, and the line breaks after it, or only the thinking."""
+    echoes = [
+        reply("4"),
+        reply("\n\n4\n"),
+        reply("\n\n4", thought="2 + 2"),
+        reply("<think>\n2 + 2\n</think>\n\n4"),
+    ]
+    digests = {start_llm.reply_digest(message) for message in echoes[:3]}
+    digests |= {start_llm.reply_digest(as_parsed(echo)) for echo in echoes}
+
+    assert len(digests) == 1
+
+
 def test_each_word_call_and_order_names_a_reply() -> None:
     different = [
         reply("x"),
@@ -471,6 +485,13 @@ def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
     )
     reply = {"role": "assistant", "content": "y", "thought_id": name}
     assert store.find_thinking(reply, [b""]) == ""
+
+
+def test_no_message_is_lost_where_a_context_is_missing() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        start_llm.heal_messages(
+            [reply("a"), reply("b")], Store().find_thinking, contexts=[ASKED]
+        )
 
 
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
