@@ -3661,10 +3661,11 @@ def _has_many_slow_parts(data: bytes) -> bool:
 #               had first; LEDGER restates another one.
 #   transient   A note: a block that comes and goes. The canonical copy has nothing in
 #               its place. LEDGER renders it where it is new.
-# What a rule of RULES_OFF would find is plain text.
+# What a rule of RULES_OFF would find is plain text; all of them are off without
+# cache_canonicalize_tool_context.
 #
 # A rule looks at the text parts of a message one by one. Tool results and replies have
-# no volatile fields, and what begins in a code fence is data (but see Rule.is_fenced).
+# no volatile fields.
 # No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
 #
@@ -3693,8 +3694,8 @@ _DATE_WORDS: Final = "|".join(
 )
 # A clock does not end with such a word: of "Today is Friday, the day" it is "Friday".
 _NO_LINKING_WORD: Final = r"(?<=[\w)])(?<!\bat)(?<!\bo[fn])(?<!\bthe)"
-# why(L-83): a day or a time, and not what follows it in the line: that may be an
-# instruction. Blanks are taken all at once (L-113): a million of them took minutes.
+# why(L-83): a day, a time or a lone number, and not what follows it in the line: that
+# may be an instruction. Blanks are taken all at once (L-113): a million took minutes.
 _CLOCK: Final = rf"""(?x:
     (?: [ ]\([^()\n]{{1,40}}\) )?  \**      # " (UTC)", and Markdown's "**"
     (?: [ ]is | : )  [ \t*]*+
@@ -3736,7 +3737,7 @@ class Rule(NamedTuple):
         value     what varies of the match; without this group the match is a block, of
                   which all varies
         context   text that stands before the field and belongs to no field
-        private   if it has matched, the value may not cross sessions
+        private   if it has matched, this value is private though crosses_sessions
     """
 
     name: RuleName
@@ -3974,7 +3975,7 @@ class CanonicalMessage:
     canonical: str  # the content as compared
     digest: bytes  # of that, and of what else must be the same
     thinking: str = ""  # of a reply, as far as the client sent it; not in the digest
-    command_starts: tuple[str, ...] = ()  # "cd a && ": neither are these
+    command_starts: tuple[str, ...] = ()  # of its calls: "cd a && "; not in it either
     # In the content of `original`, ascending: a block, then the values in it.
     pinned: tuple[PinnedValue, ...] = ()
     inline_notes: tuple[Note, ...] = ()  # in the content, ascending
@@ -4001,9 +4002,8 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
 def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     """The text without these fields, which _find_fields() has found.
 
-    A pinned value becomes a placeholder. A pinned block is left out, with the values
-    in it. A note is left out, with the line breaks around it, which come and go with
-    it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
+    A note goes with the line breaks around it, as they come and go with it:
+    "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
     """
     texts: list[str] = []  # up to each note
     pieces: list[str] = []  # of the text after the last note
@@ -4073,8 +4073,8 @@ def _canonical_float(digits: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-# A "cd" in front of a command, and blanks at the ends of lines, in any member: names of
-# members differ. The look at the character before finds each run of blanks only once.
+# A "cd" in front of a command, and blanks at the ends of lines, in any member that is
+# text: tools give it any name. The look back finds each run of blanks only once.
 _COMMAND_START: Final = r"(?:cd \S+ && )+"
 _CLAUDE_CODE_CUTS: Final = re.compile(rf"(?m)\A{_COMMAND_START}|(?<![ \t])[ \t]++$")
 _COMMAND_STARTS_IN_JSON: Final = re.compile(rf'(?<!\\)"({_COMMAND_START})')
@@ -4209,7 +4209,7 @@ class Canonicalizer:
         telemetry = [rule for rule in rules if rule.kind == "telemetry"]
         lasting = [rule for rule in rules if rule.kind != "telemetry"]
         dropped: list[str] = []
-        texts: list[str] = []  # of the parts, which are all that a rule sees at a time
+        texts: list[str] = []  # of the parts
         for sent_text in _text_parts(message["content"]):
             text = sent_text
             for rule in telemetry:
@@ -4313,7 +4313,7 @@ def _move_fields(fields: Iterable[VolatileField], distance: int) -> list[Volatil
     ]
 
 
-# A code fence. The group `unclosed` is "" where it never ends, and None where it does.
+# A code fence, also in a list. Where it never ends, `unclosed` is "", and else None.
 _FENCE: Final = re.compile(
     r"""(?xm)
     ^ [ \t]*+ (?: (?: [*+-] | \d{1,9}[.)] ) [ \t]++ )?       # "  ", "- ", "1. "
@@ -4329,8 +4329,9 @@ _FENCE: Final = re.compile(
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     """The volatile fields of a text, ascending; of two that overlap, the first one.
 
-    A pinned block is followed by the values in it. What begins in a code fence is data,
-    and what has an image in it must be seen (L-57): neither is a field.
+    A pinned block is followed by the values in it. What begins in a code fence is data
+    (but see Rule.is_fenced), and what has an image in it must be seen (L-57): neither
+    is a field.
     """
     if not rules:
         return []
@@ -4339,7 +4340,7 @@ def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     for rule in rules:
         for match in rule.pattern.finditer(text):
             # Where the match begins, its context included.
-            begins_in_fence = unfenced_text[match.start()] == "\0"
+            begins_in_fence = unfenced_text[match.start()] == "\0"  # of _blank_fence()
             is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
                 matches.append(_fields_of_match(rule, match, rules))
@@ -4402,8 +4403,9 @@ def canonicalize_messages(
 ) -> tuple[CanonicalMessage, ...]:
     """The canonical messages of a conversation. Raises what `check_client` raises.
 
-    A message of notes alone is no message here: templates refuse or misplace it. Its
-    notes belong to a neighbour.
+    After the first message that is no system message, a message of notes alone is no
+    message here: templates refuse or misplace it. Its notes go to a neighbour. After a
+    reply that no question or result follows, they make a user message of their own.
 
         sent                                 here
         user       list files                user        list files
@@ -4435,8 +4437,8 @@ class _NoteFolding:
         self._messages: list[CanonicalMessage] = []
         self.first: int | None = None  # index of the first that is no system message
         self._has_reply = False
-        # The notes of each message of notes after a reply, or after a late system
-        # message. They go into the question that follows (L-101).
+        # Notes after a reply, or after a late system message with an image: a tuple for
+        # each message of them. They go to the question or result that follows (L-101).
         self._waiting: list[tuple[Note, ...]] = []
         # By the index of their message, to which each is added in linear work (L-113).
         self._above: defaultdict[int, list[Note]] = defaultdict(list)
@@ -4494,7 +4496,8 @@ class _NoteFolding:
 def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
     """Whether the canonical texts are at least 90 % as long as the originals.
 
-    Less means that a rule finds too much. Notes count as text that is left out.
+    Less means that a rule finds too much. Notes count as text that is left out; of a
+    pinned value the placeholder counts, which may be the longer one.
     """
     n_original = 0
     n_canonical = 0
@@ -4540,7 +4543,7 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
 _LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
-# Of the table and the values. A file of another one is begun anew.
+# Of the table and the values. Whoever changes either adds 1: the file is begun anew.
 _RECORD_FORMAT: Final = 3
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
@@ -4592,11 +4595,11 @@ class RecordFile:
         self._changes: deque[_Change] = deque()  # not saved yet, in order
         self._change_lock = threading.Lock()  # _forget_all() takes another queue
         self._has_changes = threading.Event()
-        # Else SQLite would open or write a file that is being deleted.
+        # Held to open, write or delete the file, but not to read it.
         self._file_lock = threading.Lock()
         self._must_be_erased = False  # what is in the file is to be forgotten
         self.failure = ""  # why nothing is saved now
-        self.number = 0  # one more for each file that was begun; 0: there is none yet
+        self.number = 0  # grows with each file that is begun; 0: open() was not called
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
         """Read and write this file from now on; a file of no use now is tried again.
@@ -4612,8 +4615,8 @@ class RecordFile:
             except sqlite3.DatabaseError as fault:
                 if fault.sqlite_errorcode not in _DAMAGED:
                     raise
-                logger.warning("records: %s is begun anew: %s", path, fault)
                 _delete_database(path)
+                logger.warning("records: %s is begun anew: %s", path, fault)
                 self._prepare(path, ttl_seconds)
         except (sqlite3.Error, OSError) as fault:
             self._note_failure(path, fault)
@@ -4708,7 +4711,7 @@ class RecordFile:
         Raises sqlite3.Error, OSError.
         """
         with self._file_lock:
-            if not path.exists():  # the new one has nothing in it
+            if not path.exists():  # LEDGER sees the number, and puts again what it uses
                 self.number += 1
             connection = _connect(path)
         with closing(connection) as database:
@@ -4727,7 +4730,7 @@ class RecordFile:
 
     def _save_changes(self, database: sqlite3.Connection) -> None:
         """Save what waits, in one transaction. Raises sqlite3.Error."""
-        waiting = self._changes
+        waiting = self._changes  # even if _forget_all() makes another meanwhile
         changes = [*waiting]
         flushes: list[threading.Event] = []
         for change in changes:
@@ -4753,16 +4756,13 @@ class RecordFile:
                 is_saved.set()
 
     def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
-        """Say it once; begin anew if it is damaged, or if too much waits for it.
-
-        Then it is deleted: what should be forgotten would still be in it.
-        """
+        """Log it once; have the file deleted if it is damaged, or if too much waits."""
         reason = getattr(fault, "strerror", None) or str(fault)
         is_new = not self.failure
         self.failure = reason  # first: who saves again clears it
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
         if is_damaged or len(self._changes) > _MAX_WAITING_CHANGES:
-            logger.warning("records: %s is begun anew: %s", path, reason)
+            logger.warning("records: %s has to be begun anew: %s", path, reason)
             self._forget_all()
         elif is_new:
             logger.warning(
@@ -4775,9 +4775,9 @@ class RecordFile:
     # Any thread.
 
     def _forget_all(self) -> None:
-        """Let the file be deleted, and leave the queue with all that waits for it.
+        """Empty the queue, and have the thread "records" delete the file.
 
-        why(L-229): but whoever waits in flush() is told once the new file is there.
+        why(L-229): whoever waits in flush() is told once the new file is there.
         """
         with self._change_lock:
             waiting = [*self._changes]
@@ -4827,7 +4827,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 class TenantRecords:
-    """The records of one tenant in the file."""
+    """The records of one tenant in the file. No two tenants have the same id."""
 
     def __init__(self, file: RecordFile, tenant: str) -> None:
         self._file = file
@@ -4835,10 +4835,7 @@ class TenantRecords:
 
     @property
     def file_number(self) -> int:
-        """0 without a file. It changes where the file is begun anew.
-
-        Then nothing is in it of what was put before.
-        """
+        """0 without a file. It changes where the file is begun anew, and is empty."""
         return self._file.number
 
     def put(self, record: SavedRecord) -> None:
@@ -4895,12 +4892,12 @@ class TenantRecords:
 #     the client sends       user "sum of 2 and 2?", assistant "4", user "and 3?"
 #     the model is shown     the same, with the thinking "2 + 2" before "4"
 #
-# Thinking is found by its signature, if the client keeps that. Otherwise it is found by
-# the text and calls of the reply together with what the reply answered: "yes" alone
-# may follow from any thinking (L-76). Thinking that a client sends is never replaced.
+# LEDGER finds thinking by its signature, if the client keeps that. Else by the text and
+# calls of the reply together with what the reply answered: "yes" alone may follow from
+# any thinking (L-76). Thinking that a client sends is never replaced.
 #
-# What a reply answers is named by the digests of CanonicalMessages, and by those of
-# their pinned values that are private to a session.
+# What a reply answers is named by the digests of CanonicalMessages, and by the owner of
+# the private values in them: the session, if its client names one, else these values.
 #
 # Uses     API TYPES, CANONICALIZATION
 # Thread   any; pure
@@ -4915,11 +4912,10 @@ def is_same_session(first: str, second: str) -> bool:
 
 
 def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
-    """Whose private values a conversation has, once `message` is added to it.
+    """A digest of whose private values a conversation has, with `message` added to it.
 
-    `owner`: the same without `message`. It is b"" as long as there is no private value,
-    then the session. All clients that name none and send the same private values are
-    one owner. The thinking of one owner is found for no other (L-106).
+    `owner`: the same without `message`. It is b"" as long as there is no private value.
+    The thinking of one owner is found for no other (L-106).
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
@@ -4936,7 +4932,7 @@ def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> byt
 
 
 class ReplyContext(NamedTuple):
-    """What a reply answers, as two digests. Both cover _private_owner() (L-106)."""
+    """What a reply answers, as two keys, the first tried first; each with its owner."""
 
     # Without the contents of tool results: clients shorten them.
     all_messages: bytes
@@ -4948,14 +4944,14 @@ def reply_contexts(
     messages: Iterable[CanonicalMessage], session: str
 ) -> list[ReplyContext]:
     """What a reply would answer in the place of each message, and after the last."""
-    chain = b""
+    history = b""
     owner = b""
-    contexts = [ReplyContext(chain, b"")]
+    contexts = [ReplyContext(history, b"")]
     for message in messages:
         link = b"" if message.role == "tool" else message.digest
-        chain = sha256(chain + link).digest()
+        history = sha256(history + link).digest()
         owner = _private_owner(owner, message, session)
-        contexts.append(ReplyContext(chain + owner, message.digest + owner))
+        contexts.append(ReplyContext(history + owner, message.digest + owner))
     return contexts
 
 
@@ -4967,8 +4963,8 @@ def heal_messages(
 ) -> list[Message]:
     """The same messages; replies that were sent without their thinking have it again.
 
+    `messages`: as CanonicalMessage.original. `contexts`: one for each, in order.
     `find_thinking`: of a reply in a context; "" if it is not known.
-    `contexts`: one for each message, in order.
     """
     healed = []
     for message, context in zip(messages, contexts, strict=True):
