@@ -16250,7 +16250,8 @@ def affordable_tokens(
     """How many tokens a slice from `position` may have, by the memory of earlier ones.
 
     why(L-55): where attention scores are kept, a token costs bytes with its depth. A
-    straight line through what was measured predicts it. Infinite if nothing was.
+    straight line through what was measured predicts it, but never less than the least
+    that was measured. Infinite if nothing was.
     """
     if not costs:
         return math.inf
@@ -16258,7 +16259,8 @@ def affordable_tokens(
     per_token = np.array([cost.bytes_per_token for cost in costs])
 
     slope = np.polyfit(ends, per_token, 1)[0] if np.ptp(ends) else 0.0
-    predicted = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
+    on_line = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
+    predicted = max(on_line, per_token.min())
     # Twice the prediction has to fit: a slice may need more than the line says.
     return float(working_bytes / max(2 * predicted, 1.0))
 

@@ -342,6 +342,13 @@ def test_affordable_tokens_do_not_grow_with_depth():
     assert s.affordable_tokens(costs, 0, working_bytes=6000) == 1.0
 
 
+def test_affordable_tokens_of_a_shallow_prompt_are_bounded_after_deep_ones():
+    """A steep line is below 0 there: it once allowed as many tokens as bytes."""
+    costs = [s.SliceCost(10_000, 1e6), s.SliceCost(20_000, 5e6)]
+
+    assert s.affordable_tokens(costs, 0, working_bytes=4 * 10**9) == 2000.0
+
+
 # -- what a prompt would cost ----------------------------------------------------------
 
 
