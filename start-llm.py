@@ -17370,7 +17370,7 @@ class Scheduler:
             if end is None:
                 continue
             if running is not None:
-                self._finish(running, end)
+                self._finish(running, end, is_cut=reason is not None)
             else:
                 self.waiting.remove(handle)
                 handle.end(end)
@@ -17394,13 +17394,26 @@ class Scheduler:
                 return Overloaded(f"it waited for the model longer than {setting}")
         return None
 
-    def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
-        """End a request, unless a failure has; the cache has its KV before it is told."""
+    def _finish(
+        self,
+        running: RunningRequest,
+        end: EndReason | ServerError,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """End a request, unless a failure has; the cache has its KV before it is told.
+
+        `is_cut`: by its connection, whose client may have less than was computed.
+        """
         if running not in self.running:
             return
-        if end != "cancelled":
-            # Its client sends the whole reply back: no state inside it will be needed.
-            self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
+        # The spaced state is for a reply that comes back in part. A whole one does not,
+        # nor one that was cut after a call, at whose end a newer state is kept.
+        entry = running.entry
+        is_newest = running.reply_checkpoint == max(entry.checkpoints, default=0)
+        if end != "cancelled" and not (is_cut and is_newest):
+            # Before `_take_out`, which may keep another state at this position.
+            self.cache.drop_checkpoint(entry, running.reply_checkpoint)
         if self._take_out(running):
             self._leave(running)
             running.handle.end(end)

@@ -102,6 +102,26 @@ def test_a_state_is_kept_once_in_64_accepted_tokens(bench, several, monkeypatch)
     assert is_exact(b, "qwen3_5", again, more_ids)
 
 
+@pytest.mark.parametrize("reason", ["stop", at_night("repeated")])
+def test_a_reply_cut_by_its_connection_goes_on_from_a_state_inside_it(bench, reason):
+    """A stop string or a loop ends it: its client has the text before that."""
+    b = bench("qwen3_5")
+    rng = np.random.default_rng(7)
+    prompt = words(rng, 100)
+    ticket = b.submit(prompt, n=3000)
+    wait_until(lambda: ticket._events.qsize() > s.REPLY_CHECKPOINT_SPACING + 10)
+    ticket.stop_reason = reason
+    ids, _ = b.outcome(ticket)
+    wait_until_idle(b.engine)
+
+    n_kept = len(ids) - len(ids) % s.REPLY_CHECKPOINT_SPACING
+    part = prompt + ids[:n_kept]
+    more_ids, end, again = b.ask(part + words(rng, 10), n=3)
+
+    assert end.cached_tokens == len(part)
+    assert is_exact(b, "qwen3_5", again, more_ids)
+
+
 @pytest.mark.parametrize(
     "position", [104, 107, 108, *map(at_night, (105, 106, 109, 110, 111))]
 )

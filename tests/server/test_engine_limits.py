@@ -581,8 +581,8 @@ def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
         ended_rows.clear()
         step(scheduler)
 
-    def finish_and_note(scheduler, row, *args):
-        finish(scheduler, row, *args)
+    def finish_and_note(scheduler, row, *args, **fields):
+        finish(scheduler, row, *args, **fields)
         ended_rows.append(row.handle)
 
     def measure_and_prefill(scheduler, rows, **fields):
