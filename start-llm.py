@@ -16044,30 +16044,37 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock; who calls passes the time. Of a running request
-# it reads how long the prompt is, how much of it is left, and when it came.
+# it reads how long the prompt is, how much of it is left, in tokens and seconds, when it
+# came, and whether it is a background one.
 
-# How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
-SLICE_SECONDS: Final = 0.2  # if others wait or run
-LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
+# While the model reads, nobody decodes, and nothing is noticed. So there is a limit to
+#
+#     a slice of a prompt             SLICE_SECONDS; LONE_SLICE_SECONDS if nobody else
+#                                     is there; BACKGROUND_SLICE_SECONDS
+#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the next
+#     short ones between two steps    `pause_seconds`: 0.5 to 1.3, by the last step
+#     short ones, step after step     BURST_SECONDS; then 2 s of decoding for each
+#     a long one, step after step     a slice, then 2 s of decoding for each of it
+SLICE_SECONDS: Final = 0.2
+LONE_SLICE_SECONDS: Final = 0.4
+BACKGROUND_SLICE_SECONDS: Final = 0.1
+MAX_JOINT_SECONDS: Final = 3.0
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
+BURST_SECONDS: Final = 8.0
+DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
+MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
+MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+# Decoding bars the oldest, and it is its turn: others read for one turn more.
+MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
+BACKGROUND_SECONDS: Final = 10.0  # a background request waits for others so long
+
+# The same in tokens.
 MIN_SLICE_TOKENS: Final = 64
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
 MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
 SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
-MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
-
-# Who reads next, and whether that may be now.
-DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short, too
-BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
-MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside them
-MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if that is less
-MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
-# Decoding bars the oldest, and it is its turn: others read for one turn more.
-MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
-# A background request waits for others, and is read in shorter slices, for so long.
-BACKGROUND_SECONDS: Final = 10.0
-BACKGROUND_SLICE_SECONDS: Final = 0.1
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
 MIN_WAIT_GAIN_TOKENS: Final = 64
@@ -16084,6 +16091,14 @@ def without_background(
 ) -> list[RunningRequest]:
     """Those before which no other comes."""
     return [request for request in requests if not is_in_background(request, now)]
+
+
+class PrefillTurn(NamedTuple):
+    """Whose prompt is read now, and for how long."""
+
+    reader: RunningRequest
+    seconds: float  # of its slice
+    joint_seconds: float  # of a call that reads the prompts of others, too
 
 
 class SchedulingPolicy:
@@ -16113,6 +16128,40 @@ class SchedulingPolicy:
         self.oldest_credit = 0.0
         self.is_turn_of_oldest = False  # `next_prefill` has chosen it by its credit
         self.step_seconds = 0.0  # of the last decode step of all batches
+
+    def next_turn(
+        self,
+        candidates: Sequence[RunningRequest],
+        *,
+        is_decoding: bool,
+        is_background: bool,
+        is_alone: bool,
+        pause_left: float | None,
+    ) -> PrefillTurn | None:
+        """Who prefills now; None: others decode before that.
+
+        `is_decoding`: others decode, and have to pause. `is_background`: so are all
+        candidates. `is_alone`: nobody else waits or runs. `pause_left`: how much of
+        `pause_seconds` is left in this step; None: nobody was read in it.
+        """
+        reader = self.next_prefill(candidates, is_decoding=is_decoding)
+        if not self.may_prefill(
+            reader, is_decoding=is_decoding, is_background=is_background
+        ):
+            return None
+        # The first read of a step needs only leave; further ones must fit in the pause.
+        is_short = self.is_short(reader) and not is_background
+        if pause_left is None:
+            pause_left = self.pause_seconds
+        elif not is_short or reader.seconds_left > pause_left:
+            return None
+
+        if is_background:
+            return PrefillTurn(reader, BACKGROUND_SLICE_SECONDS, MAX_JOINT_SECONDS)
+        if is_short and is_decoding:
+            return PrefillTurn(reader, pause_left, pause_left)
+        seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
+        return PrefillTurn(reader, seconds, MAX_JOINT_SECONDS)
 
     def next_prefill(
         self, candidates: Sequence[RunningRequest], *, is_decoding: bool
@@ -16177,7 +16226,7 @@ class SchedulingPolicy:
     ) -> None:
         """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
 
-        If nobody decodes, the debt so far is void: whom it was owed to is gone. This
+        If nobody else decodes, the debt so far is void: whom it was owed to is gone. This
         slice counts all the same: the reader itself may decode from now on. A lone
         reader takes no time from other prompts, but it has had its turn: a shorter one
         that comes now is read before its next slice (L-71).
@@ -17659,42 +17708,34 @@ class Scheduler:
         slice is read, if decoding is owed nothing and no other prompt is there.
         """
         pause_ends = self._now() + self.policy.pause_seconds
-        has_company = len(self.running) + len(self.waiting) > 1
-        slice_seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-        has_read = False
+        pause_left: float | None = None
         while self.prefilling:
-            readers = without_background(self.prefilling, now)
-            is_background = not readers
-            readers = readers or self.prefilling
-            self.reader.estimate_speeds(readers)
+            in_front = without_background(self.prefilling, now)
+            candidates = in_front or self.prefilling
+            self.reader.estimate_speeds(candidates)
             is_decoding = bool(self._decoding_batches(now))
-            running = self.policy.next_prefill(readers, is_decoding=is_decoding)
-            may_read = self.policy.may_prefill(
-                running, is_decoding=is_decoding, is_background=is_background
+            turn = self.policy.next_turn(
+                candidates,
+                is_decoding=is_decoding,
+                is_background=not in_front,
+                is_alone=len(self.running) + len(self.waiting) == 1,
+                pause_left=pause_left,
             )
-            is_short = not is_background and self.policy.is_short(running)
-            pause_left = pause_ends - self._now()
-            fits_in_pause = is_short and running.seconds_left <= pause_left
-            if not may_read or (has_read and not fits_in_pause):
+            if turn is None:
                 return
 
-            seconds = slice_seconds
-            joint_seconds = MAX_JOINT_SECONDS
-            if is_background:
-                seconds = BACKGROUND_SLICE_SECONDS
-            elif is_short and is_decoding:
-                seconds = joint_seconds = pause_left
+            reader = turn.reader
             companions: list[RunningRequest] = []
             with self.guard():  # it changes no KV: if it fails, this one reads alone
                 companions = self._find_companions(
-                    running, now, max_seconds=joint_seconds
+                    reader, now, max_seconds=turn.joint_seconds
                 )
             self._prefill(
-                [running, *companions], seconds=seconds, is_decoding=is_decoding
+                [reader, *companions], seconds=turn.seconds, is_decoding=is_decoding
             )
-            if running.batch is None:
+            if reader.batch is None:  # its prompt has more to read, or it has failed
                 return
-            has_read = True
+            pause_left = pause_ends - self._now()
 
     def _prefill(
         self,
@@ -17706,7 +17747,7 @@ class Scheduler:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
         If that was the last slice they decode from now on, in the batch that suits them
-        best. `seconds`: of the slice. `is_decoding`: others decode, and pause for it.
+        best. `seconds`: of the slice.
         """
         chosen = requests[0]
         began = self._now()
