@@ -15841,7 +15841,7 @@ class ExactChecks:
 #
 # One step of the scheduler ends what is over, admits what fits, decodes one step in
 # each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
-# of short prompts as many as others may pause for, a second at most, so that those that
+# of short prompts as many as others may pause for, about a second, so that those that
 # come together decode together. Four times a second ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
@@ -15873,7 +15873,7 @@ class ExactChecks:
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS,
 #          EXACT CHECKS
-# Thread   model, mlx; RequestHandle: any
+# Thread   model, mlx; RequestHandle: any; PrefillTimes: others read it
 
 
 # -- 1 requests ------------------------------------------------------------------------
@@ -16024,6 +16024,7 @@ class RequestHandle:
         self.begin(None, now)
         self.hit_kind = "-"
         self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
+        self.saved_steps = 0
         self.put(SecondTryEvent())
 
     def end(self, end: EndReason | ServerError) -> None:
@@ -16351,7 +16352,10 @@ class RunningRequest:
         cache: PrefixCache,
         prefill_speed: float,
     ) -> None:
-        """Take over the KV that was matched. Raises what PrefixCache.start raises."""
+        """Take over the KV that was matched.
+
+        Raises what PrefixCache.start and `load_kv` raise.
+        """
         request = handle.request
         self.handle = handle
         self.request = request
@@ -16937,11 +16941,13 @@ class MemoryBudget:
 
 # -- 6 prefill -------------------------------------------------------------------------
 #
-# A prompt is read slice by slice, all but its last token. A slice ends where a
-# checkpoint is worth it, or where somebody waits for the prefix (`slice_ends`).
+# A prompt is read slice by slice, all but its last token. A slice ends after its
+# seconds, or PREFILL_STEP_SIZE; before that where `_find_slice_ends` says, or where
+# somebody waits for the prefix (both are in `slice_ends`).
 #
 #     prompt of 5,000     slice        slice        slice    p4999: first decode step
-#                     [0 .. 2048)  [.. 4096)    [.. 4999)
+#     if 2,048 are    [0 .. 2048)  [.. 4096)    [.. 4999)
+#     the most
 
 CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
 N_MEASURED_SLICES: Final = 32
@@ -17010,86 +17016,6 @@ def _reserve(running: RunningRequest) -> None:
     n_prompt = running.n_prompt
     capacity = _with_headroom(n_prompt)
     reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
-
-
-# What prompts cost is learned from their slices, for reports: the policy does not use it.
-
-SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
-
-
-class TimedSlice(NamedTuple):
-    """How long a prefill slice took."""
-
-    n_tokens: int
-    depth: float  # position of its middle
-    seconds: float
-
-
-# Seconds that each slice costs, each token, and each token times its depth. A tuple,
-# since other threads read it.
-type PrefillCosts = tuple[float, ...]
-
-
-class PrefillTimes:
-    """How long prompts take to read, by the slices that were timed.
-
-    In a warm session slices are short and deep, and a token of them costs up to ten
-    times what it costs in a cold prompt: so three costs are told apart. Kept is the
-    fastest slice of each size and depth, in powers of two: a slow one waited for
-    something else.
-    """
-
-    def __init__(self, slice_tokens: int) -> None:
-        self._slice_tokens = slice_tokens
-        self._fastest: dict[tuple[int, int], TimedSlice] = {}
-        # What explains all slices about equally well, the best first.
-        self._fits: tuple[PrefillCosts, ...] = ()
-
-    def add(self, timed: TimedSlice) -> None:
-        """Learn from a slice."""
-        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
-        fastest = self._fastest.get(kind, timed)
-        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
-            self._fastest[kind] = timed
-            self._fits = _fit_costs([*self._fastest.values()])
-
-    def expected_seconds(self, start: int, end: int) -> float | None:
-        """What reading from `start` to `end` takes; None: no slice was timed."""
-        return next(iter(self._expect(start, end)), None)
-
-    def cold_seconds(self, n_tokens: int) -> float | None:
-        """What reading a prompt takes of which nothing is cached, at the least.
-
-        Where few slices were timed, several costs explain them: the lowest counts.
-        """
-        return min(self._expect(0, n_tokens), default=None)
-
-    def _expect(self, start: int, end: int) -> list[float]:
-        n_slices = math.ceil((end - start) / self._slice_tokens)
-        amounts = (n_slices, end - start, (end**2 - start**2) / 2)  # the sum of depths
-        return [math.sumprod(amounts, costs) for costs in self._fits]
-
-
-def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
-    """What explains these slices: by least squares of the relative errors.
-
-    No cost is negative: so each choice of costs that are zero is tried.
-    """
-    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
-    table /= np.array([[s.seconds] for s in slices])
-    fits: list[tuple[float, PrefillCosts]] = []
-    for n_costs in range(1, min(len(slices), 3) + 1):
-        for used in combinations(range(3), n_costs):
-            scale = table[:, used].max(axis=0)
-            ones = np.ones(len(slices))
-            costs = np.zeros(3)
-            costs[[*used]] = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
-            if costs.min() >= 0:
-                error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
-                fits.append((error, tuple(costs.tolist())))
-    fits.sort(key=lambda fit: fit[0])
-    best_error, _ = fits[0]
-    return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
 
 
 class PromptReader:
@@ -17269,6 +17195,86 @@ class PromptReader:
         mx.clear_cache()
 
 
+# What prompts cost is learned from their slices, for reports: the policy does not use it.
+
+SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
+
+
+class TimedSlice(NamedTuple):
+    """How long a prefill slice took."""
+
+    n_tokens: int
+    depth: float  # position of its middle
+    seconds: float
+
+
+# Seconds that each slice costs, each token, and each token times its depth. A tuple,
+# since other threads read it.
+type PrefillCosts = tuple[float, ...]
+
+
+class PrefillTimes:
+    """How long prompts take to read, by the slices that were timed.
+
+    In a warm session slices are short and deep, and a token of them costs up to ten
+    times what it costs in a cold prompt: so three costs are told apart. Kept is the
+    fastest slice of each size and depth, in powers of two: a slow one waited for
+    something else.
+    """
+
+    def __init__(self, slice_tokens: int) -> None:
+        self._slice_tokens = slice_tokens
+        self._fastest: dict[tuple[int, int], TimedSlice] = {}
+        # What explains all slices about equally well, the best first.
+        self._fits: tuple[PrefillCosts, ...] = ()
+
+    def add(self, timed: TimedSlice) -> None:
+        """Learn from a slice."""
+        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
+        fastest = self._fastest.get(kind, timed)
+        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
+            self._fastest[kind] = timed
+            self._fits = _fit_costs([*self._fastest.values()])
+
+    def expected_seconds(self, start: int, end: int) -> float | None:
+        """What reading from `start` to `end` takes; None: no slice was timed."""
+        return next(iter(self._expect(start, end)), None)
+
+    def cold_seconds(self, n_tokens: int) -> float | None:
+        """What reading a prompt takes of which nothing is cached, at the least.
+
+        Where few slices were timed, several costs explain them: the lowest counts.
+        """
+        return min(self._expect(0, n_tokens), default=None)
+
+    def _expect(self, start: int, end: int) -> list[float]:
+        n_slices = math.ceil((end - start) / self._slice_tokens)
+        amounts = (n_slices, end - start, (end**2 - start**2) / 2)  # the sum of depths
+        return [math.sumprod(amounts, costs) for costs in self._fits]
+
+
+def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
+    """What explains these slices: by least squares of the relative errors.
+
+    No cost is negative: so each choice of costs that are zero is tried.
+    """
+    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
+    table /= np.array([[s.seconds] for s in slices])
+    fits: list[tuple[float, PrefillCosts]] = []
+    for n_costs in range(1, min(len(slices), 3) + 1):
+        for used in combinations(range(3), n_costs):
+            scale = table[:, used].max(axis=0)
+            ones = np.ones(len(slices))
+            costs = np.zeros(3)
+            costs[[*used]] = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if costs.min() >= 0:
+                error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+                fits.append((error, tuple(costs.tolist())))
+    fits.sort(key=lambda fit: fit[0])
+    best_error, _ = fits[0]
+    return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
+
+
 # -- 7 scheduler -----------------------------------------------------------------------
 
 _QUEUE: Final = WaitCause("queue")
@@ -17333,7 +17339,8 @@ class Scheduler:
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
         self.disk: DiskTier | None = None  # ENGINE opens it
         self.disk_fault = ""  # why a folder that cannot be used forgets nothing
-        self.waiting: list[RequestHandle] = []  # in the order they came
+        # In the order they came; first those that were put back, or are tried again.
+        self.waiting: list[RequestHandle] = []
         self.running: list[RunningRequest] = []  # in the order they started
 
     @property
@@ -17343,10 +17350,10 @@ class Scheduler:
 
     @property
     def idle_seconds(self) -> float:
-        """How long ENGINE sleeps before the next step: more than 0 if nobody runs.
+        """How long ENGINE sleeps before the next step.
 
-        Then background requests wait, for memory of what was used lately; or a second
-        try has yet to begin.
+        More than 0 if some wait and nobody runs: background requests, for memory of
+        what was used lately; or a second try that has yet to begin.
         """
         return 0.05 if self.waiting and not self.running else 0.0
 
@@ -17490,9 +17497,8 @@ class Scheduler:
         n_tokens = running.num_computed_tokens
         try:
             if n_tokens == 0 or running.has_failed:
-                # Nothing was read, or the KV is wrong. (A first token without numbers
-                # fails the request after the next step only; its client may leave
-                # before that.)
+                # A first token without numbers fails the request after the next step
+                # only (`_fail`); its client may leave before that.
                 self.cache.drop(entry)
             else:
                 state = copy_state(running.layer_caches)
@@ -17528,7 +17534,7 @@ class Scheduler:
     # -- admit -------------------------------------------------------------------------
 
     def _admit_waiting(self, now: float) -> None:
-        """Start waiting requests, the oldest first, as long as they fit.
+        """Start waiting requests in their order, as long as they fit.
 
         What each of the others waits for is noted in its handle.
         """
@@ -17839,7 +17845,7 @@ class Scheduler:
             if running not in self.running:  # a failure of its batch has ended it
                 continue
             end = self._find_reply_end(running, token_ids)
-            if running.has_failed:  # its KV is wrong; the others of its batch go on
+            if running.has_failed:  # the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
                 if self._take_out(running):
                     self._fail(running, error)
@@ -17920,8 +17926,9 @@ class Scheduler:
     def _end_or_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
         """End a request that failed without a token, or let it begin again (L-114).
 
-        It comes next then, without the cache. Not for memory, nor if its client has
-        left, nor a third time. Returns whether it is tried again.
+        It comes next then (in the background: of those there), without the cache. Not
+        for memory, nor if its client has left, nor a third time. Returns whether it is
+        tried again.
         """
         may_try = isinstance(error, GenerationFailed) and not handle.is_second_try
         if not may_try or self._lockstep.from_rank_0(
