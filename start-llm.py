@@ -16052,10 +16052,9 @@ class RequestHandle:
 #
 #     a slice of a prompt             SLICE_SECONDS; LONE_SLICE_SECONDS if nobody else
 #                                     is there; BACKGROUND_SLICE_SECONDS
-#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the next
-#     short ones between two steps    `pause_seconds`: 0.5 to 1.3, by the last step
-#     short ones, step after step     BURST_SECONDS; then 2 s of decoding for each
-#     a long one, step after step     a slice, then 2 s of decoding for each of it
+#     short prompts between steps     the pause: `pause_seconds`, by the last step
+#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the pause
+#     prompts, step after step        the accounts of SchedulingPolicy
 SLICE_SECONDS: Final = 0.2
 LONE_SLICE_SECONDS: Final = 0.4
 BACKGROUND_SLICE_SECONDS: Final = 0.1
@@ -16063,7 +16062,7 @@ MAX_JOINT_SECONDS: Final = 3.0
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
 MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
-BURST_SECONDS: Final = 8.0
+BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
 MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
 MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
@@ -16071,7 +16070,6 @@ MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the
 MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
 BACKGROUND_SECONDS: Final = 10.0  # a background request waits for others so long
 
-# The same in tokens.
 MIN_SLICE_TOKENS: Final = 64
 MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
 MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
@@ -16141,9 +16139,8 @@ class SchedulingPolicy:
     ) -> PrefillTurn | None:
         """Who prefills now; None: others decode before that.
 
-        `is_decoding`: others decode, and have to pause. `is_background`: so are all
-        candidates. `is_alone`: nobody else waits or runs. `pause_left`: how much of
-        `pause_seconds` is left in this step; None: nobody was read in it.
+        `is_background`: all candidates are. `is_alone`: nobody else waits or runs.
+        `pause_left`: of `pause_seconds`, in this step; None: nobody was read in it.
         """
         reader = self.next_prefill(candidates, is_decoding=is_decoding)
         if not self.may_prefill(
@@ -17709,9 +17706,7 @@ class Scheduler:
 
         For example A decodes, and may pause for 0.8 s. B and C take 0.3 s each: both
         are read now, in one call if that can be, and decode from the next step on. D,
-        which takes 0.4 s, is read after that step. E is long: its next slice is read
-        when decoding has had the 2 s that it is owed for them. In the background one
-        slice is read, if decoding is owed nothing and no other prompt is there.
+        which takes 0.4 s, is read after that step.
         """
         pause_ends = self._now() + self.policy.pause_seconds
         pause_left: float | None = None
