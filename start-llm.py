@@ -10557,6 +10557,7 @@ WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to wr
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
 _MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
+_FOLDER_NAME: Final = re.compile(r"[0-9a-f]{16}(-\d+)?")  # others are not ours
 _LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
 _DEFAULT_DISK_BYTES: Final = 32 << 30  # at most a tenth of the free disk
 _DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
@@ -10638,7 +10639,8 @@ def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
             if _crc32(description.encode()) != metadata["checksum"]:
                 raise DiskError("its header is damaged")
             segment = Segment.model_validate_json(description)
-            if set(file.keys()) != set(segment.checksums):
+            names = set(file.keys())
+            if "tokens" not in names or names != set(segment.checksums):
                 raise DiskError("its arrays have other names")
             for name in segment.checksums:
                 if name.startswith(prefixes):
@@ -10768,6 +10770,7 @@ class DiskCache:
         # By name, a parent before what continues it.
         self._files: dict[str, _DiskFile] = {}
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
+        self.n_lost = 0  # files that left the index so far, but not for room
         os.utime(folder / "lock")  # see _find_folders
         self._scan()
         self.image_secret = self._read_secret()
@@ -10790,6 +10793,7 @@ class DiskCache:
                 with suppress(OSError):
                     path.unlink()
         found: list[_DiskFile] = []
+        unread_names: set[str] = set()
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
                 segment, arrays = read_segment(path, ("tokens",))
@@ -10797,12 +10801,16 @@ class DiskCache:
             except DiskError as fault:
                 self._unlink(path, fault)
                 continue
-            except OSError:
-                continue  # it cannot be read now
+            except OSError:  # it cannot be read now (L-217)
+                unread_names.add(path.stem)
+                continue
             found.append(_DiskFile(segment, arrays["tokens"], used_at))
         # A parent begins before what continues it, so it is there first.
         for file in sorted(found, key=lambda file: file.segment.start):
-            self._add(file)
+            if file.segment.parent in unread_names:
+                self._files[file.segment.name] = file  # of use from the next start on
+            else:
+                self._add(file)
         self._make_room()
 
     def _read_secret(self) -> bytes:
@@ -10838,7 +10846,7 @@ class DiskCache:
         return not self.is_writing
 
     def collect(self) -> None:
-        """Take over the file that was written since the last call, and make room.
+        """Bring the index up to date: what was written, or lost; and make room.
 
         What could not be deleted before is tried again.
         """
@@ -10856,6 +10864,7 @@ class DiskCache:
                 self._written_bytes[self._today()] += segment.nbytes
                 self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
                 self._note_use(segment)
+        self._forget_lost()
         self._make_room()
         for path in list(self._undeleted):
             self._unlink(path)
@@ -10916,6 +10925,7 @@ class DiskCache:
                 self._unlink(path, "what comes before it is gone")
                 return
         self._undeleted.pop(path, None)  # it is another one by now
+        self._files.pop(segment.name, None)  # it stands after its parent
         self._files[segment.name] = file
 
     @property
@@ -10935,7 +10945,8 @@ class DiskCache:
         while self.nbytes > max_bytes:
             parents = {file.segment.parent for file in self._files.values()}
             leaves = [name for name in self._files if name not in parents]
-            self._remove([min(leaves, key=lambda name: self._files[name].used_at)])
+            oldest = min(leaves, key=lambda name: self._files[name].used_at)
+            self._unlink(self._path_of(self._files.pop(oldest).segment))
 
     def _remove(self, names: Iterable[str]) -> None:
         """Delete files, and those that continue them."""
@@ -10947,6 +10958,7 @@ class DiskCache:
         for name in reversed(list(self._files)):
             if name in gone:
                 self._unlink(self._path_of(self._files.pop(name).segment))
+                self.n_lost += 1
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -11151,7 +11163,7 @@ def _state_to_json(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
         return {"array": name}
     if isinstance(part, OpaqueState):
         return {"opaque": _state_to_json(part.fields, name, arrays)}
-    if isinstance(part, dict):
+    if type(part) is dict:
         return {"dict": _state_to_json(list(part.items()), name, arrays)}
     if type(part) in (list, tuple):
         parts = [
@@ -11159,7 +11171,9 @@ def _state_to_json(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
             for number, inner_part in enumerate(part)
         ]
         return {type(part).__name__: parts}
-    if type(part) in (int, float, str, bool, type(None)):
+    if type(part) in (int, str, bool, type(None)):
+        return part
+    if type(part) is float and math.isfinite(part):
         return part
     raise TypeError(f"a file cannot have it: {type(part)}")
 
@@ -11218,7 +11232,8 @@ def open_disk_cache(config: Config, identity: str) -> DiskCache:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         limit_bytes = config.cache_disk_max_bytes
         if not limit_bytes:  # files of the cache count as free
-            free_bytes = shutil.disk_usage(root).free + _file_bytes(root.rglob("*"))
+            free_bytes = shutil.disk_usage(root).free
+            free_bytes += sum(_file_bytes(f.rglob("*")) for f in _find_folders(root))
             limit_bytes = min(_DEFAULT_DISK_BYTES, free_bytes // 10)
         lock_file = _take_folder(root, identity, port=config.mlx_port)
         folder = Path(lock_file.name).parent
@@ -11316,6 +11331,8 @@ def _find_folders(root: Path) -> list[Path]:
     """The folders of all models, that which was used last first. Raises OSError."""
     used_at: dict[Path, float] = {}
     for folder in root.iterdir():
+        if not _FOLDER_NAME.fullmatch(folder.name):
+            continue
         with suppress(OSError):
             used_at[folder] = (folder / "lock").lstat().st_mtime
     return sorted(used_at, key=used_at.__getitem__, reverse=True)
@@ -11349,7 +11366,7 @@ def _delete_model_folder(folder: Path) -> str:
             shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
     except BlockingIOError:
         return ""
-    except (OSError, DiskError) as fault:
+    except OSError as fault:
         faults.append(fault)
     return _reason_of(faults[0]) if faults else ""
 
@@ -11411,7 +11428,7 @@ class DiskTier:
     `saved_end` of an entry is set where it changes what is due:
 
         EntryTree    it rests, or is the tail that was cut off    None: look it up
-        forget       files of a session are deleted               None
+        _find_job    files are lost, but not for want of room     None
         _find_saved  an entry may be due, or is begun             what files have
         _begin       given up: no room for its files              `end`: nothing is due
     """
@@ -11425,6 +11442,7 @@ class DiskTier:
         self._max_tokens = max(MIN_FILE_TOKENS, max_tokens)  # of a segment
         # While the disk was slow: what is deleted once it is there.
         self._forgotten: list[tuple[str, str | None]] = []
+        self._n_lost = 0  # of the files; what they had may have to be written again
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
@@ -11466,18 +11484,23 @@ class DiskTier:
         found = self.files.find(key)
         depth = retreat_from_image(key.tokens, min(found.depth, n_known))
         found = found._replace(depth=depth)
-        if self._spec.has_state:
-            positions = [
-                position
-                for segment, _, high in found.parts()
-                for position in segment.states
-                if position <= high
-            ]
-            found = found._replace(depth=max(positions, default=0))
+        found = found._replace(depth=self._usable_depth(found))
         if found.depth - match.depth < MIN_FILE_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
         return found._replace(start=match.cached_tokens) if is_branch else found
+
+    def _usable_depth(self, found: DiskMatch) -> int:
+        """From where a request can go on: with state, where the last one is."""
+        if not self._spec.has_state:
+            return found.depth
+        positions = [
+            position
+            for segment, _, high in found.parts()
+            for position in segment.states
+            if position <= high
+        ]
+        return max(positions, default=0)
 
     # -- writing -----------------------------------------------------------------------
 
@@ -11536,6 +11559,10 @@ class DiskTier:
         for tenant, session in self._forgotten:
             self.files.remove_session(tenant, session)
         self._forgotten.clear()
+        if self._n_lost != self.files.n_lost:
+            self._n_lost = self.files.n_lost
+            for entry in self._cache.entries:
+                entry.saved_end = None
         if not self.files.may_write(MIN_FILE_TOKENS * self._spec.token_bytes):
             return None
         # why(L-163): what runs takes the place of what rests, too.
@@ -11567,9 +11594,15 @@ class DiskTier:
         return entry.end - saved_end >= min_new
 
     def has_all(self, entry: CacheEntry) -> bool:
-        """Whether files have an entry, but for less than is worth one."""
-        n_saved = self._find_saved(entry).depth
-        return n_saved > 0 and entry.end - n_saved < MIN_SEGMENT_TOKENS
+        """Whether files have an entry, but for less than is worth one.
+
+        With state, they need one as late as the entry's last.
+        """
+        end = entry.end
+        if self._spec.has_state:
+            end = max(entry.checkpoints, default=end)
+        n_saved = self._usable_depth(self._find_saved(entry))
+        return n_saved > 0 and end - n_saved < MIN_SEGMENT_TOKENS
 
     def _find_saved(self, entry: CacheEntry) -> DiskMatch:
         """What files have of an entry, which is noted."""
@@ -11672,9 +11705,6 @@ class DiskTier:
             fault = "the disk does not answer"
         self.files.collect()
         n_files = self.files.remove_session(tenant, session)
-        # What continued it is gone, too, and is written again if memory has it.
-        for entry in self._cache.entries:
-            entry.saved_end = None
         return n_files, self.files.undeleted or fault
 
 

@@ -148,6 +148,32 @@ def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(
     assert error <= TOLERANCE.get("qwen3_5", 0.0)
 
 
+def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, tmp_path):
+    """Files have the tokens of a longer conversation, and the state at its end alone."""
+    rng = np.random.default_rng(48)
+    bench = restart(tiny_model("qwen3_5", tmp_path))
+    prompt = words(rng, 900)
+    bench.ask(prompt, n=1)
+    save(bench)
+    bench.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
+
+    def read_again(scheduler):
+        scheduler.disk, disk = None, scheduler.disk
+        return disk
+
+    disk = bench.engine.call(read_again)
+    bench.ask(prompt[:600], n=1)
+    bench.engine.call(lambda scheduler: setattr(scheduler, "disk", disk))
+    save(bench)
+
+    has_all = bench.engine.call(
+        lambda scheduler: [disk.has_all(entry) for entry in scheduler.cache.entries]
+    )
+
+    assert has_all == [False]
+    assert difference(bench, prompt[:600] + words(rng, 300), n=1)[0] >= 599
+
+
 def test_two_branches_share_their_prefix_on_the_disk(restart, tmp_path):
     rng = np.random.default_rng(7)
     path = tiny_model("qwen3", tmp_path)
@@ -327,6 +353,49 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
         save(bench)
 
     assert segments(bench) == [(0, 1001), (700, 1001)]
+
+
+@pytest.mark.parametrize("loss", ["remove_prompt", "by hand", "damaged", "idle"])
+def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
+    """Memory still had it, but took it for written: after a restart it was gone."""
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(45), 600), n=1)
+    save(bench)
+    (file,) = files_in(tmp_path / "kv")
+
+    def lose(scheduler):
+        files = scheduler.disk.files
+        key = scheduler.cache.entries[0].key
+        if loss == "remove_prompt":
+            files.remove_prompt(key)
+        elif loss == "idle":
+            files.remove_idle(-1.0)
+        elif loss == "damaged":
+            file.write_bytes(b"damaged")
+            assert files.read(files.find(key)) is None
+        else:
+            file.unlink()
+
+    bench.engine.call(lose)
+    save(bench)
+
+    assert segments(bench) == [(0, 601)]
+    assert files_in(tmp_path / "kv") == [file]
+
+
+def test_what_is_deleted_for_room_is_not_written_again(restart, tmp_path):
+    """Else the files of two conversations, with room for one, would push out each other."""
+    rng = np.random.default_rng(46)
+    bench = restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=400_000)
+    for _ in range(2):
+        bench.ask(words(rng, 700), n=1)
+        save(bench)
+    written = on_model_thread(bench, lambda disk: disk.files.report())
+    assert written["files"] == 1
+
+    save(bench)
+
+    assert on_model_thread(bench, lambda disk: disk.files.report()) == written
 
 
 def test_short_parent_of_what_is_written_is_written_once(restart, tmp_path):
@@ -816,6 +885,49 @@ def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
     assert error == 0.0
 
 
+def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
+    restart, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(47)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    prompt = words(rng, 600)
+    for session in ("a", "b", "c"):
+        ids, _, _ = bench.ask(prompt, n=1, owner=s.RequestOwner("", session))
+        save(bench)
+        prompt += ids + words(rng, 300)
+    bench.engine.stop()
+    files = files_in(tmp_path / "kv")
+    (parent,) = [file for file in files if b'\\"start\\":0,' in file.read_bytes()]
+    safe_open = s.safe_open
+
+    def refuse(path, *args, **kwargs):  # as it does where no more files can be open
+        if path == parent:
+            raise FileNotFoundError(f"No such file or directory: {path}")
+        return safe_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s, "safe_open", refuse)
+        bench = restart(path)
+        assert difference(bench, prompt, n=1)[:2] == (0, 0.0)
+        bench.engine.stop()
+
+    assert set(files) <= set(files_in(tmp_path / "kv"))
+    bench = restart(path)
+    assert len(segments(bench)) == 4  # with that of the prompt that was read again
+    assert difference(bench, prompt[:1100], n=1)[0] > 1000
+
+
+def test_well_formed_file_without_tokens_is_deleted_at_the_start(tmp_path):
+    segment = s.Segment(name="0" * 32, parent="1" * 32, start=0, end=300)
+    s.write_segment(tmp_path, segment, {"kv.0": np.zeros((1, 1, 300, 1), np.float32)})
+
+    key = s.TokenKey(b"r", np.zeros(400, np.int32), [])
+
+    assert read_arrays(tmp_path, key) is None
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_half_written_file_is_deleted_at_the_start(restart, tmp_path):
     path = tiny_model("qwen3", tmp_path)
     bench = restart(path)
@@ -1270,28 +1382,30 @@ def test_disk_cache_is_on_for_one_person_on_this_machine(settings, is_wanted):
 
 
 def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
-    for number, name in enumerate(["old", "new", "own"]):
+    old, new, own = (digit * 16 for digit in "abc")
+    for number, name in enumerate(["photos", old, new + "-2", own]):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "x.safetensors").write_bytes(bytes(1000))
         (folder / "lock").touch()
         os.utime(folder / "lock", (number, number))
-    (tmp_path / "new" / "deleted.safetensors").symlink_to("nowhere")  # meanwhile
+    (tmp_path / (new + "-2") / "deleted.safetensors").symlink_to("nowhere")  # meanwhile
 
-    (tmp_path / "loop").mkdir()
-    (tmp_path / "loop" / "lock").symlink_to("lock")
+    loop = "d" * 16
+    (tmp_path / loop).mkdir()
+    (tmp_path / loop / "lock").symlink_to("lock")
 
-    n_bytes = s._drop_other_folders(tmp_path / "own", 1500)
+    n_bytes = s._drop_other_folders(tmp_path / own, 1500)
 
     assert n_bytes == 1000
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["loop", "new", "own"]
+    assert names == [new + "-2", own, loop, "photos"], "photos are not ours"
 
 
 def test_all_models_together_keep_within_the_limit(restart, tmp_path):
     bench = restart(tiny_model("qwen3", tmp_path))
     bench.engine.stop()
-    other = tmp_path / "kv" / "other"
+    other = tmp_path / "kv" / ("a" * 16)
     other.mkdir()
     (other / "lock").touch()
     (other / "x.safetensors").write_bytes(bytes(400_000))
@@ -1429,12 +1543,13 @@ def test_files_that_somebody_has_deleted_are_said_in_one_line(
         bench.ask(first + words(rng, 600), n=1)
     save(bench)
     assert len(files_in(tmp_path / "kv")) == 3
-    key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
-    for file in files_in(tmp_path / "kv"):
-        file.unlink()
 
-    assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 0
-    assert segments(bench) == []
+    def delete_and_look(scheduler):  # at once: the engine looks, too, while it is idle
+        for file in files_in(tmp_path / "kv"):
+            file.unlink()
+        return scheduler.disk.files.find(scheduler.cache.entries[0].key)
+
+    assert bench.engine.call(delete_and_look).depth == 0
     assert caplog.text.count("somebody has deleted") == 1
 
 

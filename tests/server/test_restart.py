@@ -266,19 +266,21 @@ def test_folder_that_cannot_be_used_is_said_and_forgets_nothing(
 
 def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):
     root = tmp_path / "disk"
-    for name in ("other", "in use"):
+    other, in_use = "a" * 16, "b" * 16 + "-2"
+    for name in (other, in_use, "photos"):
         (root / name).mkdir(parents=True)
         (root / name / "lock").touch()
         (root / name / "records").write_bytes(b"what was said")
     server = start(DENSE)
 
-    with (root / "in use" / "lock").open() as lock:
+    with (root / in_use / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _ = delete_cache(server)
 
     assert code == 200
-    assert not (root / "other").exists()
-    assert (root / "in use" / "records").exists()
+    assert not (root / other).exists()
+    assert (root / in_use / "records").exists()
+    assert (root / "photos" / "records").exists(), "it is not ours"
 
 
 @pytest.mark.parametrize("kind", (at_night(DENSE_VISION), HYBRID_VISION))

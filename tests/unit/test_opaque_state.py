@@ -2,7 +2,8 @@
 
 import copy
 import gc
-from collections import deque
+import math
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -234,6 +235,12 @@ def test_a_state_with_objects_is_not_written(name):
     leaf = make()
     write(leaf, 9, 0)
     assert not s.can_write_state(list(s.copy_state([leaf]).leaves))
+
+
+@pytest.mark.parametrize("part", [math.inf, math.nan, OrderedDict(a=1)], ids=repr)
+def test_a_state_that_json_would_change_is_not_written(part):
+    """Of infinity it makes null, and a dict of each kind of dict."""
+    assert not s.can_write_state([part])
 
 
 def test_deepseek_v41_of_mlx_lm_goes_on_from_a_copy():
