@@ -9613,9 +9613,9 @@ HALF_CHANCE_SECONDS: Final = 300.0  # unused for so long: half as likely to be r
 RECENT_SECONDS: Final = 300.0  # unused for less: no background request evicts it
 BACKGROUND_CHANCE: Final = 0.001  # of the chance of reuse that others have
 
-# What is reused, in the API's words. "line": a whole entry, whose buffers are taken
-# over; "branch" or, for models with state, "checkpoint": the beginning of an entry;
-# "exact": every token of the prompt that can be cached.
+# What is reused, in the API's words; the first that holds: "miss"; "exact": every token
+# of the prompt that can be cached; "line": a whole entry at rest; else "branch", or for
+# models with state "checkpoint".
 HitKind = Literal["miss", "exact", "line", "branch", "checkpoint"]
 
 
@@ -9641,17 +9641,17 @@ NO_OWNER: Final = RequestOwner()
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
 
-    key: TokenKey  # the whole path from position 0, at least to `end`
+    key: TokenKey  # the whole path from position 0
     parent: CacheEntry | None = None
     start: int = 0
-    end: int = 0  # while it runs: how far the request has got
+    end: int = 0  # how much of the path has KV; never beyond `key`
     # One of these two is set: it says in which state the entry is.
     span: KVSpan | None = None  # at rest: KV of [start, end)
     read_span: Callable[[int], KVSpan] | None = None  # running: copies KV [0, n)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
-    is_background: bool = False  # only background requests have used it
+    is_background: bool = False  # no other request has continued it in place
     # How far files have it, or need not; None: look it up. See DiskTier.
     saved_end: int | None = None
     last_used: float = 0.0  # seconds, by the cache's clock
@@ -9796,9 +9796,6 @@ class EntryTree:
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
-
-        start    a request runs, and has the KV of the whole path
-        rest     it is over, and gives that back
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -9869,8 +9866,7 @@ class EntryTree:
         """Let an entry rest with `span`, KV of all tokens of `key`.
 
         A branch keeps a copy of what follows its parent's part; one that shares too
-        little becomes a root. Raises MemoryError or RuntimeError if there is no memory
-        for the copy: the entry is dropped then.
+        little becomes a root. Raises what take_kv raises; the entry is dropped then.
         """
         end = len(key.tokens)
         min_shared = max(MIN_PREFIX_TOKENS, end // MAX_BRANCH_RATIO)
@@ -9952,6 +9948,7 @@ class EntryTree:
                 branch.parent = tail
         self.insert(tail)
         entry.end = depth
+        # It keeps the whole buffers: take_kv, the only caller, moves them out next.
         entry.span = span._replace(length=n_kept)
         entry.checkpoints = entry.own_checkpoints(0, depth)
 
@@ -10059,7 +10056,7 @@ class SessionPauses:
 
 def _bytes_from(entry: CacheEntry, depth: int) -> int:
     """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
-    n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
+    n_own = max(entry.end - entry.start, 1)  # avoids 0 / 0
     return entry.nbytes * (entry.end - max(depth, entry.start)) // n_own
 
 
@@ -10112,7 +10109,7 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; running requests count their KV themselves."""
+        """Bytes of all entries in memory."""
         return sum(entry.nbytes for entry in self.entries)
 
     # -- lookup ------------------------------------------------------------------------
@@ -10126,8 +10123,8 @@ class PrefixCache:
         best = NO_MATCH
         most_matched = 0
         for entry in entries:
-            # One that may be deeper than `best`, or may match more than all others:
-            # that is reported, state or not.
+            # It is of use if it is deeper than `best`, or matches more than all before:
+            # with state the two differ, and matched_tokens is reported, too.
             depth = min(best.depth, most_matched)
             if not self._can_share(entry, key, depth, best=best):
                 continue
@@ -10210,8 +10207,8 @@ class PrefixCache:
         """Give a request an entry to extend, and the KV of its cached tokens, if any.
 
         From now on the entry runs: `read_span` returns a copy of KV [0, n) of the
-        request. Raises MemoryError or RuntimeError if there is no memory for a copy:
-        there is no entry then, and what was moved is dropped.
+        request. Raises what EntryTree.take_kv raises: there is no entry then, and what
+        was moved is dropped.
         """
         source = match.kv_owner
         entry, span = self._tree.start(
@@ -10223,6 +10220,7 @@ class PrefixCache:
         is_new = entry is not source
         entry.owner = owner
         entry.head_end = head_end
+        # What others have used stays theirs: a title that continues it changes nothing.
         entry.is_background = is_background and (entry.is_background or is_new)
         # A title, or a sub-agent beside others, is no return of its session (L-119).
         has_returned = not is_background and not any(
@@ -10244,6 +10242,7 @@ class PrefixCache:
 
     def advance(self, entry: CacheEntry, end: int) -> None:
         """Let lookups use KV [0, end) of the request that extends an entry."""
+        assert end <= len(entry.key.tokens)
         entry.end = end
 
     def add_checkpoint(
@@ -10539,9 +10538,11 @@ class PrefixCache:
 #
 # Uses     CONFIG, LOGGING, API TYPES, SAVED RECORDS, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE
-# Thread   model; mlx; write_segment: a thread of its own
+# Thread   model, mlx; write_segment: a thread of its own, without MLX
 
-MIN_FILE_TOKENS: Final = 256  # fewer are not loaded, nor written until they are lost
+# Fewer new ones are not loaded, nor written before they are about to be lost; a
+# conversation of fewer is never written.
+MIN_FILE_TOKENS: Final = 256
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
@@ -10932,7 +10933,7 @@ class DiskCache:
     def room_bytes(self) -> int:
         """Bytes that all files may take, beside the file of SAVED RECORDS.
 
-        Of that, half of the space at most counts.
+        Records count as half of max_bytes at most.
         """
         records_bytes = _file_bytes(
             self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
@@ -10963,8 +10964,8 @@ class DiskCache:
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
 
-        Where everything has to go, files that could not be read go, too. Returns how
-        many others that were.
+        Returns how many files of the index. Where everything has to go, files that
+        could not be read go, too; they are not counted.
         """
         n_before = len(self._files)
         self._remove(
@@ -11509,11 +11510,11 @@ class DiskTier:
     ) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS.
 
-        Returns False if nothing is due, and True if there is more to do, now or later:
-        a file is being written, or copying has had its share of the time for now.
+        Returns False if it found nothing due. True: call again, as there is more to do,
+        a file is being written, or, beside requests, it is not time to look yet.
 
         `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
-        hold. `is_closing`: there will be no later chance, so everything is written now.
+        hold. `is_closing`: the server ends.
         """
         began = self._clock()
         if is_busy and began < self._not_before:
@@ -11542,7 +11543,7 @@ class DiskTier:
         return True
 
     def save_all(self, seconds: float) -> None:
-        """Write everything that is not written yet, as far as the time is enough."""
+        """Write what is due before the server ends, as far as the time is enough."""
         deadline = self._clock() + seconds
         while self._clock() < deadline:
             if not self.save_some(is_busy=False, is_closing=True):
@@ -11553,7 +11554,7 @@ class DiskTier:
     ) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest.
 
-        Of the latter, what has rested for `rest_seconds`; 0.0: there is no later chance.
+        Of the latter, what has rested for `rest_seconds`.
         """
         self.files.collect()
         for tenant, session in self._forgotten:
@@ -11580,9 +11581,10 @@ class DiskTier:
         return None
 
     def _is_due(self, entry: CacheEntry, min_seconds: float) -> bool:
-        """Whether to write an entry: much is new, or it would be lost soon.
+        """Whether an entry has rested, and enough of it is new.
 
-        `min_seconds`: of rest; 0.0 if it would be lost soon.
+        `min_seconds`: of rest; 0.0: it may be lost soon (evicted, or the server closes),
+        so a few new tokens are enough.
         """
         is_fresh = self._clock() - entry.last_used < min_seconds
         if is_fresh or entry.end < MIN_FILE_TOKENS:
@@ -11694,7 +11696,7 @@ class DiskTier:
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete what is of a session, or of a tenant (None), also if it is on its way.
 
-        Returns the number of files, and which are not gone, and why; "" if all are.
+        Returns the number of files, and why some are not gone; "" if all are.
         """
         if self._job is not None:
             self._job.close()
