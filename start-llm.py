@@ -6769,10 +6769,11 @@ def block_hashes(
 #               are the same placeholder. Each prefix of it has a key: a hash chained
 #               over their digests, from a root for template, tools and switches.
 #  2 Restating  Pinned values (ids, dates) stay as first rendered; notes (reminders,
-#               late system messages) come and go. Where the replayed prompt is out of
-#               date, the newest message states what holds now.
-#  3 Records    Transcripts: the tokens of a conversation up to each reply. System
-#               messages and tools as they were first rendered. The thinking of replies.
+#               late system messages) come and go. The newest message states what the
+#               replayed prompt lacks of them.
+#  3 Records    Transcripts: the tokens of a conversation up to each reply. Starts:
+#               system messages (heads) and tools as they were first rendered. Thoughts:
+#               the thinking of replies.
 #  4 Whose      Which records may be used for whom, as people have the same keys.
 #  5 Store      Finds records by key, and drops those used least recently.
 #  6 Planner    Replay the longest transcript that fits and render the remaining
@@ -6897,30 +6898,31 @@ class Restated(NamedTuple):
 
 
 def restate_messages(
-    messages: Sequence[CanonicalMessage], start: int, stated: StatedValues
+    messages: Sequence[CanonicalMessage], n_past: int, stated: StatedValues
 ) -> Restated:
-    """Copy messages[start:], to be rendered after a prompt of messages[:start].
+    """Copy messages[n_past:], to be rendered after a prompt of messages[:n_past].
 
-    `stated` is what that prompt states. Whatever it lacks or has wrong, as the client
-    has changed messages[:start] since, the newest input states. A note that only moved
-    to a new message is left out there.
+    `stated` is what that prompt states. As the client may have changed its messages
+    since, the newest input states the notes that `stated` lacks, and the pinned values
+    that it lacks at their place. A note that is gone is not taken back, and one that
+    only moved to a new message is left out there.
     """
-    past_messages = messages[:start]
+    past_messages = messages[:n_past]
     newest_index = _newest_input(messages)
-    moved_notes = _find_moved_notes(messages, start, stated)
+    moved_notes = _find_moved_notes(messages, n_past, stated)
 
     # Notes that the client has put into past messages since. The newest input states
     # those that no new message up to it has, each once.
     added_notes = [
         text for text in _note_texts(past_messages) if text not in stated.notes
     ]
-    sent_again = set(_note_texts(messages[start : newest_index + 1]))
+    sent_again = set(_note_texts(messages[n_past : newest_index + 1]))
     missing_notes = [t for t in dict.fromkeys(added_notes) if t not in sent_again]
 
     copies: list[Message] = []
     new_notes: list[str] = []
-    for index, message in enumerate(messages[start:], start):
-        moved_here = moved_notes[index - start]
+    for index, message in enumerate(messages[n_past:], n_past):
+        moved_here = moved_notes[index - n_past]
         paragraphs = _paragraphs(message, moved_here)
         stated_here = [
             text for text in _note_texts([message]) if text not in moved_here
@@ -6966,9 +6968,9 @@ def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
 
 
 def _find_moved_notes(
-    messages: Sequence[CanonicalMessage], start: int, stated: StatedValues
+    messages: Sequence[CanonicalMessage], n_past: int, stated: StatedValues
 ) -> list[set[str]]:
-    """For each of messages[start:], its notes that have only moved there.
+    """For each of messages[n_past:], its notes that have only moved there.
 
     They are not stated again. A client that hangs a reminder on its newest message:
 
@@ -6987,7 +6989,7 @@ def _find_moved_notes(
                                             as only messages tell rules
     """
     rule_of = {note.text: note.rule for message in messages for note in message.notes}
-    past_notes = set(_note_texts(messages[:start]))
+    past_notes = set(_note_texts(messages[:n_past]))
     rules_that_stayed: set[str] = set()
     n_moved: Counter[str] = Counter()  # a note that was stated twice may move twice
     for text in reversed(stated.notes):
@@ -6999,7 +7001,7 @@ def _find_moved_notes(
             n_moved[text] += 1
 
     moved_notes = []
-    for message in messages[start:]:
+    for message in messages[n_past:]:
         moved_here = {text for text in _note_texts([message]) if n_moved[text] > 0}
         n_moved.subtract(moved_here)
         moved_notes.append(moved_here)
@@ -7050,7 +7052,7 @@ type _SavedIds = Annotated[
 
 @dataclass(eq=False, kw_only=True)
 class LedgerRecord:
-    """What the ledger has under a key. Its lock guards these fields, which change.
+    """What the ledger has under a key; the ledger's lock guards the fields that change.
 
     Its parent is the record that it continues, or stands for:
 
@@ -7062,16 +7064,18 @@ class LedgerRecord:
 
     It is held by its key, and by each record that is held and has it for a parent.
     Without a holder it goes: transcript 1 may lose its key, and stays with transcript 2.
+    What is forgotten, expires or is dropped loses its key.
     """
 
     parent: LedgerRecord | None = None
-    # Of a part that Transcript.cut_to() has made: the whole, which is the one recorded.
+    # Set in what cut_to() made, until its request is accepted: the recorded whole,
+    # which is used where that is.
     part_of: LedgerRecord | None = None
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
     id: bytes = field(default_factory=lambda: uuid.uuid4().bytes, init=False)
     key: bytes = field(default=b"", init=False)  # b"": it is not found, or no more
-    n_holders: int = field(default=0, init=False)
+    n_holders: int = field(default=0, init=False)  # at 0 the ledger does not have it
     saved_in: int = field(default=0, init=False)  # the number of that file; 0: nowhere
 
     @property
@@ -7184,7 +7188,8 @@ class Transcript(LedgerRecord):
         """The transcript up to where the client's copy of the reply ends.
 
         A client that leaves a reply may have some deltas less than were generated
-        (L-121). White space at the end does not count. None: no delta ended there.
+        (L-121). White space at the end does not count. None: no delta ended there, or
+        the copy is empty, begins otherwise or has calls.
 
             deltas shown          I have | looked. | It is | four
             tokens so far         2        4         6       7
@@ -7244,7 +7249,8 @@ class Thought(LedgerRecord):
 
 
 type _AnyRecord = Transcript | RenderedHead | RenderedTools | Thought | Alias
-# The value of a saved record: what its class adds to LedgerRecord.
+# The value of a saved record: what its class adds to LedgerRecord. Who changes that
+# changes _RECORD_FORMAT.
 _SAVED_VALUE: Final[TypeAdapter[Any]] = TypeAdapter(
     Annotated[_AnyRecord, Field(discriminator="kind")]
 )
@@ -7259,9 +7265,9 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 # Of other records the key says for whom they are:
 #
 #     heads       for all that send the same private values; a session with a name has
-#                 its first head again, whatever values it sends
-#     tools       of a conversation up to its first call: for who sends the same
-#                 private values
+#                 its first head again, whatever values it sends (L-106)
+#     tools       of a conversation up to its first call: for the session, if it has a
+#                 name; else for who sends the same private values
 #     thinking    the same: see THINKING RESTORE
 
 
@@ -7357,7 +7363,7 @@ def _find_last_call(
 class Mismatch(NamedTuple):
     """How badly a transcript fits a conversation that it may be replayed for.
 
-    Of several the smallest is replayed: what is compared first is named first.
+    The smallest is replayed; the first field counts most.
     """
 
     is_foreign: bool  # of another session, or of one that is not known
@@ -7367,7 +7373,7 @@ class Mismatch(NamedTuple):
 
 
 def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
-    """How badly this transcript fits."""
+    """Compare a transcript with the conversation."""
     stated = transcript.stated()
     n_unstated = 0
     for place, pinned in _pinned_fields(conversation.messages):
@@ -7402,7 +7408,7 @@ class Chosen[Value](NamedTuple):
     """What a prompt begins with, and what to remember if the request is accepted."""
 
     value: Value
-    starts: Mapping[bytes, LedgerRecord]  # by the keys to find it under
+    starts: Mapping[bytes, LedgerRecord]  # its start, by each key to find it under
 
 
 class Ledger:
@@ -7411,8 +7417,8 @@ class Ledger:
     For any thread, and for one model: no key names it.
 
     why(L-128): all of it is counted in bytes, each record as long as it is held (L-135).
-    Until a request is accepted, only its plan holds what it begins with. The ledger
-    finds it there (`_planned`), so that requests planned at the same time begin alike.
+    Until a request is accepted, only its plan has the starts that it made. The ledger
+    finds them there (`_planned`), so that requests planned at the same time begin alike.
     """
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
@@ -7421,11 +7427,12 @@ class Ledger:
         """What `saved` has from an earlier server is here after load()."""
         self._config = config
         self._saved = saved or RecordFile().of_tenant("")
-        # Guards the three below, and what changes in the records.
+        # Guards all below, and what changes in the records.
         self._ledger_lock = threading.Lock()
-        # By key; those used least recently first.
-        self._records: OrderedDict[bytes, Sequence[LedgerRecord]] = OrderedDict()
-        self._nbytes = 0
+        self._records: dict[bytes, list[LedgerRecord]] = {}  # by key
+        # The same; those used least recently first.
+        self._by_use: OrderedDict[LedgerRecord, None] = OrderedDict()
+        self._nbytes = 0  # of these, and of what they hold
         self._planned: WeakValueDictionary[bytes, LedgerRecord] = WeakValueDictionary()
 
     def load(self) -> None:
@@ -7449,8 +7456,7 @@ class Ledger:
         with self._ledger_lock:
             for record in sorted(records.values(), key=lambda r: r.last_used):
                 if record.key:
-                    others = self._records.get(record.key, ())
-                    self._put(record.key, [*others, record])
+                    self._add(record.key, record)
             for row in rows:
                 if row.id not in records or not records[row.id].n_holders:
                     self._saved.remove(row.id)
@@ -7466,22 +7472,21 @@ class Ledger:
         head_key = conversation.prefix_keys[conversation.n_system]
         # why(L-93): a head with other fields in other places is another head.
         key = _digest(head_key, tuple(head.stated.pinned))
-        # For all sessions: one with other private values is another head.
         start_key = _digest(key, sorted(head.stated.private))
-        # why(L-106): a session has its own head again, whatever values it sends now.
         session_key = b""
         if conversation.session:
             session_key = _digest(key, conversation.session)
 
         with self._ledger_lock:
+            start = self._find_start(start_key, RenderedHead)
             own_start = self._find_start(session_key, RenderedHead)
-            if own_start is not None:
-                start_key = own_start.key
-            start = own_start or self._find_start(start_key, RenderedHead)
+            if own_start is not None and own_start is not start:
+                start = own_start
+                start_key = own_start.key  # not the key of other private values
+            keys = [key for key in (start_key, session_key) if key]
             if start is None:
                 start = RenderedHead(restated=head)
-                self._planned[start_key] = start
-        keys = filter(None, (start_key, session_key))
+                self._planned.update(dict.fromkeys(keys, start))
         return Chosen(start.restated, dict.fromkeys(keys, start))
 
     def choose_tools(
@@ -7547,10 +7552,9 @@ class Ledger:
             self._expire(now)
 
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
-        """Keep what the prompt of an accepted request begins with.
+        """A request is accepted: keep its starts; these and its transcript are used now.
 
-        why(L-136): only this is a use, of that and of the transcript that it replays:
-        what is found for a request that is refused stays as old as it was.
+        why(L-136): choosing them for a plan was no use, as a request may be refused.
         """
         transcript = plan.transcript
         with self._ledger_lock:
@@ -7558,7 +7562,7 @@ class Ledger:
                 self._add_key(key, start, session_id=session_id, now=now)
             if transcript is not None:
                 self._mark_used(transcript.part_of or transcript, now)
-                transcript.part_of = None  # a part that is continued keeps no whole
+                transcript.part_of = None  # it may go, while the part is continued
             self._expire(now)
 
     def record(
@@ -7603,8 +7607,10 @@ class Ledger:
             if same:
                 self._mark_used(same[0], now)
             else:
+                self._add(key, new)
                 transcripts.sort(key=lambda transcript: transcript.last_used)
-                self._put(key, [*transcripts[1 - self.MAX_ALTERNATIVES :], new])
+                for transcript in transcripts[: 1 - self.MAX_ALTERNATIVES]:
+                    self._drop(transcript)
             self._expire(now)
 
     def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
@@ -7620,17 +7626,17 @@ class Ledger:
             if fitting:
                 yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
-    def find_withheld(self, conversation: Conversation, *, n_replayed: int) -> str:
+    def find_withheld(self, conversation: Conversation, *, n_past: int) -> str:
         """The rule of a private value that keeps a transcript from being replayed.
 
         why(L-106): without a session id it may be another person's, so it is only named.
-        "": none of more than `n_replayed` messages, or the session has a name.
+        "": none of more than `n_past` messages, or the session has a name.
         """
         if conversation.session:
             return ""
         messages = conversation.messages
         with self._ledger_lock:
-            for n in range(_newest_input(messages), n_replayed, -1):
+            for n in range(_newest_input(messages), n_past, -1):
                 for transcript in self._find_ending_at(conversation, n):
                     values = _foreign_values(transcript, conversation)
                     is_same = _has_same_replies(transcript, messages)
@@ -7641,13 +7647,13 @@ class Ledger:
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
-        What another session continues, or begins with, stays for it alone.
+        What other sessions continue or begin with is found by them alone.
         """
         with self._ledger_lock:
-            for key, records in list(self._records.items()):
-                left = [r for r in records if session_id not in (None, r.session_id)]
-                if len(left) < len(records):
-                    self._put(key, left)
+            self._planned.clear()  # finds a start as long as anybody has it
+            for record in [*self._by_use]:
+                if session_id in (None, record.session_id):
+                    self._drop(record)
 
     def expire(self, now: float) -> None:
         """Drop what was not used for LEDGER_TTL_SECONDS."""
@@ -7660,14 +7666,16 @@ class Ledger:
         return self._nbytes
 
     def oldest_use(self) -> float:
-        """When the record was used that drop_oldest() would drop."""
+        """When the record was used that drop_oldest() would drop; inf: there is none."""
         with self._ledger_lock:
             return self._oldest_use()
 
     def drop_oldest(self) -> None:
-        """Drop what was not used for longest."""
+        """Drop the record that was not used for longest."""
         with self._ledger_lock:
-            self._put(next(iter(self._records), b""), ())
+            oldest = next(iter(self._by_use), None)
+            if oldest is not None:
+                self._drop(oldest)
 
     def snapshot(self) -> dict[str, int]:
         """Counts for the status page."""
@@ -7715,9 +7723,9 @@ class Ledger:
     def _add_key(
         self, key: bytes, target: LedgerRecord, *, session_id: str, now: float
     ) -> None:
-        """Let a record be found under a key, by an alias if it has one; it is used now.
+        """Let only this record be found under a key, by an alias if it has a key; use it.
 
-        An alias is of the session that has used it last.
+        An alias is of the session that has used it last, a record of its first.
         """
         for record in self._records.get(key, ()):
             if record.target is target:
@@ -7725,47 +7733,45 @@ class Ledger:
                     record.session_id = session_id
                 self._mark_used(record, now)
                 return
-        record = Alias(parent=target) if target.key else target
-        record.session_id = session_id
-        record.last_used = now
-        self._put(key, [record])
+        new = Alias(parent=target) if target.key else target
+        new.session_id = session_id
+        new.last_used = now
+        for record in [*self._records.get(key, ())]:
+            self._drop(record)
+        self._add(key, new)
 
-    def _mark_used(self, record: LedgerRecord, now: float) -> None:
-        record.last_used = now
-        if record.key:
-            self._move_to_end(record)
-            self._save(record)
-
-    def _move_to_end(self, record: LedgerRecord) -> None:
-        """Let it be the last to be dropped, and after it what it continues."""
-        for each in [record] if isinstance(record, Alias) else record.lineage():
-            if each.key in self._records:
-                self._records.move_to_end(each.key)
-
-    def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
-        """Replace the records under a key, in the file, too; [] removes it.
+    def _add(self, key: bytes, record: LedgerRecord) -> None:
+        """Let a record be found under a key, besides others that are.
 
         why(L-136): all others would go for a record that alone is too large.
         """
-        max_bytes = self._config.ledger_max_bytes
-        replaced = self._records.pop(key, ())
-        kept = [
-            record
-            for record in records
-            if sum(each.nbytes for each in record.lineage()) <= max_bytes
-        ]
-        for record in kept:
-            if record not in replaced:
-                record.key = key
-                self._hold(record)
-                self._save(record)
-        for record in replaced:
-            if record not in kept:
-                record.key = b""
-                self._let_go(record)
-        if kept:
-            self._records[key] = kept
-            self._move_to_end(kept[-1])
+        nbytes = sum(each.nbytes for each in record.lineage())
+        if nbytes > self._config.ledger_max_bytes:
+            return
+        record.key = key
+        self._records.setdefault(key, []).append(record)
+        self._by_use[record] = None
+        self._hold(record)
+        self._mark_used(record, record.last_used)
+
+    def _drop(self, record: LedgerRecord) -> None:
+        """Let a record be found no more."""
+        self._records[record.key].remove(record)
+        if not self._records[record.key]:
+            del self._records[record.key]
+        del self._by_use[record]
+        record.key = b""
+        self._let_go(record)
+
+    def _mark_used(self, record: LedgerRecord, now: float) -> None:
+        """Let it be the last to be dropped, and after it what it continues."""
+        record.last_used = now
+        if not record.key:
+            return
+        for each in [record] if isinstance(record, Alias) else record.lineage():
+            if each in self._by_use:
+                self._by_use.move_to_end(each)
+        self._save(record)
 
     def _hold(self, record: LedgerRecord | None) -> None:
         """Count a record that gets a holder, and its parents, if it is the first."""
@@ -7822,11 +7828,10 @@ class Ledger:
             self._nbytes > self._config.ledger_max_bytes
             or now - self._oldest_use() > max_idle_seconds
         ):
-            self._put(next(iter(self._records)), ())
+            self._drop(next(iter(self._by_use)))
 
     def _oldest_use(self) -> float:
-        oldest = next(iter(self._records.values()), ())
-        return max((record.last_used for record in oldest), default=math.inf)
+        return next((record.last_used for record in self._by_use), math.inf)
 
 
 # -- 6 planner -------------------------------------------------------------------------
@@ -8008,9 +8013,9 @@ class PromptPlanner:
         *,
         drops_thinking: bool = False,
     ) -> PromptPlan:
-        """Render all messages as they were sent, but for the system's pinned values.
+        """Render all messages as they were sent, the system's as first rendered.
 
-        These stay as first rendered, where a newer message can restate them.
+        That is, where a newer message can restate their pinned values.
         `drops_thinking`: without the thinking that was sent from before the newest user
         message; none is put back, either.
         """
@@ -8051,7 +8056,6 @@ class PromptPlanner:
 
 
 def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
-    """The thinking of each message."""
     texts = [message.get("reasoning_content") or "" for message in messages]
     return tuple(text.strip() for text in texts)
 
@@ -23660,7 +23664,7 @@ def _explain_match(
     transcript = prepared.plan.transcript
     rule = state.stores.ledger.find_withheld(
         prepared.plan.conversation,
-        n_replayed=transcript.n_messages if transcript else 0,
+        n_past=transcript.n_messages if transcript else 0,
     )
     if reason is not None and rule:
         sentence = (

@@ -547,9 +547,8 @@ def transcripts(records: Iterable[Any]) -> list[start_llm.Transcript]:
 def forget_transcripts(server: Server) -> None:
     """Forget them alone: what else is remembered of replies is their thinking."""
     ledger = server.planner.ledger
-    for key, records in list(ledger._records.items()):
-        if transcripts(records):
-            ledger._put(key, [])
+    for record in transcripts(ledger._by_use):
+        ledger._drop(record)
 
 
 def starts_with(draft: start_llm.PromptPlan, past: Sequence[int]) -> bool:
@@ -1325,11 +1324,10 @@ def test_what_goes_on_from_a_left_reply_has_what_was_shown_of_it() -> None:
     assert past[: len(prompt_and_reply)] == prompt_and_reply
 
     ledger = server.planner.ledger
-    for key, records in list(ledger._records.items()):
-        if any(record.reply.shown_ends for record in transcripts(records)):
-            ledger._put(key, [])
-    found = chain.from_iterable(ledger._records.values())
-    held = chain.from_iterable(record.lineage() for record in found)
+    for record in transcripts(ledger._by_use):
+        if record.reply.shown_ends:
+            ledger._drop(record)
+    held = chain.from_iterable(record.lineage() for record in ledger._by_use)
     assert not any(record.part_of for record in held)
     assert not server.draft(messages).transcript
     assert starts_with(server.draft([*messages, FINE, NEXT]), past)
@@ -1352,7 +1350,7 @@ def test_a_private_value_is_named_only_where_it_alone_withholds_a_reply(
     draft = server.draft([*asked("ann", words), FINE, NEXT])
     assert draft.transcript is None
     ledger = server.planner.ledger
-    assert ledger.find_withheld(draft.conversation, n_replayed=0) == rule
+    assert ledger.find_withheld(draft.conversation, n_past=0) == rule
 
 
 def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
@@ -1527,7 +1525,7 @@ def test_a_transcript_that_may_not_be_shown_is_not_used() -> None:
     server.answer([SYSTEM, USER], THOUGHT)
     server.now = 90.0
     assert server.draft(SECOND_REQUEST).refusal == "thinking is not preserved"
-    records = chain.from_iterable(server.planner.ledger._records.values())
+    records = server.planner.ledger._by_use
     uses = [record.last_used for record in transcripts(records)]
     assert uses == [0.0]
 
@@ -2107,6 +2105,19 @@ def test_a_session_that_was_forgotten_renders_its_head_anew() -> None:
     assert "alice" not in text
 
 
+def test_a_head_of_a_forgotten_session_is_for_who_had_it_alone() -> None:
+    server = Server()
+    for name in "ab":
+        draft = server.draft([head_with(f"id-{name}"), USER], user=name)
+    del draft
+    server.planner.ledger.forget("a")
+
+    kept = server.draft([head_with("id-b"), USER], user="b")
+    assert restated(server.text(kept)) == ["id-b"]
+    new = server.draft([head_with("id-c"), USER], user="c")
+    assert restated(server.text(new)) == [] and "id-a" not in server.text(new)
+
+
 def test_heads_used_least_recently_are_forgotten() -> None:
     server = Server(ledger_max_bytes=5_000)  # each takes 2,054
 
@@ -2135,7 +2146,11 @@ def test_a_request_that_is_not_accepted_leaves_nothing() -> None:
     server = Server()
     ledger = server.planner.ledger
     plan = started(server, 1, user="group")
-    assert ledger.snapshot() == EMPTY and len(ledger._planned) == 2
+    assert ledger.snapshot() == EMPTY
+    assert {*map(type, ledger._planned.values())} == {
+        start_llm.RenderedHead,
+        start_llm.RenderedTools,
+    }
 
     del plan
     assert not ledger._planned
@@ -2151,7 +2166,7 @@ def test_what_prompts_begin_with_is_counted_and_bounded() -> None:
         assert ledger.nbytes == counted(ledger) <= 60_000
 
     shown = ledger.snapshot()
-    held = [record for records in ledger._records.values() for record in records]
+    held = [*ledger._by_use]
     assert start_llm.memory_bytes(*held) < 1.2 * shown["bytes"]
     assert 3 < shown["heads"] < 20 and 3 < shown["tools"] < 20
 
@@ -2376,7 +2391,7 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
 
 
 def counted(book: start_llm.Ledger) -> int:
-    found = chain.from_iterable(book._records.values())
+    found = book._by_use
     held = chain.from_iterable(record.lineage() for record in found)
     return sum(record.nbytes for record in {*held})
 
@@ -2420,7 +2435,7 @@ def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
         draft = server.draft([*base, FINE, said("user", f"go on {n}")])
         server.say(draft, said("assistant", f"done {n}"))
 
-    found = transcripts(chain.from_iterable(server.planner.ledger._records.values()))
+    found = transcripts(server.planner.ledger._by_use)
     held = {*chain.from_iterable(record.transcripts() for record in found)}
     assert len(held) > len(found) == 4 + 12
     assert sum(record.prompt_ids.nbytes for record in held) < server.n_bytes()
@@ -2462,7 +2477,7 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
-        found = {*chain.from_iterable(server.planner.ledger._records.values())}
+        found = {*server.planner.ledger._by_use}
         assert all(found.issuperset(record.lineage()) for record in found)
 
 
@@ -2476,8 +2491,8 @@ def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_i
     server.restart(tmp_path / "records")
     ledger = server.planner.ledger
     assert ledger.snapshot()["transcripts"] == 12
-    while ledger._records:
-        found = {*chain.from_iterable(ledger._records.values())}
+    while ledger._by_use:
+        found = {*ledger._by_use}
         assert all(found.issuperset(record.lineage()) for record in found)
         ledger.drop_oldest()
 
@@ -2526,18 +2541,49 @@ def test_a_past_does_not_expire_with_an_older_one_of_the_same_words() -> None:
     assert "for Bob" in server.text(draft)
 
 
+def test_each_transcript_under_a_key_expires_by_its_own_use() -> None:
+    server = Server(ledger_ttl_seconds=100.0)
+    for name in ("ann", "bob"):
+        server.answer([SYSTEM, USER], FINE, words=f"for {name}", user=name)
+        server.now += 90
+    server.planner.ledger.expire(150.0)
+    assert server.planner.ledger.snapshot()["transcripts"] == 1
+    draft = server.draft(SECOND_REQUEST, user="ann")
+    assert "for bob" in server.text(draft)
+
+
+def test_what_is_left_of_a_forgotten_session_is_as_old_as_it_was() -> None:
+    server = Server(ledger_ttl_seconds=100.0)
+    ledger = server.planner.ledger
+    other = [SYSTEM, said("user", "something else")]
+    for now, name, messages in (
+        (0.0, "ann", [SYSTEM, USER]),
+        (1.0, "bob", [SYSTEM, USER]),
+        (50.0, "carl", other),
+    ):
+        server.now = now
+        server.answer(messages, FINE, words=f"for {name}", user=name)
+
+    ledger.forget("ann")
+    assert ledger.oldest_use() == 1.0
+    ledger.expire(120.0)
+    assert ledger.oldest_use() == 50.0
+    ledger.drop_oldest()
+    assert ledger.snapshot()["transcripts"] == 0
+
+
 def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() -> None:
     server = Server(ledger_ttl_seconds=100.0)
     ledger = server.planner.ledger
     conversations = [fill(server, n) for n in range(2)]
     for n in range(2):
         ledger.remember(started(server, n), session_id="", now=server.now)
-    order = [*ledger._records]
+    order = [*ledger._by_use]
 
     started(server, 0)
     server.planner.plan(chat(conversations[0]), server.speaker.template, room=PLENTY)
 
-    assert [*ledger._records] == order
+    assert [*ledger._by_use] == order
     ledger.expire(server.now + 101)
     assert ledger.snapshot() == EMPTY
 
@@ -2849,7 +2895,7 @@ def test_a_conversation_of_any_length_is_let_go() -> None:
     record: Any = None
     for _ in range(50_000):
         record = start_llm.Alias(parent=record)
-    ledger._put(b"key", [record])
+    ledger._add(b"key", record)
     assert server.n_bytes() == counted(ledger) > 50_000
 
     ledger.forget(None)
@@ -2890,6 +2936,22 @@ def test_requests_that_are_planned_at_once_begin_alike() -> None:
     first, second = (plan.tools for plan in plans)
     assert first == second
     assert [restated(text) for text in texts] == [[], ["id-1"]]
+
+
+def test_requests_of_a_session_that_are_planned_at_once_have_one_head() -> None:
+    """Whatever private values they send."""
+    server = Server()
+    heads = [begun_by(name, "inbound context") for name in ("alice", "bob", "alice")]
+    plans = [
+        server.planner.plan(
+            chat(messages, user="group"), server.speaker.template, room=PLENTY
+        )
+        for messages in heads
+    ]
+    head_ids = [ids_of(plan)[: plan.rendered.positions.head_ends[0]] for plan in plans]
+    assert head_ids[0] == head_ids[1]
+    assert plans[0].starts == plans[2].starts
+    assert len(plans[0].starts) == 2 and len(plans[1].starts) == 1  # not under bob's
 
 
 def test_what_is_dropped_and_what_is_refused_is_counted(
