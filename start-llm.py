@@ -3990,7 +3990,10 @@ class CanonicalMessage:
 
 
 def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
-    """How many fields each rule has found in a conversation, by its name."""
+    """How many fields each rule has found in a conversation, by its name.
+
+    Those of notes that became a message of their own are not counted.
+    """
     found: Counter[str] = Counter()
     for message in messages:
         found.update(message.dropped)
@@ -4052,8 +4055,8 @@ def reply_digest(message: Message) -> bytes:
 def canonical_json(arguments: object) -> str:
     """The arguments of a tool call, without what clients change in them.
 
-    JavaScript writes 2.0 as 2 and reorders members. Nothing, in whatever form ("",
-    null, [], 0), is {}. Text that is no JSON stays.
+    JavaScript writes 2.0 as 2, rounds integers to doubles and reorders members. Nothing,
+    in whatever form ("", null, [], 0), is {}. Text that is no JSON stays.
     """
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -4228,7 +4231,7 @@ class Canonicalizer:
         return _make_input({**message, "content": content}, canonical, fields, dropped)
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
-        """A reply: its thinking under one name, wherever the client has put it."""
+        """A reply: its thinking under one name, of a field or tagged before its text."""
         content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
         start_tag, end_tag = self._thinking_tags
@@ -4319,7 +4322,7 @@ _FENCE: Final = re.compile(
     ^ [ \t]*+ (?: (?: [*+-] | \d{1,9}[.)] ) [ \t]++ )?       # "  ", "- ", "1. "
     (?P<ticks> ```+ | ~~~+ ) [^\n`~]* \n        # "```sh"; but not "```sh``` fails"
     [\s\S]*?
-    (?: ^ [ ]* (?P=ticks) [`~]*+ (?! \w )         # not by "```sh", which opens another
+    (?: ^ [ \t]*+ (?P=ticks) [`~]*+ (?! \w )     # not by "```sh", which opens another
       | (?P<unclosed> \Z )
     )
     """
@@ -4431,7 +4434,11 @@ def canonicalize_messages(
 
 
 class _NoteFolding:
-    """The messages of a conversation so far, and where the next notes go."""
+    """The messages of a conversation so far, and where the next notes go.
+
+    Before any reply: above the first message; after a question or result: below it;
+    else they wait for the next.
+    """
 
     def __init__(self) -> None:
         self._messages: list[CanonicalMessage] = []
@@ -4892,12 +4899,12 @@ class TenantRecords:
 #     the client sends       user "sum of 2 and 2?", assistant "4", user "and 3?"
 #     the model is shown     the same, with the thinking "2 + 2" before "4"
 #
-# LEDGER finds thinking by its signature, if the client keeps that. Else by the text and
-# calls of the reply together with what the reply answered: "yes" alone may follow from
-# any thinking (L-76). Thinking that a client sends is never replaced.
+# LEDGER (find_thinking) looks for it by its signature, if the client keeps that. Else by
+# the text and calls of the reply together with what it answered: "yes" alone may follow
+# from any thinking (L-76). Thinking that a client sends is never replaced.
 #
-# What a reply answers is named by the digests of CanonicalMessages, and by the owner of
-# the private values in them: the session, if its client names one, else these values.
+# What a reply answers is named by the digests of CanonicalMessages, and by whose private
+# values the conversation has (_private_owner).
 #
 # Uses     API TYPES, CANONICALIZATION
 # Thread   any; pure
@@ -4914,8 +4921,9 @@ def is_same_session(first: str, second: str) -> bool:
 def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """A digest of whose private values a conversation has, with `message` added to it.
 
-    `owner`: the same without `message`. It is b"" as long as there is no private value.
-    The thinking of one owner is found for no other (L-106).
+    `owner`: the same without `message`. It is b"" as long as there is no private value;
+    then the session, if its client names one, else all these values so far. Thinking of
+    one owner is found for no other (L-106): neither where the first value comes or goes.
     """
     private_values = [
         pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
@@ -4936,14 +4944,18 @@ class ReplyContext(NamedTuple):
 
     # Without the contents of tool results: clients shorten them.
     all_messages: bytes
-    # The one that it answers: finds thinking where a client has edited older messages.
+    # The one that it answers: finds thinking where a client has edited older messages
+    # that had no private values.
     last_message: bytes
 
 
 def reply_contexts(
     messages: Iterable[CanonicalMessage], session: str
 ) -> list[ReplyContext]:
-    """What a reply would answer in the place of each message, and after the last."""
+    """What a reply would answer in the place of each message, and after the last.
+
+    One more than there are messages.
+    """
     history = b""
     owner = b""
     contexts = [ReplyContext(history, b"")]

@@ -774,6 +774,7 @@ def test_what_is_no_fence_hides_nothing(opening: str) -> None:
         "- ```text\n{}\n  ```",
         "1. So:\n   - one\n     ~~~\n{}\n     ~~~",
         "12) ```text\n{}\n    ```",
+        "\t```\n{}\n\t```",
     ],
 )
 def test_a_fence_may_stand_in_a_list(fenced: str) -> None:
