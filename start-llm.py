@@ -6845,8 +6845,8 @@ def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
 
 # -- 2 restating -----------------------------------------------------------------------
 # Pure functions. A new class of volatile fields needs a place in StatedValues, to know
-# what the model has read of it, a step in restate_messages() that uses it, and one in
-# may_replay() and find_mismatch().
+# what the model has read of it (join_stated() and identity() read it, too), a step in
+# restate_messages() that uses it, and one in may_replay() and find_mismatch().
 
 
 class FieldPlace(NamedTuple):
@@ -6916,8 +6916,8 @@ def restate_messages(
 
     `stated` is what that prompt states. As the client may have changed its messages
     since, the newest input states the notes that `stated` lacks, and the pinned values
-    that it lacks at their place. A note that is gone is not taken back, and one that
-    only moved to a new message is left out there.
+    that it lacks at their place. Nothing says that a note is gone (`withdrawn`: it is
+    stated if it returns); one that only moved to a new message is left out there.
     """
     past_messages = messages[:n_past]
     newest_index = _newest_input(messages)
@@ -7081,7 +7081,7 @@ class LedgerRecord:
 
     parent: LedgerRecord | None = None
     # Set in what cut_to() made, until its request is accepted: the recorded whole,
-    # which is used where that is.
+    # which is marked as used then.
     part_of: LedgerRecord | None = None
     session_id: str = ""  # as people see it, see session_id_for(); for Ledger.forget()
     last_used: float = 0.0  # seconds
@@ -7618,15 +7618,14 @@ class Ledger:
             same = [t for t in transcripts if t.identity() == new.identity()]
             if same:
                 self._mark_used(same[0], now)
-            else:
-                self._add(key, new)
+            elif self._add(key, new):
                 transcripts.sort(key=lambda transcript: transcript.last_used)
                 for transcript in transcripts[: 1 - self.MAX_ALTERNATIVES]:
                     self._drop(transcript)
             self._expire(now)
 
     def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
-        """Transcripts to replay for this conversation, the longest first.
+        """The best-fitting transcript of each length, the longest first.
 
         Each ends before the newest input, in which changes are restated.
         """
@@ -7737,7 +7736,8 @@ class Ledger:
     ) -> None:
         """Let only this record be found under a key, by an alias if it has a key; use it.
 
-        An alias is of the session that has used it last, a record of its first.
+        An alias is of the session that has used it last, a record of the one that has
+        added it last.
         """
         for record in self._records.get(key, ()):
             if record.target is target:
@@ -7748,23 +7748,25 @@ class Ledger:
         new = Alias(parent=target) if target.key else target
         new.session_id = session_id
         new.last_used = now
-        for record in [*self._records.get(key, ())]:
-            self._drop(record)
-        self._add(key, new)
+        others = [*self._records.get(key, ())]
+        if self._add(key, new):
+            for record in others:
+                self._drop(record)
 
-    def _add(self, key: bytes, record: LedgerRecord) -> None:
-        """Let a record be found under a key, besides others that are.
+    def _add(self, key: bytes, record: LedgerRecord) -> bool:
+        """Let a record be found under a key, besides others that are; whether it is.
 
         why(L-136): all others would go for a record that alone is too large.
         """
         nbytes = sum(each.nbytes for each in record.lineage())
         if nbytes > self._config.ledger_max_bytes:
-            return
+            return False
         record.key = key
         self._records.setdefault(key, []).append(record)
         self._by_use[record] = None
         self._hold(record)
         self._mark_used(record, record.last_used)
+        return True
 
     def _drop(self, record: LedgerRecord) -> None:
         """Let a record be found no more."""

@@ -2455,6 +2455,23 @@ def test_a_record_that_is_too_large_leaves_the_others() -> None:
     assert server.n_bytes() == counted(server.planner.ledger) < 40_000
 
 
+def test_what_is_too_large_leaves_what_has_its_key() -> None:
+    server = Server(ledger_max_bytes=40_000)
+    ledger = server.planner.ledger
+    messages = [SYSTEM, said("user", "Hi")]
+    n_kept = ledger.MAX_ALTERNATIVES
+    for n in range(n_kept):
+        server.answer(messages, FINE, words=f"~{n}~")
+    server.answer(messages, FINE, words="~long~" * 10_000)
+    assert ledger.snapshot()["transcripts"] == n_kept
+
+    [context] = server.draft(messages).conversation.contexts[-1:]
+    for thinking in ("short", "long " * 10_000):
+        reply = {**FINE, "reasoning_content": thinking}
+        ledger.remember_thinking(reply, context, session_id="", now=server.now)
+    assert ledger.find_thinking(FINE, context) == "short"
+
+
 def test_a_conversation_that_is_too_large_leaves_the_others() -> None:
     """Each of its records is small, but is held with all that it continues."""
     question = said("user", "a long question " * 300)
