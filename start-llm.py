@@ -19897,8 +19897,8 @@ _QUOTE: Final = {
         "}": rf"""
             (?P<broken> [,;] \s*
                 (?: : | " \w{{1,99}} \s* : ) )  # "x", "n: 5   a quote is missing
-          | [,;] \s* [}}\],;]                  # "hello",}}
-          | [,;\s] \s* {_KEY} \s* [^\s),.]    # "hello", "n":   or without comma
+          | [,;] \s* (?: [}}\],;] | {_END_TAG} )  # "hello",}}    "hello", </tool_call>
+          | [,;\s] \s* {_KEY} \s* [^\s),.]        # "hello", "n":   or without comma
         """,
         "]": '[,;"]',  # "hello", 5
     }.items()

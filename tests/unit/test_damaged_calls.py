@@ -749,6 +749,14 @@ def test_a_string_in_json_that_was_never_closed_leaves_the_call_open() -> None:
     assert len(message["tool_calls"]) == 1
 
 
+def test_after_a_comma_the_end_of_a_call_ends_a_text() -> None:
+    text = HERMES + '{"path": "a.md", </tool_call>Done. All is well.'
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        [call] = message["tool_calls"]
+        assert call["function"]["arguments"] == '{"path": "a.md"'
+
+
 @pytest.mark.parametrize("prose", [", and done", "; ok", ", it's: ok", '\n"yes" it is'])
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_prose_behind_a_whole_call_is_content(prose: str, as_tokens: bool) -> None:
