@@ -19301,14 +19301,14 @@ def escape_json(text: str) -> str:
 #  3 Formats    which of them a chat template has told the model to write
 #
 # Real models write calls that are nearly right (L-82), and files that contain the tags
-# of calls. So a closing tag counts only where the syntax goes on after it. Any other tag
-# in a value is text where that is plain (TaggedValue); else the call is unreadable. Tags
-# left out, or written twice, cost nothing where it is certain what is meant.
+# of calls (TaggedValue: which of them are text). Tags left out, or written twice, cost
+# nothing where it is certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
-# and its tag to CALL_START. In CALL ARGUMENTS add an end tag after JSON to _END_TAG and
-# _CALL_END, tags around arguments to _LATE_TAG. To add a foreign format, add one to
-# FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
+# and its tag to CALL_START. MODEL LOADING or mlx-lm must set tool_call_start (not for
+# <tool_call>), and `prefix` must begin with it. In CALL ARGUMENTS add an end tag after
+# JSON to _END_TAG and _CALL_END, tags around arguments to _LATE_TAG. To add a foreign
+# format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
 # Uses     CALL TEXT
 # Thread   any; pure
@@ -19327,14 +19327,15 @@ class ArgumentTags:
         before_close, close       a.md\n</parameter>\n
         inner_end, outer_end      </function>\n</tool_call>  either may be left out
 
-    All are patterns but `key_spelling` and the tags `close`, `inner_end`, `outer_end`.
+    All are patterns, put into `(?x: )`: write a blank as `[ ]`. But `key_spelling` is
+    for str.format(), and `close`, `inner_end`, `outer_end` are plain tags.
     """
 
     # What opens a value.
     key: str  # with NAME in the place of the argument's name
     name: str = r"""[^<>\n"']{1,200}"""  # of an argument
     key_start: str  # how `key` begins: what may follow a closing tag
-    key_spelling: str  # as a forced call has it, for str.format()
+    key_spelling: str  # as a forced call has it
     gap: str = ""  # after `key`: what is no part of the value
 
     # What is in it.
@@ -19350,7 +19351,7 @@ class ArgumentTags:
     quoted_close: str = NO_PATTERN
     inner_end: str = NO_PATTERN  # of the two end tags of a call the first
     outer_end: str
-    next_call: str  # how another call begins; at most 20 letters
+    next_call: str  # how another call begins
 
 
 class CallSyntax(NamedTuple):
@@ -19379,8 +19380,9 @@ class ForeignFormat(NamedTuple):
     string_mark: str = ""  # before and after a string, as Gemma has it
     is_json: bool = False  # a list of calls, and no end tag
     is_python: bool = False  # a list of calls
-    # mlx-lm's parser reads all others, and overlooks what is damaged. So there must be
-    # no more of these tags than it has found, and none of its tags in what it has.
+    # mlx-lm's parser reads all others, and overlooks what is damaged. So count: no more
+    # `call_tag` or `argument_tag` than calls or arguments it found, no `any_tag` in its
+    # values.
     call_tag: str = NO_PATTERN
     argument_tag: str = NO_PATTERN
     any_tag: str = NO_PATTERN
@@ -19401,7 +19403,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<parameter(?:=|[ ]name=)["']?NAME["']?>""",
             key_start=r"<parameter[= ]",
             key_spelling="<parameter={key}>\n",
-            gap=r"(?:\n|(?=.))",
+            gap=r"(?:\n|(?=.))",  # waits for the next letter: a line break may come
             is_on_lines=True,
             element_names="function|parameter",
             before_close=r"\n?",
@@ -19513,7 +19515,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             stray_tag="</param>",
             before_close=r"\s*",
             close="</param>",
-            quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
+            quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param[ ]|</function>))",
             outer_end="</function>",
             next_call=r"<function[ ]",
         ),
@@ -19617,15 +19619,16 @@ class ValuePatterns(NamedTuple):
     #     no group  a.md</function></tool_call>    it was never closed: the call ends
     #               a.md<parameter=n>              or another value follows
     end: Any
-    # A tag of the syntax, or of XML that has such names:
+    # A tag in it, by its groups:
     #
-    #     text    a <function>f</function>  an element within a line
-    #     key     <parameter=n>             of a key of the tool; a stray_tag
-    #     slash   </function>               else: it ends what `name` began
-    #     quoted  `</function>              a quote is next to it
-    #     begins  \n  <function=f> b        a line; unless the value is on lines, also
-    #                                       after a tag
-    #     ends    a </function>\n           likewise, before <  [  {  / or a digit
+    #     text    <function>f</function>  a whole element within a line
+    #     key     <parameter=n>           the tag of a key of the tool, or a stray_tag
+    #     name    function                any other tag; `slash` if it is </function>
+    #     quoted  `</function>            a quote is next to it
+    #     begins  \n  <function=f> b      it begins a line
+    #     ends    a </function>\n         it ends a line
+    #
+    # Unless the value is on lines, one also begins after > and ends before < [ { / 0-9.
     inner_tag: Any
     # A closing tag at the start of a value, or an opening one at its end. At either of
     # them it may be the tag around a call.
@@ -19641,9 +19644,9 @@ def value_patterns(
     is_on_lines: bool,
     reads_end_token: bool,
 ) -> ValuePatterns:
-    """The patterns of a value in a call of a tool with these keys.
+    """The patterns of a value in a call of a tool with these keys, all verbose.
 
-    `is_quoted`: it has begun so (see ArgumentTags.gap). `is_on_lines`: on a line of its
+    `is_quoted`: its gap had the group `quoted`. `is_on_lines`: it began on a line of its
     own. `reads_end_token`: the call ends at \\0, and the letters of its end tag are text.
     """
     close, inner_end, outer_end = tags.close, tags.inner_end, tags.outer_end
@@ -19675,10 +19678,10 @@ def value_patterns(
       | \n? (?= {next_key} )                  # a.md<parameter name="n">5
     )"""
     if tags.is_on_lines:  # only a line that is a tag
-        before_key = rf"\n(?=\s*{next_key}[ \t]{{0,9}}\n)"
+        before_key = rf"(?x: \n (?= \s* {next_key} [ \t]{{0,9}} \n ) )"
     end = f"{closed}|{unclosed}|{before_key}"
     if is_quoted:
-        end = rf"(?P<closed>{tags.quoted_close})|(?=\0)"
+        end = rf"(?x: (?P<closed> {tags.quoted_close} ) | (?= \0 ) )"
 
     line_start, line_end = "(?:^|(?<=>))", r"(?:$|(?=[<\[{/\d]))"
     if is_on_lines:
@@ -19715,7 +19718,7 @@ class ToolCallFormat(NamedTuple):
     start: str
     end: str  # \0, which never comes, where only the end of the reply ends a call
     syntax: str  # a key of CALL_SYNTAXES, or FOREIGN_SYNTAX
-    gap: str = ""  # a line break, or [ARGS]: what the template has next to the name
+    gap: str = ""  # what the template has next to the name: \n, [CALL_ID] or [ARGS]
     parse: Any = None  # mlx-lm's: (text between start and end, tools) -> call or calls
 
     @property
@@ -19732,7 +19735,7 @@ class ToolCallFormat(NamedTuple):
     def detect(
         cls, template: str, family: str, *, tokenizer: Any
     ) -> ToolCallFormat | None:
-        """The format of a chat template; None if it has no tool calls.
+        """The format of a chat template; None if no tag of its calls is known.
 
         `tokenizer` is mlx-lm's, which knows the tags of some models, and a parser.
         """
@@ -19753,7 +19756,8 @@ class ToolCallFormat(NamedTuple):
     def untagged_pattern(self, tools: Sequence[Tool]) -> str | None:
         """What begins a call of one of `tools` if the model left out the tag (L-82).
 
-        None if models do not do that in this syntax.
+        Of harmony's, a call of any function. None if models do not do that in this
+        syntax.
         """
         names = "|".join(regex.escape(name) for name in parameters_by_name(tools))
         if not names:
@@ -19812,7 +19816,7 @@ def tool_call_prefixes(
 #     generated                          emitted
 #     {"name": "read", "arguments": {    {                          by ReplyReader
 #     "path": "a.md",,                   "path": "a.md"
-#     "n": 5 "all": True,                , "n": 5, "all": true
+#     "n": 5 "all": True,                ,\n"n": 5 ,"all": true
 #     }, "id": "1"}                      -
 #     \n</tool_call>Done.                }                          by ReplyReader
 #
@@ -19822,11 +19826,14 @@ def tool_call_prefixes(
 #     \n</function>\n</tool_call>        }                          by ReplyReader
 #
 # Two readers with one interface: `read` again and again, until `is_done`. Each reads on
-# to the end of the call, and withholds the last bracket as `closing`.
+# to the end of the call (JSON in place of tags does not), and withholds the last bracket
+# as `closing`.
 #
 #  1 JsonArguments     JSON, mended: models write a comma too many or too few, quotes and
 #                      line breaks in strings, Python's words, and forget the last
-#                      bracket
+#                      bracket. Broken are single quotes, .5, NaN, TRUE, a line break in
+#                      a key, a key of over 999 letters, an unknown member after the
+#                      arguments
 #  2 TaggedArguments   values between tags
 #
 # Where two readings are tried one after another, the first has no match at all: a match
@@ -19835,7 +19842,8 @@ def tool_call_prefixes(
 # The law: a call never runs with fewer arguments than were written, and no value has
 # more text than its own (L-133). Nothing is emitted twice or taken back, and clients
 # run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
-# arguments are `is_broken`: they stay open, and the reply ends there.
+# arguments are `is_broken`: they stay open, and the reply ends there. The exception:
+# "path": "a.md", "force", "n": 5 has a text with quotes, as f("a", "b") must have.
 #
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
@@ -19954,8 +19962,8 @@ class JsonArguments:
     def __init__(
         self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
     ) -> None:
-        """`place`: the call has them alone; or is an object of which they are a member;
-        or should have tags in their place: then the end of the call is not read.
+        """`place` of the arguments: the `call` is they alone; they are a `member` of
+        its object; or stand for its `tags`, and the end of the call is not read.
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
@@ -20132,7 +20140,7 @@ class TaggedArguments:
         if self._value is None or self._value.closes():
             return True
         self._reads_end_token = False
-        self._value.read_end_as_text()
+        self._value.find_patterns(reads_end_token=False)
         return False
 
     def read(self) -> str:
@@ -20172,7 +20180,7 @@ class TaggedArguments:
         if match is None and not self._has_tag and self._unread.match_next(_JSON_START):
             self._has_tag = True
             self._json = JsonArguments(self._unread, place="tags")
-        elif match is None:  # </parameter> Done.
+        elif match is None:  # </function>\nDone.    broken: {"path": "a"} Done.
             self.is_done = True
             self.is_broken = not self._has_end_tag
         elif match["end"] is not None:
@@ -20216,7 +20224,8 @@ class TaggedArguments:
 class TaggedValue:
     """Reads a value up to the tag that ends it. A string is emitted as it grows.
 
-    Tags of a call may be in it: in quotes, after a blank, or as elements of XML that
+    A closing tag ends it only where the syntax goes on after it. Tags of a call may be
+    in it: in quotes, after a blank, inside a line (_is_loose), or as elements of XML that
     are closed in it. Any other one makes it `is_broken`: perhaps the value ended there
     (L-133). So does any tag in a value that was never closed.
     """
@@ -20232,7 +20241,7 @@ class TaggedValue:
         is_on_lines: bool,
         reads_end_token: bool,
     ) -> None:
-        """`schema`: of the tool. What the flags mean: value_patterns."""
+        """`schema`: of the tool."""
         self.is_closed = False
         self.is_broken = False
         self._unread = unread
@@ -20246,9 +20255,10 @@ class TaggedValue:
         self._n_noted = 0  # parts whose tags were noted
         self._n_open: Counter[str] = Counter()  # elements of XML, by name
         self._has_loose_tag = False  # one that closes nothing
-        self._find_patterns(reads_end_token=reads_end_token)
+        self.find_patterns(reads_end_token=reads_end_token)
 
-    def _find_patterns(self, *, reads_end_token: bool) -> None:
+    def find_patterns(self, *, reads_end_token: bool) -> None:
+        """Find what ends it, and what tags are in it, from now on."""
         self._patterns = value_patterns(
             self._tags,
             self._keys,
@@ -20256,10 +20266,6 @@ class TaggedValue:
             is_on_lines=self._is_on_lines,
             reads_end_token=reads_end_token,
         )
-
-    def read_end_as_text(self) -> None:
-        """Read on where the letters of the end tag are an end, and its token is text."""
-        self._find_patterns(reads_end_token=False)
 
     def closes(self) -> bool:
         """Whether its closing tag has come, if the call ends now."""
@@ -20334,8 +20340,9 @@ class TaggedValue:
         on lines   of a key       at an edge of a line
         any        x <t>          never: it follows a blank
         other      of a key       always
-        any        any other      at an edge (see value_patterns); one that opens an
-                                  element only where that begins
+        any        </t>           at an edge of a line (see inner_tag)
+        any        a<t>           never: one that begins a line is no loose tag, but
+                                  opens an element
         """
         is_key = tag["key"] is not None
         ends = tag["ends"] is not None and (is_key or tag["slash"] is not None)
@@ -20349,7 +20356,7 @@ class TaggedValue:
         """Whether nobody can tell where the value ends that has just ended.
 
         closing tag   value         is unreadable (the first row that fits counts)
-        none          any           if it is blank, or has a tag
+        none          blank or tag  always; has a tag: has <, or ends with >
         twice         blank         always: a tag may be the value
         once          blank         never
         any           no string     if it has a tag or was never closed, and reads
