@@ -20545,6 +20545,8 @@ class _MarkedCalls:
         self._position = 0
         self._no_containers: set[int] = set()  # brackets that open none
         self._mark = regex.escape(mark)
+        half = len(mark) // 2
+        self._half_marks = mark[:half], mark[-half:]  # <| and |>
         self._offered = offered
         keys: set[str] = set()
         for parameters in offered.values():
@@ -20552,8 +20554,8 @@ class _MarkedCalls:
         names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
 
         # What makes of one text two, between which a mark was damaged:
-        half_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
-        self._tag_like = regex.compile(f"{half_marks}|{_TAG_LIKE}")  # a.md<|,n:5
+        damaged_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
+        self._tag_like = regex.compile(f"{damaged_marks}|{_TAG_LIKE}")  # a.md<|,n:5
         self._key = regex.compile(rf"[,;\s](?:{names}):")  # a.md,n:5
         self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")  # a.md,n;:5
 
@@ -20633,7 +20635,7 @@ class _MarkedCalls:
         mark = self._mark
         if match := self._take(rf"{mark}((?:(?!{mark})(?s:.))*+){mark}{_AFTER_VALUE}"):
             text = match[1]
-            has_half_mark = "<|" in text or "|>" in text
+            has_half_mark = any(half in text for half in self._half_marks)
             if has_half_mark and self._key.search(text):  # <|"|>a.md<|,text:<|"|>
                 raise ValueError(text)
             is_text = not types or "string" in types

@@ -541,6 +541,8 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("gemma", '<|tool_call>call:read{path:<|"|>x<|"|>,n:,3141text:y<|"|>}<tool_call|>'),
         ("function_gemma", "<start_function_call>call:read{path:<escape>x<escape,:3141,"
          "text:<escape>y<escape>}<end_function_call>"),
+        ("function_gemma", "<start_function_call>call:read{path:<escape>x<escap,text:<escape>}"
+         "<end_function_call>"),
         # A tag is there twice, or the value is one: it would lose that.
         ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
