@@ -20420,14 +20420,18 @@ _KNOWN_MEMBERS: Final = {
 }
 
 
-def _parse_json_call(call: Any) -> WholeCall:
+def _parse_json_call(call: Any, offered: Mapping[str, Schema]) -> WholeCall:
     """The call that a JSON value is; without arguments it has none: {"name": "ls"}.
 
-    Raises ValueError if it has no name, or a member that may be an argument.
+    Raises ValueError if it has no name, or a member that may be an argument; of
+    arguments in a string RecursionError and RepeatedKey, too.
     """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(call)
-    if not call.keys() <= _KNOWN_MEMBERS:  # an argument, perhaps
+    known = _KNOWN_MEMBERS
+    if "arguments" not in call:  # {"name": "get", "id": 7}
+        known = known.difference(SchemaPart.of_tool(offered.get(call["name"], {})).keys)
+    if not call.keys() <= known | {"name"}:  # an argument, perhaps
         raise ValueError(call)
     arguments = call.get("arguments")
     if isinstance(arguments, str):
@@ -20843,18 +20847,18 @@ def read_whole_calls(
     foreign = tool_format.foreign
     if not body:
         return []
+    offered = parameters_by_name(tools)
     try:
         if foreign.string_mark:
-            offered = parameters_by_name(tools)
             mark = foreign.string_mark
             return _MarkedCalls(body, mark=mark, offered=offered).read()
         if _OBJECT_OR_LIST.match(body):
             calls = as_list(load_value(body))
-            return [_parse_json_call(call) for call in calls]
+            return [_parse_json_call(call, offered) for call in calls]
         if foreign.is_python:
             return _parse_python_calls(body)
         parsed = as_list(tool_format.parse(body, list(tools)))
-        calls = [_parse_json_call(call) for call in parsed]
+        calls = [_parse_json_call(call, offered) for call in parsed]
         return calls if _has_all(calls, foreign, body) else []
     except Exception:  # noqa: BLE001 - they raise what they like on bad text
         return []

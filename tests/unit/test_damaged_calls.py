@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -309,17 +309,23 @@ def _damage(pieces: list[str], markup: list[str], rng: random.Random) -> None:
 # -- reading ---------------------------------------------------------------------------
 
 
-def read(form: Format, pieces: list[str], *, as_tokens: bool = False) -> Any:
+def read(
+    form: Format,
+    pieces: list[str],
+    *,
+    as_tokens: bool = False,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+) -> Any:
     """What a client has. `as_tokens`: a tag of the format is known as a token."""
     tool_format = form.tool_format
     tags = Tags(
         think_tag_pattern(form.think[0]),
         re.escape(tool_format.start),
-        tool_format.untagged_pattern(TOOLS),
+        tool_format.untagged_pattern(tools),
         think_tag_pattern(form.think[1]),
     )
     ids = map("call_{}".format, range(99))
-    reader = ReplyReader(tags, tool_format, in_reasoning=False, tools=TOOLS, ids=ids)
+    reader = ReplyReader(tags, tool_format, in_reasoning=False, tools=tools, ids=ids)
     for piece in pieces:
         is_tag = piece in {tool_format.start, tool_format.end}
         tag = piece if is_tag else ""
@@ -813,6 +819,29 @@ def test_members_of_a_call_may_follow_its_arguments_and_no_argument(
         message = read(FORMATS["hermes"], pieces)
         expected = [{"path": "a", "text": "b"}] if runs else []
         assert finished_calls(message) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('[{"name": "get", "id": 7}]', []),
+        ('{"name": "get", "id": 7}', []),
+        ('{"id": 7, "name": "get"}', []),
+        ('[{"name": "get", "type": "function"}]', [{}]),
+        ('[{"name": "get", "arguments": {"id": 7}, "id": "1"}]', [{"id": 7}]),
+        ('{"id": "1", "name": "get", "arguments": {}}', [{}]),
+    ],
+)
+def test_a_member_that_is_a_key_of_the_tools_may_be_an_argument(
+    call: str, arguments: list[Any]
+) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    properties = {"id": {"type": "integer"}, "name": {"type": "string"}}
+    function = {"name": "get", "parameters": {"properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces, tools=tools)
+        assert finished_calls(message) == arguments
 
 
 def test_a_call_whose_objects_have_a_key_of_the_tools_may_have_an_id() -> None:
