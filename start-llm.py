@@ -20384,13 +20384,14 @@ class TaggedValue:
 #     body, read_whole_calls()    ------------------------------
 #     rest                                                             -----
 #
-#  1 JSON       [{"name": "read", "arguments": {"path": "a.md"}}]
-#  2 Python     [read(path="a.md")]
-#  3 Gemma      call:read{path:<|"|>a.md<|"|>}
+#  1 JSON       a list of calls, or one
+#  2 Python     LFM2's list
+#  3 Gemma      and FunctionGemma
 #  4 Body       BodyReader finds where the body ends, read_whole_calls() reads it
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
-# with fewer arguments than were written.
+# with fewer arguments than were written. Nor has one that calls a tool nobody offered
+# (REPLY READER).
 #
 # Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
@@ -20449,11 +20450,12 @@ def _parse_json_call(call: Any, offered: Mapping[str, Schema]) -> WholeCall:
 
 
 def _parse_python_calls(text: str) -> list[WholeCall]:
-    """Calls that are a list in Python, as LFM2 writes them. Raises ValueError.
+    """Calls that are a list in Python, as LFM2 writes them.
 
         [read(path="a.md"), write(path="b.md", lines=[1, 2])]
 
-    An argument without a name is an error: nobody knows which one it is.
+    An argument without a name is an error: nobody knows which one it is. Raises
+    ValueError, RecursionError, RepeatedKey; TypeError of what JSON does not have: {1}.
     """
     text = PYTHON_STRING.sub(_without_line_breaks, text.strip())
     source = text if text.startswith("[") else f"[{text}]"
@@ -20540,8 +20542,7 @@ class _MarkedCalls:
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
         call:read{path:a.md,lines:[1,2]}}    a text without marks, a bracket too many
 
-    The tool's schema tells which text is a string. `text_end`, a pattern, is what ends
-    a text without marks.
+    The tool's schema tells which text is a string.
     """
 
     def __init__(self, text: str, *, mark: str, offered: Mapping[str, Schema]) -> None:
@@ -20634,6 +20635,7 @@ class _MarkedCalls:
         """Read a value; returns it as JSON. Raises ValueError if it may be two.
 
         Tried in turn: <|"|>a.md<|"|>  {a:1}  [1,2]  "a.md"  'a.md'  5  true  a.md
+        `text_end`, a pattern, is what ends the last of these: a text without marks.
         """
         types = schema.types
         mark = self._mark
@@ -20738,6 +20740,7 @@ def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
     else:
         marks = end_tag
         late_argument = foreign.argument_tag
+        # A partial match of [^<]{0,99}(?!) would hold text back.
         if late_argument != NO_PATTERN:
             late_argument = rf"[^<]{{0,99}}+{late_argument}"
     sources = (marks, f"(?:{end_tag})?", late_argument)
@@ -20747,8 +20750,9 @@ def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
 class BodyReader:
     """Finds where a body ends, in an unread text that grows; reads each letter once.
 
-    Calls in JSON end with their last bracket, others with the end tag. That tag is a
-    quotation in a string, if it is no token.
+    Calls in JSON end with their last bracket, others with the end tag. In a string of
+    JSON, and between Gemma's marks, an end tag that is no token is a quotation; in
+    Python and elsewhere the first one ends the body.
     """
 
     def __init__(
@@ -20756,7 +20760,8 @@ class BodyReader:
     ) -> None:
         """`unread` begins with the start tag, or a call without it.
 
-        `is_last`: the client is given no more calls, so nothing after one is waited for.
+        `is_last`: the client is given no more calls, so an argument after the end is not
+        looked for; the end tag still is.
         """
         self._format = tool_format
         self._unread = unread
@@ -20774,7 +20779,7 @@ class BodyReader:
     def take_end_token(self) -> bool:
         """The end tag comes as a token. The first one ends the body.
 
-        False: the tag is to be added to the unread text as it is.
+        Always False: the caller adds the tag to the unread text; take() cuts it off.
         """
         if self._end is None:
             self._end = len(self._unread.text)
@@ -20860,7 +20865,8 @@ def read_whole_calls(
         parsed = as_list(tool_format.parse(body, list(tools)))
         calls = [_parse_json_call(call, offered) for call in parsed]
         return calls if _has_all(calls, foreign, body) else []
-    except Exception:  # noqa: BLE001 - they raise what they like on bad text
+    # Ours raise ValueError, TypeError, RecursionError, RepeatedKey; mlx-lm's anything.
+    except Exception:  # noqa: BLE001
         return []
 
 
@@ -20917,7 +20923,8 @@ def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
 # {"path": "x"}}</tool_call>, "n": 5
 #
 # Where tokens are known, the end tag as a token ends its call, whatever stands open,
-# but for a string or value in which it may be a quotation.
+# but for a string or value in which it may be a quotation. A whole call's body ends
+# there in any case.
 #
 # Uses     API TYPES, CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS, WHOLE CALLS
 # Thread   any; pure
@@ -21016,9 +21023,8 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
             groups.append(f"(?P<{name}>{lead}(?:{tag}))")
     any_tag = "|".join(groups) or NO_PATTERN
 
-    # Literal text has no tag of a call, but perhaps the ``` line before one. That line
-    # is held back until the tag comes: its pattern goes on with a \0, which never comes
-    # here, so that a match of it is always partial.
+    # A ``` line before a call is held back by a pattern that cannot complete (\0 never
+    # comes), so it matches only partially.
     untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
     if tags.tool_start:
         untagged += rf"|{FENCE_START}\0"
@@ -21137,7 +21143,6 @@ class _TextReader:
     """Parts the text around calls by its tags, and emits it."""
 
     def __init__(self, tags: Tags, reply: ReplyDeltas, *, in_reasoning: bool) -> None:
-        """`in_reasoning`: the prompt ends inside thinking, as after its tag."""
         self._reply = reply
         self._has_channels = tags.think_end == _HARMONY_THINK_END  # gpt-oss
         self._patterns = _compile_patterns(tags)
@@ -21146,7 +21151,7 @@ class _TextReader:
 
         # Of all that was emitted:
         self._emitted_kinds: set[TextKind] = set()
-        self._dropped: dict[TextKind, str] = {}  # before a tag: the "\n" of "One.\n"
+        self._dropped: dict[TextKind, str] = {}  # before a tag
         self._has_quoted_think = False  # content has spoken of <think>
         self._fence = _CodeFence()  # in the content
 
@@ -21208,7 +21213,10 @@ class _TextReader:
             self.begin("reasoning" if role == "think_start" else "content")
 
     def begin(self, kind: TextKind) -> None:
-        """A tag has come: drop the white space before it, go on in `kind`."""
+        """A tag has come: go on in `kind`.
+
+        Keep the white space before it for a later text of its kind.
+        """
         if self.kind in self._emitted_kinds and self.held:
             self._dropped[self.kind] = self.held
         self.kind = kind
@@ -21400,7 +21408,7 @@ class ReplyReader:
 
     @property
     def is_after_call(self) -> bool:
-        """Whether a call has ended, and what follows is waited for to close it."""
+        """Whether a call's end was read, and only what follows is waited for."""
         return self._call.is_offered and self._state is ReplyState.ENDED
 
     @property
@@ -21436,8 +21444,9 @@ class ReplyReader:
     def finish(self, *, closes: bool = True) -> list[JsonObject]:
         """What was held back, when no more text will come.
 
-        If `closes`, the arguments of a call that is still open are closed. If not, they
-        stay cut: why(L-86), Claude Code runs whatever is valid, half a file, too.
+        If `closes`, the arguments of a call that is still open are closed. If not, one
+        that lacks its end tag stays cut, even if its brackets are closed: why(L-86),
+        Claude Code runs whatever is valid, half a file, too.
         """
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
@@ -21522,10 +21531,11 @@ class ReplyReader:
         return rest
 
     def _take_end_token(self) -> bool:
-        """Tell the open call that its end tag comes as a token; False: it is text.
+        """Tell the open call that its end tag comes as a token.
 
-        In a string of JSON, or a value that has no closing tag, it may be a quotation:
-        some models write it in no other way. A BodyReader notes its place, and reads on.
+        False: the caller adds its letters: as text, or for a BodyReader, which has noted
+        its place. In a string of JSON, or a value that has no closing tag, it may be a
+        quotation: some models write it in no other way.
         """
         if self._state is ReplyState.ENDED:
             return False
