@@ -155,7 +155,7 @@ import warnings
 import zlib
 from bisect import bisect_left
 from calendar import day_abbr, day_name, month_abbr, month_name
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import (
     Callable,
     Container,
@@ -18879,11 +18879,11 @@ def _can_write_states(model: Any) -> bool:
 
 
 # region CALL TEXT =============================================================
-# What the readers of calls share: text that is read while it is generated, the schemas
-# of tools, and values as JSON.
+# What the readers of calls share.
 #
-#  1 Text       A reader takes from the front of the UnreadText what is certain. It asks
-#               for a pattern, such as "a comma, or the bracket that closes an array":
+#  1 Text       While it is generated, a reader takes from the front of the UnreadText
+#               what is certain. It asks for a pattern, such as "a comma, or the bracket
+#               that closes an array":
 #
 #                   unread text    match_next(pattern)
 #                   , "b"]         the match: the comma is taken
@@ -18891,13 +18891,14 @@ def _can_write_states(model: Any) -> bool:
 #                   x              None: neither is there
 #
 #               The regex library tells a partial match: the text ends where a pattern
-#               could go on. A pattern that must end with \0 has no other until the end.
+#               could go on.
 #  2 Schemas    What types an argument may have, by the schema of its tool.
 #  3 Values     Between tags a value is bare text; its types say what it means.
 #
 # \0 stands for the end: ReplyReader puts it after a text when the reply is over, or the
 # token has come that ends the call. Models do not write that character. So in a pattern
-# "</tool_call> \s* \0" is an end tag with which the reply ends.
+# "</tool_call> \s* \0" is an end tag with which the reply ends: until then each match of
+# it is partial, and after it no match is.
 #
 # Uses     -
 # Thread   any; pure
@@ -18917,13 +18918,14 @@ FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
 def compile_pattern(source: str) -> Any:
     """Compiled by the regex library, whose matches may be partial.
 
-    \\s* in it means at most 400 blanks: a model may write them for ever.
+    \\s* in it means at most 400 of space, tab, CR and LF: a model may write them for
+    ever. \\s+ and \\s{} are as usual.
     """
     return regex.compile(source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
 class UnreadText:
-    """The text of a call that was generated and not read. It is read from the front."""
+    """The text of a call that was generated and not read."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -18935,10 +18937,9 @@ class UnreadText:
         return self.text.endswith("\0")
 
     def match_next(self, pattern: Any) -> Any:
-        """Take a match from the front and return it; None if nothing fits there.
+        """Take a regex.Match from the front and return it; None if nothing fits there.
 
-        A match that is `partial` depends on text that is still to come: nothing is
-        taken. A complete text ends with \\0, and no match of it is partial.
+        A match whose `partial` is true depends on text to come: nothing is taken.
         """
         match = pattern.match(self.text, partial=not self.is_complete)
         if match is not None and not match.partial:
@@ -18993,7 +18994,7 @@ _JSON_TYPES: Final = {
     type(None): "null",
 }
 _ALL_TYPES: Final = set(_JSON_TYPES.values())
-_MAX_REFERENCES: Final = 10  # one after another
+_MAX_REFERENCES: Final = 10  # one after another: so many are taken for a circle
 _MAX_UNIONS: Final = 20  # one in another
 
 
@@ -19023,7 +19024,10 @@ class SchemaPart(NamedTuple):
 
     @property
     def types(self) -> set[str]:
-        """The JSON types that it allows; empty if any, or if it is no schema."""
+        """The JSON types that it allows; empty if any, or if it is no schema.
+
+        What stands beside a $ref is not read.
+        """
         types = self._find_types({}, depth=0)
         return types if types != _ALL_TYPES else set()
 
@@ -19071,8 +19075,9 @@ class SchemaPart(NamedTuple):
     @property
     def referred(self) -> SchemaPart:
         """The part that it refers to; its schema is None if nothing is there."""
-        schema: object = self.root
-        for step in (self.reference or "").removeprefix("#").split("/")[1:]:
+        root, *steps = (self.reference or "").split("/")
+        schema: object = self.root if root == "#" else None
+        for step in steps:
             # "#/properties/a~1b%20c" is "a/b c" of the properties
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             schema = _member_of(schema, key)
@@ -19096,18 +19101,27 @@ class SchemaPart(NamedTuple):
         return self._replace(schema=self._keyword("additionalProperties"))
 
     def _keyword(self, name: str) -> Any:
-        """Its own, or that of the only branch that has it: of (array or null)."""
-        own_value = _member_of(self.resolved, name)
-        if own_value is not None:
-            return own_value
-        branches = self._branches("anyOf") + self._branches("oneOf")
-        values = [_member_of(branch.resolved, name) for branch in branches]
-        values = [value for value in values if value is not None]
+        """Its own, or the first of allOf, which adds to `properties`; or that of the
+        only branch of a union that has it: of (array or null).
+        """
+        values = _values_of(name, [self, *self._branches("allOf")])
+        if values and name == "properties":
+            maps = [value for value in values if isinstance(value, dict)]
+            return dict(ChainMap(*maps))  # of a key that comes twice, the first
+        if values:
+            return values[0]
+        values = _values_of(name, self._branches("anyOf") + self._branches("oneOf"))
         return values[0] if len(values) == 1 else None
 
     def _branches(self, keyword: str) -> list[SchemaPart]:
         schemas = as_list(_member_of(self.resolved, keyword) or [])
         return [self._replace(schema=schema) for schema in schemas]
+
+
+def _values_of(keyword: str, parts: Iterable[SchemaPart]) -> list[Any]:
+    """What each part has of a keyword, if it has it."""
+    values = [_member_of(part.resolved, keyword) for part in parts]
+    return [value for value in values if value is not None]
 
 
 def _member_of(schema: object, step: str) -> object:
@@ -19123,8 +19137,9 @@ def json_type(value: object) -> str:
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Those that it names, of the values that it lists; all if it does neither.
+    """The types of `type`, narrowed by those of the values that it lists.
 
+    If there is no `type`, only these, of which 1.0 adds no integer; all if neither.
     {"type": ["string", "null"], "enum": ["a", "b"]} means null, too: OpenAI's examples
     have optional arguments written so.
     """
@@ -19150,7 +19165,6 @@ def as_list(item: Any) -> list[Any]:
 
 # why(L-94): models write Python where JSON is wanted: ['a', None], True
 _PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
-
 
 PYTHON_STRING: Final = re.compile(
     r'''(?xs:
@@ -19182,13 +19196,15 @@ def value_as_json(text: str, types: set[str]) -> str:
 
     A value of another type than the schema's is passed on: the client knows better how
     to say what is wrong. What is neither JSON nor Python is a string.
-    Raises RepeatedKey if it is no string.
+    Raises RepeatedKey if an object in it has a key twice, unless the text must be a
+    string: `types` have that, and not what its first bracket opens.
     """
     can_be_string = not types or "string" in types
     parsers = [load_value] if can_be_string else [load_value, _load_escaped]
     errors: list[type[Exception]] = [ValueError, TypeError, RecursionError]
-    if "string" in types and not types & {"array", "object"}:
-        errors.append(RepeatedKey)  # it is a text
+    container = "array" if text.lstrip().startswith("[") else "object"
+    if "string" in types and container not in types:
+        errors.append(RepeatedKey)
     for parse in parsers:
         with suppress(*errors):
             value = parse(text.strip())
@@ -19202,7 +19218,7 @@ class RepeatedKey(Exception):
 
 
 def load_value(text: str) -> object:
-    """A value in JSON; or a list, a dict or a word in Python.
+    """A value in JSON; or a list, a dict, a set or a word in Python.
 
     Raises ValueError, RecursionError, RepeatedKey.
     """
@@ -19256,13 +19272,15 @@ def parse_python(source: str) -> ast.expr:
 def python_literal(node: ast.expr) -> Any:
     """The value of a literal, as of ast.literal_eval().
 
-    Raises ValueError, TypeError, and RepeatedKey: {1: "a", "1": "b"} has one in JSON.
+    Raises ValueError, TypeError, and RepeatedKey: {1: "a", "1": "b"} has one in JSON,
+    {True: "a", 1: "b"} in Python.
     """
     value = ast.literal_eval(node)
     for part in ast.walk(node):
         if isinstance(part, ast.Dict):
-            keys = [json.dumps({ast.literal_eval(key): 0}) for key in part.keys if key]
-            if len(set(keys)) < len(keys):
+            keys = [ast.literal_eval(key) for key in part.keys if key]
+            names = {json.dumps({key: 0}) for key in keys}
+            if min(len(names), len(set(keys))) < len(keys):
                 raise RepeatedKey(keys)
     return value
 
@@ -21649,17 +21667,18 @@ class ReplyReader:
 # as it is; Blanks; JsonValue; TextValue, any text of a `pattern` that does not fit
 # `excluded`, up to its `end`; ArgumentList.
 #
-# A call that is forced, or of a tool that is `strict`, is generated by its form, so its
-# arguments always fit. JSON is the grammar compiler's work, also that of a value between
-# tags, if it is no string. There the arguments come in the order of the schema, and only
-# those that it names; and a text must be none that would be read as another value.
+# A call that is forced, or of a tool that is `strict`, is generated by its form. A strict
+# tool's arguments fit. Of a forced call that is not strict, what cannot be enforced
+# (`pattern`, a keyword that comes twice) is passed over: `is_lenient`.
 #
-# Some schemas cannot be written between tags. Then the form has a `fault`: a forced
-# call has any arguments, and a request with a strict tool is refused. Of foreign
-# formats and of MiniCPM's syntax no more than the opening of a call is known.
+# JSON is the grammar compiler's work, also that of a value between tags, if it is no
+# string. There the arguments come in the order of the schema, and only those that it
+# names or requires; and a text must be none that would be read as another value.
+# `format` says nothing of a text, and oneOf is anyOf: a text that fits two branches may
+# be generated.
 #
-# Between tags `format` says nothing of a text, and oneOf is anyOf: a text that fits two
-# branches may be generated.
+# A schema that cannot be enforced gives a `fault` (CallForm). Of foreign formats and of
+# MiniCPM's syntax no more than the opening of a call is known.
 #
 # Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
@@ -21675,21 +21694,23 @@ _ANNOTATIONS: Final = {
     *("title", "description", "default", "examples", "$comment", "deprecated"),
     *("readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"),
 }
-# Keywords of a text that cannot be enforced between tags.
+# Keywords of a text, between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
-# Texts that are read as a value of another type, if the argument may have that.
+# Texts that are read as a value of another type, if the argument may have that. No null:
+# nothing restricts it.
 _OTHER_TYPES: Final = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
-    "integer": r"\s*-?[0-9][0-9.eE+\-]*\s*",
+    "integer": r"\s*-?[0-9]+\s*",
+    "number": r"\s*-?[0-9]+[.eE][0-9.eE+\-]*\s*",
     "boolean": r"\s*(true|false|True|False)\s*",
 }
 _MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
-_MAX_CHOICES: Final = 1_000  # ways to write one value
+_MAX_CHOICES: Final = 1_000  # ways to write a union
 
 
 class _NoForm(Exception):
-    """A schema cannot be written between tags."""
+    """A schema cannot be enforced."""
 
 
 def call_forms(
@@ -21738,6 +21759,7 @@ def _call_parts(
         writer = _TaggedForm(syntax.tags, parameters, is_lenient=is_lenient)
         return (writer.argument_list(end=syntax.end_spelling, gap=tool_format.gap),)
 
+    # JSON syntaxes: one object.
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
     if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
@@ -21757,8 +21779,8 @@ class _TaggedForm:
         self._tags = tags
         self._parameters = parameters
         self._is_lenient = is_lenient
-        # What ends JSON or a constant: the tag that ends a text, after no text. Of
-        # Qwen's 5\n</parameter>\n<parameter=n> it is all but the 5 and the next tag.
+        # Ends JSON or a constant: an empty text, then the closing tag. It is a TextValue
+        # because that also takes Qwen's line break before the tag.
         self._value_end = TextValue(
             tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
         )
@@ -21790,7 +21812,8 @@ class _TaggedForm:
         key_start, _, key_end = self._tags.key_spelling.partition("{key}")
         arguments: list[Argument] = []
         for key in dict.fromkeys([*properties, *required]):
-            choices = self._argument_choices(key, properties.get(key, {}))
+            schema = properties.get(key, parameters.get("additionalProperties", {}))
+            choices = self._argument_choices(key, schema)
             tag = key + key_end.format(gap=gap)
             arguments.append(Argument(tag, tuple(choices), key in required))
         return ArgumentList(key_start, tuple(arguments), self._tags.close, end)

@@ -191,6 +191,7 @@ NEXT_ARGUMENT = (
         ("a", {"anyOf": []}),
         ("a", {"$ref": "#/$defs/other"}),
         ("a", {"$ref": "#/$defs/itself"}),
+        ("a", {"type": "array", "items": {"$ref": "Foo"}}),
         ("a", {"type": "string", "minLength": 5, "maxLength": 3}),
         ("a", {"type": "string", "minLength": -1}),
         ("a", {"type": "string", "minLength": True}),
@@ -240,13 +241,38 @@ def test_no_keyword_is_passed_over_if_the_tool_is_strict(schema):
     assert strict.fault and not strict.parts
 
 
-def test_a_required_argument_has_a_name():
-    parameters = {"type": "object", "properties": {"a": TEXT}, "required": [1]}
+@pytest.mark.parametrize(("key", "fault"), [(1, "'required'"), ("b", "cannot be read")])
+def test_a_required_argument_has_a_name_that_is_allowed(key, fault):
+    parameters = {
+        "properties": {"a": TEXT},
+        "required": [key],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
     (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
 
-    assert "'required'" in form.fault and not form.parts
+    assert fault in form.fault and not form.parts
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_json"),
+    [({"type": "integer"}, True), ({"type": "string"}, False), (True, False)],
+)
+def test_a_required_argument_that_is_not_named_fits_additional_properties(
+    schema, is_json
+):
+    parameters = {
+        "properties": {"a": TEXT},
+        "required": ["b"],
+        "additionalProperties": schema,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+
+    ((value, *_),) = form.parts[0].arguments[1].choices
+    assert isinstance(value, s.JsonValue) == is_json
 
 
 @pytest.mark.parametrize("text", ["b\n", "<parameter=a>\nb", "b\n</parameter>"])
@@ -621,6 +647,7 @@ def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
     [
         ({"type": "integer", "maximum": 5}, "7"),
         ({"type": "number", "maximum": 5}, "-7.5e3"),
+        ({"enum": [1.5]}, "2.5"),
         ({"const": False}, "true"),
         ({"type": "array", "maxItems": 0}, "[1]"),
         ({"type": "object", "maxProperties": 0}, '{"a": 1}'),

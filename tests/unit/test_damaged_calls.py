@@ -520,6 +520,7 @@ HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
         ("qwen", QWEN + '<parameter=items>\n[{"a": 1, "a": 2}]\n</parameter>\n' + QWEN_END),
         ("qwen", QWEN + "<parameter=items>\n[{'a': 1, 'a': 2}]\n</parameter>\n" + QWEN_END),
         ("qwen", QWEN + "<parameter=items>\n[{1: 1, '1': 2}]\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=items>\n[{True: 1, 1: 2}]\n</parameter>\n" + QWEN_END),
         ("qwen", QWEN + '<parameter=items>\n[{\\"a\\": 1, \\"a\\": 2}]\n</parameter>\n'
          + QWEN_END),
         ("glm", GLM + '<arg_key>other</arg_key><arg_value>{"a": 1, "a": 2}</arg_value>'

@@ -18,10 +18,13 @@ from mlx_lm.tool_parsers import json_tools, mistral
 from nights import examples
 from start_llm import (
     CALL_SYNTAXES,
+    RepeatedKey,
     ReplyReader,
     Tags,
     ToolCallFormat,
+    json_type,
     tool_call_prefixes,
+    value_as_json,
 )
 
 NATIVE = ToolCallFormat(
@@ -665,6 +668,9 @@ def test_only_the_whole_arguments_are_json(write: Writer) -> None:
 # -- values --------------------------------------------------------------------
 
 
+TEXT = {"type": "string"}
+
+
 def value_of(text: str, schema: object) -> Any:
     tools = [tool("f", {"type": "object", "properties": {"k": schema}})]
     return calls_of(read(write_glm("f", {"k": text}), tools=tools))[0][1]["k"]
@@ -751,6 +757,12 @@ def value_of(text: str, schema: object) -> Any:
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
         ("['\\ud83d\\ude00']", {"type": "array"}, ["\U0001f600"]),  # as JSON writes it
         ('["\\ud83d"]', {"type": "array"}, ["\ufffd"]),  # half of it is no text
+        # A key twice in a text that may be no object.
+        ('{"a": 1, "a": 2}', {"type": ["string", "array"]}, '{"a": 1, "a": 2}'),
+        ('[{"a": 1, "a": 2}]', {"type": ["string", "object"]}, '[{"a": 1, "a": 2}]'),
+        # References to nothing.
+        ('{\\"a\\": 1}', {"$ref": "Foo"}, '{\\"a\\": 1}'),
+        ('{\\"a\\": 1}', {"$ref": "#foo"}, '{\\"a\\": 1}'),
         ("5", None, 5),  # schemas that are none
         ("5", ["string"], 5),
         ("5", "string", 5),
@@ -813,8 +825,27 @@ def test_a_schema_may_refer_to_one_definition_twice() -> None:
     assert calls_of(reply) == [("f", {"k": "5"})]
 
 
-def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
-    tools = [tool("f", {"additionalProperties": {"type": "string"}})]
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"a": 1, "a": 2}]'])
+def test_a_repeated_key_is_no_text_where_its_container_is_allowed(text: str) -> None:
+    container = json_type(json.loads(text))
+
+    with pytest.raises(RepeatedKey):
+        value_as_json(text, {"string", container})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"additionalProperties": TEXT},
+        {"allOf": [{"properties": {"k": TEXT}}]},
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {"k": TEXT}}}},
+        {"allOf": [{"properties": {"n": {}}}, {"properties": {"k": TEXT}}]},
+        {"properties": {"n": {}}, "allOf": [{"properties": {"k": TEXT}}]},
+        {"properties": {"k": TEXT}, "allOf": [{"properties": {"k": {}}}]},
+    ],
+)
+def test_the_type_of_a_key_may_stand_beside_the_properties(parameters: Any) -> None:
+    tools = [tool("f", parameters)]
     assert calls_of(read(write_qwen("f", {"k": "5"}), tools=tools)) == [
         ("f", {"k": "5"})
     ]
