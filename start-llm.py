@@ -19273,8 +19273,7 @@ def parse_python(source: str) -> ast.expr:
 def python_literal(node: ast.expr) -> Any:
     """The value of a literal, as of ast.literal_eval().
 
-    Raises ValueError, TypeError, and RepeatedKey: {1: "a", "1": "b"} has one in JSON,
-    {True: "a", 1: "b"} in Python.
+    Raises ValueError, TypeError, RepeatedKey: of {1: 2, "1": 3} and {True: 2, 1: 3}, too.
     """
     value = ast.literal_eval(node)
     for part in ast.walk(node):
