@@ -15216,7 +15216,8 @@ class DraftBudget:
         a plain step            + 0.01
         a step with a draft     + tokens - what it cost
         what is fed again       + 1 - what the step cost
-        a search for nothing    - what it cost
+        a guess of an end       - what it cost
+        a copy of another y     - 0.2
     """
 
     def __init__(
@@ -15243,18 +15244,21 @@ class DraftBudget:
         self.costs.measure(1, seconds)
         self._add(_ALLOWANCE)
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
         """A step with a draft took so long, and so much of it was accepted.
 
         What it took is a cost of the length that was chosen, even if it was cut short.
+        The first step of a length is not counted; whether this one is.
         """
-        if self.costs.measure(self._length + 1, seconds):
+        is_counted = self.costs.measure(self._length + 1, seconds)
+        if is_counted:
             # Where more is usual, `can_pay` allows no draft.
             cost = min(self.costs.in_plain_steps(seconds), self._length + 1)
             self._add(1 + n_accepted - cost)
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
+        return is_counted
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
         """Time was spent without a draft, for so many tokens of the reply."""
@@ -15295,7 +15299,7 @@ class Drafter:
         return self._buffer[: self._n_history]
 
     def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
-        """Take over what was fed of the reply: so many tokens."""
+        """Take over the reply up to its first `n_fed` tokens."""
         new_ids = output_ids[self._n_history - self._reply_start : n_fed]
         end = self._n_history + len(new_ids)
         if end > len(self._buffer):
@@ -15313,12 +15317,21 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """A step with a draft took so long, and so much of it was accepted."""
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
+        """A step with a draft took so long, and so much of it was accepted.
+
+        Whether it is counted: the first step of a length may have compiled kernels.
+        """
         self._metrics.bump("draft_steps")
         self._metrics.bump("draft_tokens", n_draft)
         self._metrics.bump("draft_tokens_accepted", n_accepted)
-        self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        return self.budget.learn(
+            n_draft=n_draft, n_accepted=n_accepted, seconds=seconds
+        )
+
+    def learn_again(self, seconds: float) -> None:
+        """What was right of a draft was fed again, and gave one token."""
+        self.budget.charge(seconds, n_tokens=1)
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
@@ -15380,10 +15393,10 @@ class CopyDrafter(Drafter):
             return []
         return y_and_draft[1:]
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
         """Remember where the copy ended, too."""
         self._copy_end = self._copy_start + 1 + n_accepted
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        return super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
     def _find_copy(self, n_tokens: int) -> list[int]:
         """What follows the history, if this goes on as it did before; [] if unknown."""
@@ -15699,13 +15712,22 @@ class GuessDrafter(Drafter):
             self._read_cost += self.budget.costs.in_plain_steps(seconds)
         return []
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
         """Count it among all drafts, and among those of DRAFT_MODEL."""
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
         seconds += self._drafting_seconds
-        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-        self._guesser.count_gain(n_tokens=1 + n_accepted, seconds=seconds)
+        is_counted = super().learn(
+            n_draft=n_draft, n_accepted=n_accepted, seconds=seconds
+        )
+        if is_counted:
+            self._guesser.count_gain(n_tokens=1 + n_accepted, seconds=seconds)
+        return is_counted
+
+    def learn_again(self, seconds: float) -> None:
+        """Count it among the steps of DRAFT_MODEL, too."""
+        super().learn_again(seconds)
+        self._guesser.count_gain(n_tokens=1, seconds=seconds)
 
 
 # region EXACT CHECKS ==========================================================
@@ -16756,7 +16778,7 @@ class DecodeBatch:
         has_waited = ended - began > began - self._launched_at
         if len(rows) == 1 and has_waited:
             if self._wrong_drafter is not None:
-                self._wrong_drafter.budget.charge(ended - began, n_tokens=1)
+                self._wrong_drafter.learn_again(ended - began)
             else:
                 for drafter in self.requests[0].drafters:
                     drafter.budget.learn_plain(ended - began)
@@ -19953,8 +19975,9 @@ _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""(?x:
       | \w{1,99}+
         (?: [^"',]            # } Done.
           | , \s* [^"'\s]     # } Well, done.    but not } 1, "n": 5
-          | ["'] \s* [^\s:] ) # } I'm done.      but not } n": 5
-      | (?<= \s ) [,;:"'] )   # } "Done."; also }\n, "n": 5, a late_argument
+          | ["'] \s* [^\s:,}\]] )   # } I'm done.    but not } n": 5 or } do", "n": 5
+      | (?<= \s ) (?: [,;:]    # }\n, "n": 5, a late_argument
+          | ["'] \s* [^\s,}\]] ) )   # } "Done."  but not } ", "n": 5
 )""")
 
 # An argument after the end of its call: that tag came too early.
