@@ -507,16 +507,18 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
             memory = served.state.engine.memory
             counted = served.state.metrics.snapshot()
             n_accepted = counted["draft_model_tokens_accepted"]
+            # Each step of a draft writes a token of its own, too. Not counted is the first
+            # step of each length: 4 and 7 tokens, and a token of its own.
+            n_written = n_accepted + counted["draft_steps"]
             if settings:  # the model thread publishes it a few times a second
-                wait_until(lambda: gain_of(served)["tokens"] > n_accepted)  # noqa: B023
+                wait_until(lambda: gain_of(served)["tokens"] >= n_written - 13)  # noqa: B023
                 gain = gain_of(served)
 
     assert replies[0] == replies[1]
     assert memory["draft_model"] > 100_000
     assert str(models(DENSE)) in banner.split("\n  drafts ")[1]
     assert n_accepted > 0
-    # Each step of a draft writes a token of its own, too.
-    assert gain["tokens"] <= n_accepted + counted["draft_steps"]
+    assert 0 < gain["tokens"] <= n_written - 5
 
 
 # -- planted faults ----------------------------------------------------------------------
