@@ -11,11 +11,14 @@ import sys
 import threading
 from pathlib import Path
 
-import conftest  # noqa: F401  it loads start-llm.py for the others
+import conftest
 import pytest
-from minimum_prefill import Fed
-from scripted_replies import Script
-from server_fixture import Served
+
+conftest.load_start_llm()  # for those that follow
+
+from minimum_prefill import Fed  # noqa: E402
+from scripted_replies import Script  # noqa: E402
+from server_fixture import Served  # noqa: E402
 
 N_TOKENS = 4  # of the reply in which it stands still
 
