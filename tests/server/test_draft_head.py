@@ -768,6 +768,12 @@ def state_of_the_token_before(monkeypatch):
     monkeypatch.setattr(s.TokenGenerator, "_keep_states", keep_late)
 
 
+def check_a_drafted_reply_is_the_same(plain, drafting):
+    prompt = words(np.random.default_rng(4), 60)
+    assert drafting.ask(prompt, n=50)[0] == plain.ask(prompt, n=50)[0]
+    assert count_guesses(drafting)[0] > 0
+
+
 def guesses_stay_in_its_kv(monkeypatch):
     from mlx_vlm.models.cache import KVCache
 
@@ -780,11 +786,8 @@ def guesses_stay_in_its_kv(monkeypatch):
 def test_a_fault_of_the_head_is_noticed_and_changes_no_reply(
     engines, pairs, monkeypatch, fault
 ):
-    plain, b = engines(HYBRID)
     fault(monkeypatch)
-    prompt = words(np.random.default_rng(4), 60)
-    assert b.ask(prompt, n=50)[0] == plain.ask(prompt, n=50)[0]
-    assert count_guesses(b)[0] > 0
+    check_a_drafted_reply_is_the_same(*engines(HYBRID))
     with pytest.raises(AssertionError, match=r"largest_difference|assert not|offset"):
         test_the_head_reads_each_token_and_the_state_before_it_once(
             engines, pairs, HYBRID, monkeypatch
@@ -803,7 +806,7 @@ def one_position_off(monkeypatch):
 
 
 def kv_with_what_was_wrong(monkeypatch):
-    """As if the model's KV still had a token of the draft before, and one less at first."""
+    """The model's KV with its first token at the end, as if one of a draft had stayed."""
     from mlx_vlm.speculative.drafters.gemma4_assistant import Model
 
     set_shared_kv = Model.set_shared_kv
@@ -833,11 +836,8 @@ def kv_with_what_was_wrong(monkeypatch):
 def test_a_fault_of_the_assistant_is_noticed_and_changes_no_reply(
     engines, pairs, monkeypatch, fault
 ):
-    plain, b = engines(GEMMA)
     fault(monkeypatch)
-    prompt = words(np.random.default_rng(4), 60)
-    assert b.ask(prompt, n=50)[0] == plain.ask(prompt, n=50)[0]
-    assert count_guesses(b)[0] > 0
+    check_a_drafted_reply_is_the_same(*engines(GEMMA))
     with pytest.raises(AssertionError, match=r"largest_difference|assert not|position"):
         test_the_assistant_is_given_the_kv_of_the_model_and_its_last_state(
             engines, pairs, monkeypatch
