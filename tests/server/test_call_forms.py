@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-from itertools import count
 from typing import Any
 
 import jsonschema
@@ -11,31 +9,18 @@ import numpy as np
 import openai
 import pytest
 import start_llm as s
-from mlx_lm.tool_parsers import kimi_k2
+from call_formats import FORMATS, TEXT, format_of, read, tool
+from nights import at_night
 from server_fixture import SYSTEM, Served, user
 from tiny_models import DENSE, tiny_model
 
 ASKED = [SYSTEM, user("What is this about?")]
-SYNTAXES = {
-    "hermes": s.ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n"),
-    "qwen": s.ToolCallFormat("<tool_call>", "</tool_call>", "qwen", "\n"),
-    "glm": s.ToolCallFormat("<tool_call>", "</tool_call>", "glm"),
-    "glm, line breaks": s.ToolCallFormat("<tool_call>", "</tool_call>", "glm", "\n"),
-    "minimax": s.ToolCallFormat(
-        "<minimax:tool_call>", "</minimax:tool_call>", "minimax"
-    ),
-    "mistral": s.ToolCallFormat("[TOOL_CALLS]", "\0", "mistral", "[ARGS]"),
-    "mistral, ids": s.ToolCallFormat("[TOOL_CALLS]", "\0", "mistral", "[CALL_ID]"),
-    "harmony": s.ToolCallFormat(
-        "<|channel|>commentary to=functions.", "<|call|>", "harmony"
-    ),
-    "kimi": s.ToolCallFormat(
-        kimi_k2.tool_call_start,
-        kimi_k2.tool_call_end,
-        "kimi",
-        parse=kimi_k2.parse_tool_call,
-    ),
-}
+SYNTAXES = [  # whose calls a grammar writes
+    name
+    for name in FORMATS
+    if getattr(s.CALL_SYNTAXES.get(format_of(name).syntax), "end_spelling", None)
+    is not None
+]
 PROPERTIES: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 9},
     {"type": "string", "minLength": 2, "maxLength": 4},
@@ -99,7 +84,7 @@ def tool_of(rng: random.Random, name: str) -> dict[str, Any]:
         "required": required,
         "additionalProperties": False,
     }
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return tool(name, parameters)
 
 
 def walk(served: Served, matcher: Any, rng: random.Random) -> str:
@@ -128,131 +113,118 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
     return grammars.compile_calls(reply_form.forced_call()).deep_copy()
 
 
-def read_calls(text: str, tool_format: s.ToolCallFormat, tools: Any) -> list[Any]:
-    """Name and arguments of the calls in a reply, as a client gets them."""
-    tags = s.Tags("<think>", re.escape(tool_format.start), None, "</think>")
-    ids = map("call_{}".format, count())
-    reader = s.ReplyReader(tags, tool_format, in_reasoning=False, tools=tools, ids=ids)
-    for character in text:
-        reader.feed(character)
-    reader.finish()
-    message = reader.message()
+def forms_of(parameters: Any, syntax: str = "qwen", *, strict: bool = False) -> Any:
+    """How a tool `f` is called."""
+    strict_tools = {"f": "tools[0]"} if strict else {}
+    tools = [tool("f", parameters)]
+    return s.call_forms(format_of(syntax), tools, strict_tools=strict_tools)
 
-    assert not (message["content"] or "").strip(), text
 
-    functions = [call["function"] for call in message["tool_calls"]]
-    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+def has_form(parameters: Any, syntax: str = "qwen", *, strict: bool = False) -> bool:
+    (form,) = forms_of(parameters, syntax, strict=strict)
+    assert bool(form.parts) != bool(form.fault)
+    return bool(form.parts)
+
+
+def one_value(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, **fields}
+
+
+def written_arguments(served: Served, parameters: Any, syntax: str = "qwen") -> Any:
+    """The arguments of a random call of `f`, as a client gets them."""
+    forms = forms_of(parameters, syntax, strict=True)
+    text = walk(served, compile_forms(served, forms), random.Random(1))
+    calls, content, _ = read(syntax, text, tools=[tool("f", parameters)])
+    assert not (content or "").strip(), text
+    return calls[0][1]
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_arguments_fit_the_schema_in_every_syntax(dense, syntax):
-    tool_format = SYNTAXES[syntax]
-    for seed in range(12):
+    for seed in range(6):
         rng = random.Random(seed)
         tools = [tool_of(rng, name) for name in ("read", "write_all")]
         schemas = s.parameters_by_name(tools)
 
-        forms = s.call_forms(tool_format, tools, strict_tools={})
+        forms = s.call_forms(format_of(syntax), tools, strict_tools={})
         text = walk(dense, compile_forms(dense, forms), rng)
 
         assert all(form.parts for form in forms)
-        calls = read_calls(text, tool_format, tools)
-        assert calls, text
+        calls, content, _ = read(syntax, text, tools=tools)
+        assert calls and not (content or "").strip(), text
         for name, arguments in calls:
             jsonschema.validate(arguments, schemas[name])
 
 
-@pytest.mark.parametrize("start", ["<|tool_call>", "<start_function_call>"])
-def test_a_named_call_of_gemma_begins_with_its_name(start):
+@pytest.mark.parametrize("name", ["gemma", "function_gemma"])
+def test_a_named_call_of_gemma_begins_with_its_name(name):
     tools = [tool_of(random.Random(1), name) for name in ("read", "write_all")]
-    tool_format = s.ToolCallFormat(start, "", s.FOREIGN_SYNTAX)
-
-    (form,) = s.call_forms(tool_format, tools, name="read", strict_tools={})
-
-    assert form == s.CallForm(f"{start}call:read{{")
+    (form,) = s.call_forms(format_of(name), tools, name="read", strict_tools={})
+    assert form == s.CallForm(f"{format_of(name).start}call:read{{")
 
 
-TEXT = {"type": "string"}
 # Of GLM, Qwen and MiniMax.
 NEXT_ARGUMENT = (
     "</arg_value><arg_key>q</arg_key><arg_value>"
     "</parameter>\n<parameter=q>\n"
     '</parameter><parameter name="q">'
 )
+FORMLESS = [  # a schema of one value
+    {"anyOf": [{"const": "5"}, {"type": "integer", "maximum": 3}]},
+    {"enum": ["5", 7]},  # between tags 5 is a number
+    {"type": ["string", "boolean"], "enum": ["true", True]},
+    {"enum": []},
+    {"anyOf": []},
+    {"$ref": "#/$defs/other"},
+    {"$ref": "#/$defs/itself"},
+    {"type": "array", "items": {"$ref": "Foo"}},
+    {"type": "string", "minLength": 5, "maxLength": 3},
+    {"type": "string", "minLength": -1},
+    {"type": "string", "minLength": True},
+    {"type": "string", "maxLength": None},
+    {"type": "string", "maxLength": "0}|x)/ /"},
+    {"type": "string", "maxLength": 1.5},
+    {"enum": ["b", f"b{NEXT_ARGUMENT}c"]},
+]
+ONLY_STRICT = [  # and of one that has a form where the tool is not strict
+    {"type": "string", "pattern": "^a$", "maxLength": 4},
+    {"anyOf": [TEXT, {"type": "null"}], "pattern": "^a$"},
+    {"allOf": [TEXT, {"pattern": "^a$"}]},
+    {"anyOf": [{"type": "string", "maxLength": 3}], "maxLength": 2},
+    {"$ref": "#/$defs/text", "pattern": "^a$"},
+    {"type": "string", "not": {"const": "a"}},
+]
+DEFINITIONS = {"itself": {"$ref": "#/$defs/itself"}, "text": TEXT}
 
 
-@pytest.mark.parametrize(
-    ("key", "schema"),
-    [
-        ("it's", TEXT),
-        ("a", {"enum": ["5", 7]}),  # between tags 5 is a number
-        ("a", {"type": ["string", "boolean"], "enum": ["true", True]}),
-        ("a", {"enum": []}),
-        ("a", {"anyOf": []}),
-        ("a", {"$ref": "#/$defs/other"}),
-        ("a", {"$ref": "#/$defs/itself"}),
-        ("a", {"type": "array", "items": {"$ref": "Foo"}}),
-        ("a", {"type": "string", "minLength": 5, "maxLength": 3}),
-        ("a", {"type": "string", "minLength": -1}),
-        ("a", {"type": "string", "minLength": True}),
-        ("a", {"type": "string", "maxLength": None}),
-        ("a", {"enum": ["b", f"b{NEXT_ARGUMENT}c"]}),
-    ],
-)
 @pytest.mark.parametrize("syntax", ["qwen", "glm", "minimax"])
-def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(
-    syntax, key, schema
-):
-    parameters = {
-        "type": "object",
-        "properties": {key: schema},
-        "required": [key],
-        "$defs": {"itself": {"$ref": "#/$defs/itself"}},
-    }
-    function = {"name": "turn", "parameters": parameters}
-    tools = [{"type": "function", "function": function}]
-
-    (form,) = s.call_forms(SYNTAXES[syntax], tools, strict_tools={})
-
-    assert form.fault and not form.parts
+@pytest.mark.parametrize("schema", FORMLESS)
+def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(syntax, schema):
+    parameters = one_value(schema, required=["a"], **{"$defs": DEFINITIONS})
+    assert not has_form(parameters, syntax)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"anyOf": [TEXT, {"type": "null"}], "pattern": "^a$"},
-        {"allOf": [TEXT, {"pattern": "^a$"}]},
-        {"anyOf": [{"type": "string", "maxLength": 3}], "maxLength": 2},
-        {"$ref": "#/$defs/text", "pattern": "^a$"},
-        {"type": "string", "not": {"const": "a"}},
-        {"anyOf": [{"const": "5"}, {"type": "integer", "maximum": 3}]},
-    ],
-)
+@pytest.mark.parametrize("schema", ONLY_STRICT)
 def test_no_keyword_is_passed_over_if_the_tool_is_strict(schema):
+    parameters = one_value(schema, **{"$defs": DEFINITIONS})
+    assert has_form(parameters)
+    assert not has_form(parameters, strict=True)
+
+
+@pytest.mark.parametrize("text", ["b\n", "<parameter=a>\nb", "b\n</parameter>"])
+def test_a_constant_that_is_read_as_a_shorter_one_has_no_form(text):
+    assert not has_form(one_value({"const": text}))
+
+
+@pytest.mark.parametrize("key", ["it's", 1, "b"])
+def test_a_required_argument_has_a_name_that_is_allowed(key):
+    properties = {"a": TEXT, "it's": TEXT}
     parameters = {
-        "type": "object",
-        "properties": {"a": schema},
-        "$defs": {"text": {"type": "string"}},
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (strict,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
-
-    assert strict.fault and not strict.parts
-
-
-@pytest.mark.parametrize(("key", "fault"), [(1, "'required'"), ("b", "cannot be read")])
-def test_a_required_argument_has_a_name_that_is_allowed(key, fault):
-    parameters = {
-        "properties": {"a": TEXT},
+        "properties": properties,
         "required": [key],
         "additionalProperties": False,
     }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
-
-    assert fault in form.fault and not form.parts
+    assert not has_form(parameters)
 
 
 @pytest.mark.parametrize(
@@ -262,137 +234,59 @@ def test_a_required_argument_has_a_name_that_is_allowed(key, fault):
 def test_a_required_argument_that_is_not_named_fits_additional_properties(
     schema, is_json
 ):
-    parameters = {
-        "properties": {"a": TEXT},
-        "required": ["b"],
-        "additionalProperties": schema,
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
-
+    parameters = one_value(TEXT, required=["b"], additionalProperties=schema)
+    (form,) = forms_of(parameters, strict=True)
     ((value, *_),) = form.parts[0].arguments[1].choices
     assert isinstance(value, s.JsonValue) == is_json
 
 
-@pytest.mark.parametrize("text", ["b\n", "<parameter=a>\nb", "b\n</parameter>"])
-def test_a_constant_that_is_read_as_a_shorter_one_has_no_form(text):
-    parameters = {"type": "object", "properties": {"a": {"const": text}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
-
-    assert form.fault and not form.parts
+def test_a_text_that_looks_like_a_number_has_a_form_if_it_is_read_as_a_text():
+    parameters = one_value({"type": ["string", "integer"], "enum": ["5", "six"]})
+    assert has_form(parameters)
+    call = FORMATS["qwen"].text({"a": "5"}, "f")
+    assert read("qwen", [call], tools=[tool("f", parameters)]).calls == [
+        ("f", {"a": "5"})
+    ]
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
 @pytest.mark.parametrize("text", ["<b>", "</p>", "a <b>c</b>", "\nb", "<functions>"])
 def test_a_constant_with_a_tag_that_is_none_of_a_call_is_enforced(dense, syntax, text):
-    parameters = {
-        "type": "object",
-        "properties": {"a": {"const": text}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    forms = s.call_forms(SYNTAXES[syntax], tools, strict_tools={"f": "tools[0]"})
-    reply = walk(dense, compile_forms(dense, forms), random.Random(1))
-
-    assert {"a": text} in [
-        arguments for _, arguments in read_calls(reply, SYNTAXES[syntax], tools)
-    ]
+    parameters = one_value({"const": text}, required=["a"], additionalProperties=False)
+    assert written_arguments(dense, parameters, syntax) == {"a": text}
 
 
 def test_a_property_may_be_called_as_a_keyword_is(dense):
-    side = {"$ref": "#/$defs/side"}
     names = ["enum", "const", "properties", "$ref"]
     schema = {
         "type": "object",
-        "properties": dict.fromkeys(names, side),
+        "properties": {name: {"$ref": "#/$defs/side"} for name in names},
         "required": names,
         "additionalProperties": False,
     }
-    parameters = {
-        "type": "object",
-        "$defs": {"side": {"enum": ["up", "5"]}},
-        "properties": {"a": schema},
-        "required": ["a"],
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
-    text = walk(dense, compile_forms(dense, forms), random.Random(1))
-
-    ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
-    jsonschema.validate(arguments, parameters)
+    definitions = {"side": {"enum": ["up", "5"]}}
+    parameters = one_value(schema, required=["a"], **{"$defs": definitions})
+    jsonschema.validate(written_arguments(dense, parameters), parameters)
 
 
 def test_a_reference_in_an_array_may_lead_to_any_place_of_the_schema(dense):
+    items = {"$ref": "#/properties/a"}
     parameters = {
         "type": "object",
         "properties": {
             "a": {"type": "integer", "minimum": 1, "maximum": 4},
-            "list": {
-                "type": "array",
-                "items": {"$ref": "#/properties/a"},
-                "minItems": 2,
-                "maxItems": 2,
-            },
+            "list": {"type": "array", "items": items, "minItems": 2, "maxItems": 2},
         },
         "required": ["list"],
         "additionalProperties": False,
     }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
-    text = walk(dense, compile_forms(dense, forms), random.Random(1))
-
-    ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
-    jsonschema.validate(arguments, parameters)
-
-
-def test_a_pattern_between_tags_is_passed_over_unless_the_tool_is_strict():
-    schema = {"type": "string", "pattern": "^a$", "maxLength": 4}
-    parameters = {"type": "object", "properties": {"a": schema}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (free,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
-    (strict,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
-
-    assert free.parts and not free.fault
-    assert "pattern" in strict.fault and not strict.parts
-
-
-@pytest.mark.parametrize("length", ["4", "0}|x)/ /", 1.5])
-def test_a_length_that_is_no_integer_has_no_form(length):
-    schema = {"type": "string", "maxLength": length}
-    parameters = {"type": "object", "properties": {"a": schema}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
-
-    assert form.fault and not form.parts
-
-
-def test_a_text_that_looks_like_a_number_has_a_form_if_it_is_read_as_a_text():
-    schema = {"type": ["string", "integer"], "enum": ["5", "six"]}
-    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
-
-    assert form.parts and not form.fault
-    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n"
-    assert read_calls(f"{text}</tool_call>", SYNTAXES["qwen"], tools) == [
-        ("f", {"a": "5"})
-    ]
+    jsonschema.validate(written_arguments(dense, parameters), parameters)
 
 
 def test_strict_of_the_messages_api_names_its_own_field():
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
-    tool = {"name": "turn", "input_schema": REFUSED, "strict": True}
-    body = {"messages": ASKED[1:], "tools": [server_tool, tool], "max_tokens": 5}
+    strict_tool = {"name": "turn", "input_schema": REFUSED, "strict": True}
+    body = {"messages": ASKED[1:], "tools": [server_tool, strict_tool], "max_tokens": 5}
     request = s.parse_anthropic_request(body, s.Config(), request_id="r", headers={})
     assert request.strict_tools == {"turn": "tools[1].input_schema"}
     assert "strict" not in json.dumps(request.tools)
@@ -413,17 +307,26 @@ REFUSED = {"type": "object", "properties": {"a": {"type": "objekt"}}}
 
 
 def offered(parameters: Any, **fields: Any) -> dict[str, Any]:
-    function = {"name": "turn", "parameters": parameters, **fields}
-    return {"type": "function", "function": function}
+    offer = tool("turn", parameters)
+    offer["function"].update(fields)
+    return offer
 
 
 NAMED = {"type": "function", "function": {"name": "turn"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    ("choice", "thinks"),
+    [
+        ("required", True),
+        (NAMED, False),
+        at_night("required", False),
+        at_night(NAMED, True),
+    ],
+    ids=str,
+)
 def test_a_forced_call_always_validates(dense, choice, thinks):
-    for seed in range(4):
+    for seed in range(2):
         exchange = dense.ask(
             ASKED,
             tools=[offered(NARROW)],
@@ -463,7 +366,7 @@ def test_arguments_of_a_forced_call_come_in_the_order_that_the_prompt_shows(dens
     assert exchanges[1].n_cached >= exchanges[0].usage["prompt_tokens"] - 1
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, at_night(False)])
 def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, stream):
     """A client must not run it, and its end is not that of the reply."""
     fields = {
@@ -479,7 +382,7 @@ def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, 
     assert whole.finish_reason == "tool_calls"
 
     n_tokens = whole.n_generated
-    for max_tokens in (n_tokens // 2, n_tokens * 3 // 4, n_tokens - 1):
+    for max_tokens in (n_tokens // 2, n_tokens - 1):
         cut = dense.ask(ASKED, **fields, max_tokens=max_tokens)
         assert cut.finish_reason == "length"
     assert cut.answer["tool_calls"]
@@ -487,7 +390,7 @@ def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, 
 
 def test_a_strict_tool_beside_json_gets_valid_arguments(dense):
     (call_id,) = dense.scribe.ids("<tool_call>")
-    for seed in range(4):
+    for seed in range(2):
         exchange = dense.ask(
             ASKED,
             tools=[offered(NARROW, strict=True)],
@@ -524,7 +427,7 @@ def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(dense
             ids.append(token_id)
             allowed = steps.send([token_id])
         text = dense.scribe.text(ids).removeprefix("I look. ")
-        ((_, arguments),) = read_calls(text, SYNTAXES["qwen"], tools)
+        ((_, arguments),) = read("qwen", text, tools=tools).calls
         jsonschema.validate(arguments, NARROW)
 
 
@@ -606,19 +509,9 @@ def test_a_forced_value_may_have_closing_tags_in_it(dense):
         "say </parameter> <b>",
         "</function>\n</parameter>\n<x>",
     ]
-    parameters = {
-        "properties": {"content": TEXT, "path": TEXT},
-        "required": ["content"],
-    }
-    function = {"name": "write", "parameters": parameters}
-    tools = [{"type": "function", "function": function}]
-    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+    forms = forms_of({"properties": {"a": TEXT, "b": TEXT}, "required": ["a"]})
     for content in files:
-        call = (
-            f"<tool_call>\n<function=write>\n<parameter=content>\n{content}\n"
-            "</parameter>\n<parameter=path>\na.md\n</parameter>\n</function>\n"
-            "</tool_call>"
-        )
+        call = FORMATS["qwen"].text({"a": content, "b": "a.md"}, "f")
         matcher = compile_forms(dense, forms)
         for token_id in dense.scribe.ids(call):
             assert matcher.consume_token(token_id), content
@@ -630,9 +523,7 @@ def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
     dense, blanks
 ):
     """Here </arg_value> is several tokens, and </tool_call> is one."""
-    parameters = {"properties": {"a": TEXT}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    forms = s.call_forms(SYNTAXES["glm"], tools, strict_tools={})
+    forms = forms_of(one_value(TEXT, required=["a"]), "glm")
     matcher = compile_forms(dense, forms)
 
     call = f"<arg_key>a</arg_key><arg_value>x</arg_value>{blanks}</tool_call>"
@@ -655,13 +546,10 @@ def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
 )
 @pytest.mark.parametrize("union", ["anyOf", "oneOf"])
 def test_a_text_is_none_that_would_be_read_as_another_value(dense, union, other, text):
-    parameters = {"properties": {"a": {union: [TEXT, other]}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    forms = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={"f": "tools[0]"})
+    forms = forms_of(one_value({union: [TEXT, other]}, required=["a"]), strict=True)
     accepted = []
     for value in (text, f"{text} and"):
-        start = "<tool_call>\n<function=f>\n<parameter=a>\n"
-        call = f"{start}{value}\n</parameter>\n</function>\n</tool_call>"
+        call = FORMATS["qwen"].text({"a": value}, "f")
         matcher = compile_forms(dense, forms)
         accepted.append(all(map(matcher.consume_token, dense.scribe.ids(call))))
 
@@ -700,11 +588,6 @@ def test_unions_that_double_at_each_level_are_refused_and_not_counted_out(dense)
         for n in range(18)
     }
     levels["d18"] = {"type": "string"}
-    parameters = {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/d0"}},
-        "required": ["a"],
-        "$defs": levels,
-    }
+    parameters = one_value({"$ref": "#/$defs/d0"}, required=["a"], **{"$defs": levels})
     with pytest.raises(s.BadRequest, match="too many parts"):
         prepare(dense, tools=[offered(parameters, strict=True)], tool_choice="auto")

@@ -1,15 +1,12 @@
 """Harmony, in which gpt-oss replies: channels instead of tags, and the recipient in a header."""
 
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import scripted_replies
 import start_llm as s
-from hypothesis import given
-from hypothesis import strategies as st
 from server_fixture import functions_of, user
 from tiny_models import TOOLS, tiny_model
 
@@ -75,9 +72,10 @@ def folder(tmp_path_factory) -> Path:
     )
 
 
-@pytest.fixture
-def served(folder, monkeypatch):
-    with scripted_replies.serving_disguised(folder, monkeypatch) as server:
+@pytest.fixture(scope="module")
+def served(folder):
+    patching = pytest.MonkeyPatch.context()
+    with patching as patch, scripted_replies.serving_disguised(folder, patch) as server:
         yield server
 
 
@@ -93,90 +91,8 @@ ARGUMENTS = '{"path": "docs/a \\"b\\".md"}'
 HEADERS = (
     "<|channel|>commentary to=functions.read <|constrain|>json<|message|>",
     "<|channel|>commentary to=functions.read json<|message|>",
-    "<|channel|>commentary to=functions.read<|message|>",
-    "<|channel|>analysis to=functions.read code<|message|>",
     " to=functions.read<|channel|>commentary json<|message|>",
-    " to=functions.read<|channel|>commentary <|constrain|>json<|message|>",
 )
-FORM = s.ToolCallFormat("<|channel|>commentary to=functions.", "<|call|>", "harmony")
-
-
-def split(pieces, *, tools=TOOLS):
-    form = FORM if tools else None
-    tags = s.Tags(
-        re.escape("<|channel|>analysis<|message|>"),
-        re.escape(FORM.start) if tools else None,
-        FORM.untagged_pattern(tools) if tools else None,
-        s.think_tag_pattern("<|end|>"),
-    )
-    reader = s.ReplyReader(tags, form, in_reasoning=False, tools=tools, ids=iter("abc"))
-    for piece in pieces:
-        reader.feed(piece)
-    reader.finish()
-    return reader.message()
-
-
-@given(st.sampled_from(HEADERS), st.booleans(), st.booleans(), st.data())
-def test_a_reply_reads_the_same_in_any_pieces(header, thinks, speaks, data):
-    commentary = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-    text = header + ARGUMENTS
-    if speaks:
-        text = commentary + text
-    if thinks:
-        text = THOUGHT + text
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=9)))
-    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-
-    message = split(pieces)
-    assert functions_of(message) == [{"name": "read", "arguments": ARGUMENTS}]
-
-    reasoning = "The file must be read." if thinks else None
-    assert message.get("reasoning_content") == reasoning
-    assert message["content"] == ("I look." if speaks else None)
-
-
-def test_each_example_in_the_pattern_is_found_as_far_as_its_brackets():
-    source = s.think_tag_pattern("<|end|>")
-    examples = re.findall(r"# .*:  +(.*)\[(.+)\](.*)", source)
-
-    assert len(examples) == 8
-    for text_before, found, text_after in examples:
-        match = re.search(source, text_before + found + text_after)
-        assert match and match[0] == found
-    assert not re.search(source, "<|channel|>final")
-    assert s.think_tag_pattern("</think>") == "</think>"
-
-
-def test_what_is_said_is_all_that_is_said():
-    final = "<|channel|>final<|message|>See `to=functions.x` and <b>.\n"
-    message = split([THOUGHT, final])
-    assert message["content"] == "See `to=functions.x` and <b>.\n"
-    assert split([final])["content"] == "See `to=functions.x` and <b>.\n"
-    assert split(["Plain."])["content"] == "Plain."
-
-
-def test_the_words_of_the_format_may_be_spoken_of():
-    content = "The header is `assistant to=functions.read` and so on."
-    message = split([THOUGHT, "<|channel|>final<|message|>", content])
-    assert message["content"] == content
-
-    thought = (
-        "Plan:\nto=functions.read, says the assistant to=functions.read, then\n done."
-    )
-    analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
-    final = "<|channel|>final<|message|>ok"
-    for pieces in ([analysis, final], [*analysis, *final]):
-        message = split(pieces)
-        assert message["reasoning_content"] == thought
-        assert message["content"] == "ok"
-
-
-def test_a_call_that_was_not_offered_is_no_call():
-    header = "<|channel|>commentary to=functions.rm json<|message|>"
-    message = split([header, '{"a": 1}'])
-    assert not functions_of(message)
-    assert "rm" in message["content"]
-    assert split([header, '{"a": 1}'], tools=[])["content"] == '{"a": 1}'
 
 
 def test_an_agent_loop_prefills_only_what_is_new(served, script):
@@ -190,7 +106,7 @@ def test_an_agent_loop_prefills_only_what_is_new(served, script):
     ]
     script += [
         f"{THOUGHT}{HEADERS[0]}{ARGUMENTS}<|call|>",
-        f"{THOUGHT}{HEADERS[4]}{ARGUMENTS}<|call|>",
+        f"{THOUGHT}{HEADERS[2]}{ARGUMENTS}<|call|>",
         "<|channel|>final<|message|>It says hello.<|return|>",
         "<|channel|>final<|message|>It says hello.<|return|>",
     ]
@@ -249,7 +165,7 @@ def test_a_loop_that_is_rendered_keeps_its_thinking(served):
 def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
     accepts = json_or_call_check(served, TOOLS)
 
-    for header in (HEADERS[0], HEADERS[1]):
+    for header in HEADERS[:2]:
         assert accepts(THOUGHT + header + ARGUMENTS)
 
 

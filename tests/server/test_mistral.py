@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import scripted_replies
+from nights import at_night
 from server_fixture import Served, functions_of, user
 from tiny_models import DENSE, tiny_model
 
@@ -48,7 +49,7 @@ CALL_IDS = {TEMPLATE: "[CALL_ID]abcDEF123", LATER: ""}
 ARGUMENTS = '{"path": "docs/[ARGS] \\"b\\".md"}'
 
 
-@pytest.fixture(scope="module", params=CALL_IDS, ids=["v11", "v13"])
+@pytest.fixture(scope="module", params=[TEMPLATE, at_night(LATER)], ids=["v11", "v13"])
 def folder(request, tmp_path_factory) -> Path:
     plain = tiny_model(DENSE, tmp_path_factory.mktemp("mistral"))
     return scripted_replies.disguise_model(
@@ -56,9 +57,10 @@ def folder(request, tmp_path_factory) -> Path:
     )
 
 
-@pytest.fixture
-def served(folder, monkeypatch):
-    with scripted_replies.serving_disguised(folder, monkeypatch) as server:
+@pytest.fixture(scope="module")
+def served(folder):
+    patching = pytest.MonkeyPatch.context()
+    with patching as patch, scripted_replies.serving_disguised(folder, patch) as server:
         yield server
 
 

@@ -283,6 +283,15 @@ def test_a_header_without_its_start_tag_ends_thinking() -> None:
         assert (texts["reasoning"], texts["content"]) == ("Why?", "Hi")
 
 
+def test_without_tools_a_call_of_harmony_is_the_answer() -> None:
+    tags = Tags(
+        think_start=think_tag_pattern("<|channel|>analysis<|message|>"),
+        think_end=think_tag_pattern("<|end|>"),
+    )
+    call = '<|channel|>commentary to=functions.rm json<|message|>{"a": 1}'
+    assert split([call], tags=tags)["content"] == '{"a": 1}'
+
+
 def test_the_word_thought_begins_thinking_without_a_token() -> None:
     tags = Tags(
         think_start=think_tag_pattern("<|channel>thought"),
