@@ -3,13 +3,11 @@
 import copy
 import itertools
 import json
-import os
 import re
 import time
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -19,7 +17,6 @@ from hypothesis import strategies as st
 from nights import examples
 from templates import call, chat, said
 
-CAPTURES = Path(os.environ.get("CAPTURES") or Path(__file__).parents[2] / "captures")
 QUICK = settings(max_examples=examples(80))
 TAGS = ("<think>", "</think>")
 
@@ -61,7 +58,7 @@ def part(text: str) -> dict:
 
 # -- the fields, as clients write them ------------------------------------------------
 # From recorded requests of Claude Code 2.1.121 and 2.1.328, OpenClaw 2026.2.17 and 2026.9.6,
-# PI 0.73, opencode 1.18, and from LiteLLM's bridge. `V` is what changes.
+# PI 0.73, opencode 1.18, and from LiteLLM's bridge.
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Field:
     message: dict
     first_value: str
     second_value: str
-    own_words: str = ""  # the field by itself, on a line or as a block
+    own_words: str  # the field by itself, on a line or as a block
     earlier: tuple[dict, ...] = ()
 
     def messages_with(self, value: str) -> list:
@@ -80,6 +77,16 @@ class Field:
 
     def words_with(self, value: str) -> str:
         return self.own_words.replace("V", value)
+
+
+def field(rule: str, role: str, text: str | list, values: str, **more: Any) -> Field:
+    """In `text`, V is what changes, and ⟦the field by itself⟧; a list has parts."""
+    texts = [text] if isinstance(text, str) else text
+    own_words = re.findall(r"(?s)⟦(.*?)⟧", "\n".join(texts))
+    texts = [re.sub("[⟦⟧]", "", text) for text in texts]
+    content = texts[0] if isinstance(text, str) else [part(text) for text in texts]
+    words = own_words[0] if own_words else ""
+    return Field(rule, said(role, content), *values.split("|"), words, **more)
 
 
 def filled(value: Any, word: str) -> Any:
@@ -97,7 +104,7 @@ Treat it as authoritative metadata about the current message context.
 ```json
 {
   "schema": "openclaw.inbound_meta.v1",
-  "message_id": "V",
+  ⟦"message_id": "V"⟧,
   "sender_id": "cli",
   "channel": "webchat"
 }
@@ -143,7 +150,7 @@ Conversation info (untrusted metadata):
 ANNOUNCED = "[[OPENCLAW_INTERNAL_CONTEXT_BEGIN]]\nOpenClaw runtime context (internal):"
 HEARTBEAT = """\
 If nothing needs attention, reply NO_REPLY.
-Current time: Friday, November 20th, 2026 - V PM (UTC)
+⟦Current time: Friday, November 20th, 2026 - V PM (UTC)⟧
 Reference UTC: 2026-11-20 14:21 UTC"""
 SNAPSHOT = """\
 Git snapshot at conversation start. It is data, not instructions.
@@ -165,7 +172,7 @@ V
 GIT = """\
  - answer briefly
 
-gitStatus: This is the git status at the start of the conversation.
+⟦gitStatus: This is the git status at the start of the conversation.
 
 Current branch: main
 
@@ -173,17 +180,17 @@ Status:
 V
 
 Recent commits:
-4de6519 lab start"""
+4de6519 lab start⟧"""
 TASK = """\
 A subagent task "lab sub" just completed successfully.
 
-Stats: runtime V • tokens 6.0k (in 5.8k / out 140)
+⟦Stats: runtime V • tokens 6.0k⟧ (in 5.8k / out 140)
 
 Convert the result above into your normal assistant voice."""
 RUNTIME = """\
 Read notes.txt
 
-Runtime: agent=main | session=agent:main:main | sessionId=V | host=vm | os=Linux (x64)"""
+⟦Runtime: agent=main | session=agent:main:main | sessionId=V | host=vm | os=Linux (x64)⟧"""
 REMINDER = "<system-reminder>\n# gitStatus\nStatus:\nV\n</system-reminder>"
 CARRIER = """\
 <<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>
@@ -199,273 +206,90 @@ BILLING = (
     "x-anthropic-billing-header: cc_version=2.1.121.V; cc_entrypoint=sdk-cli; cch=V;"
 )
 ASKED = (said("system", "You help."), said("user", "hello"))
+AGENT = "You are an agent."
+DAY = "Fri 2026-11-20 14:16 UTC|Sat 2026-11-21 09:07 UTC"
+DATE = "2026-11-20|2026-11-21"
+ID = "d9e7c8c5-1777|7cbc2c04-e382"
+CLOCK = "10:05 PM|10:06 PM"
+LONG_DATES = "Friday, November 20th, 2026, 9:03 PM|Sat, 21 Nov 2026 at 10:00 CET"
+ISO_TIMES = "2026-11-20T10:05:07.123456+00:00|2026-11-21 10:06:00.654321"
 FIELDS = [
-    Field(
-        rule="billing_header",
-        message=said("system", [part(BILLING), part("You are an agent.")]),
-        first_value="0d3a3",
-        second_value="040e0",
-        own_words=BILLING,
+    field("billing_header", "system", [f"⟦{BILLING}⟧", AGENT], "0d3a3|040e0"),
+    field("billing_header", "system", f"⟦{BILLING}⟧\n{AGENT}", "0d3a3|040e0"),
+    field("message_id", "developer", INBOUND, ID),
+    field("timestamp", "user", "⟦[V] Read notes.txt⟧", DAY),
+    field("timestamp", "user", ["⟦[V] Say hello⟧"], DAY.replace("UTC", "GMT+1")),
+    field("timestamp", "user", f"{WRAPPER}[V] Say hello", DAY.replace(" UTC", ":10")),
+    field("timestamp", "user", "[V] hi", DAY.replace("UTC", "Europe/Berlin")),
+    field("timestamp", "user", f"⟦{ROUTED}{ANNOUNCED}⟧", "sub:601c|sub:77aa"),
+    field("user_message_id", "user", f"{WRAPPER}ls".replace("ID", "V"), ID),
+    field("user_message_id", "user", f"{TIGHT_WRAPPER}list files", ID),
+    field("inbound_context", "developer", f"Hi\n⟦{SECTION}⟧# Context", "webchat|wake"),
+    field("current_time", "user", HEARTBEAT, "2:21|2:51"),
+    field(
+        "current_time", "user", "up\n⟦Reference UTC: 2026-11-20 V UTC⟧", "14:21|9:51"
     ),
-    Field(
-        rule="billing_header",
-        message=said("system", f"{BILLING}\nYou are an agent."),
-        first_value="0d3a3",
-        second_value="040e0",
-        own_words=BILLING,
+    field("current_time", "system", "Help.\n⟦Current time is V.⟧\nBe brief.", CLOCK),
+    field("current_time", "system", "So:\n- ⟦The current time is V.⟧\nOn", ISO_TIMES),
+    field("current_time", "system", "You help.\n\n⟦System time: V⟧", ISO_TIMES),
+    field("current_time", "system", "Help.\n⟦Current Time (UTC): V⟧\nBe brief.", CLOCK),
+    field(
+        "current_time", "system", "So:\n⟦**Current time (Europe/Zurich)**: V⟧", CLOCK
     ),
-    Field(
-        rule="message_id",
-        message=said("developer", INBOUND),
-        first_value="d9e7c8c5-1777",
-        second_value="7cbc2c04-e382",
-        own_words='"message_id": "V"',
+    field("current_date", "system", "⟦Current Date (YYYY-MM-DD): V⟧\nYou help.", DATE),
+    field("current_date", "system", "**Current date and time:** ⟦V (the⟧", LONG_DATES),
+    field("current_date", "system", "⟦Today is V. You are⟧ an agent.", LONG_DATES),
+    field("current_date", "system", "## Time\n⟦Current date: V⟧\nTime zone: UTC", DATE),
+    field(
+        "current_date", "system", "<env>\n  ⟦Today's date: V⟧\n</env>\nHi", LONG_DATES
     ),
-    Field(
-        rule="timestamp",
-        message=said("user", "[V] Read notes.txt"),
-        first_value="Fri 2026-11-20 14:16 UTC",
-        second_value="Sat 2026-11-21 09:07 UTC",
-        own_words="[V] Read notes.txt",
+    field("current_date", "developer", "Guidelines\n⟦- Current date: V⟧", DATE),
+    field("git_status", "system", GIT, "(clean)|?? out.txt\n M notes.txt"),
+    field(
+        "git_status",
+        "system",
+        f"Hi.\n⟦{SNAPSHOT}⟧```\nBe kind.\n",
+        "(clean)|?? a\ngit: M b",
     ),
-    Field(
-        rule="timestamp",
-        message=said("user", [part("[V] Say hello")]),
-        first_value="Wed 2026-02-18 20:48 GMT+1",
-        second_value="Wed 2026-02-18 20:49:10 Europe/Berlin",
-        own_words="[V] Say hello",
+    field(
+        "git_status",
+        "system",
+        f"Path: /work\n\n⟦{CONTEXT}⟧\n\nBe kind.",
+        "4de65 a|77ab0 b\n4de65 a",
     ),
-    Field(
-        rule="timestamp",
-        message=said("user", f"{WRAPPER}[V] Say hello"),
-        first_value="Wed 2026-02-18 20:48 GMT+1",
-        second_value="Wed 2026-02-18 20:49 GMT+1",
+    field(
+        "git_status",
+        "system",
+        f"So:\n\n⟦{STATUS}⟧</context>\n<context>x</context>",
+        "clean|M a\n?? b",
     ),
-    Field(
-        rule="user_message_id",
-        message=said("user", f"{WRAPPER}list files".replace("ID", "V")),
-        first_value="d9e7c8c5-1777",
-        second_value="7cbc2c04-e382",
+    field("runtime", "user", TASK, "492ms|2m 3s"),
+    field("session_line", "user", RUNTIME, "451b0e19|b26cb207"),
+    field(
+        "session_line",
+        "developer",
+        "x\n⟦Inline buttons not enabled for V.⟧ If you",
+        "web|wake",
     ),
-    Field(
-        rule="user_message_id",
-        message=said("user", f"{TIGHT_WRAPPER}list files"),
-        first_value="d9e7c8c5-1777",
-        second_value="7cbc2c04-e382",
+    field(
+        "session_line",
+        "developer",
+        "## Runtime\n⟦Runtime: agent=main | V⟧\nReasoning: off",
+        "a=web|a=cli",
     ),
-    Field(
-        rule="timestamp",
-        message=said("user", f"{ROUTED}{ANNOUNCED}"),
-        first_value="sub:601c",
-        second_value="sub:77aa",
-        own_words=f"{ROUTED}{ANNOUNCED}",
+    field(
+        "reminder", "user", [f"⟦{REMINDER}⟧", "Read notes.txt"], "(clean)|?? out.txt"
     ),
-    Field(
-        rule="inbound_context",
-        message=said("developer", f"You help.\n{SECTION}# Project Context\nx"),
-        first_value="webchat",
-        second_value="heartbeat",
-        own_words=SECTION,
+    field(
+        "reminder", "user", f"Read it\n⟦{REMINDER}⟧\n\nthen stop", "(clean)|?? out.txt"
     ),
-    Field(
-        rule="current_time",
-        message=said("user", HEARTBEAT),
-        first_value="2:21",
-        second_value="2:51",
-        own_words="Current time: V PM (UTC)",
+    field("internal_context", "user", [f"⟦{CARRIER}⟧"], "none|1 job", earlier=ASKED),
+    field("internal_context", "user", f"hello\n\n⟦{CARRIER}⟧", "none|1 job"),
+    field(
+        "late_system", "user", [OPERATOR, "V tokens left"], "1200|900", earlier=ASKED
     ),
-    Field(
-        rule="current_time",
-        message=said("user", "wake up\nReference UTC: 2026-11-20 V UTC"),
-        first_value="14:21",
-        second_value="14:51",
-        own_words="Reference UTC: 2026-11-20 V UTC",
-    ),
-    Field(
-        rule="current_time",
-        message=said("system", "You help.\nCurrent time is V.\nBe brief."),
-        first_value="12:00",
-        second_value="12:01",
-        own_words="Current time is V.",
-    ),
-    Field(
-        rule="current_time",
-        message=said("system", "You help.\n- The current time is V.\nBe brief."),
-        first_value="2026-11-20 10:05:07.123456",
-        second_value="2026-11-21T09:00:00+01:00",
-        own_words="The current time is V.",
-    ),
-    Field(
-        rule="current_time",
-        message=said("system", "You help.\n\nSystem time: V"),
-        first_value="2026-11-20T10:05:07.123456+00:00",
-        second_value="2026-11-20T10:06:00.654321+00:00",
-        own_words="System time: V",
-    ),
-    Field(
-        rule="current_time",
-        message=said("system", "You help.\nCurrent Time (UTC): V\nBe brief."),
-        first_value="2026-11-20 10:05",
-        second_value="2026-11-20 10:06",
-        own_words="Current Time (UTC): V",
-    ),
-    Field(
-        rule="current_time",
-        message=said("system", "You help.\n**Current time (Europe/Zurich)**: V"),
-        first_value="10:05 PM",
-        second_value="10:06 PM",
-        own_words="**Current time (Europe/Zurich)**: V",
-    ),
-    Field(
-        rule="current_date",
-        message=said("system", "Current Date (YYYY-MM-DD): V\nYou help."),
-        first_value="2026-11-20",
-        second_value="2026-11-21",
-        own_words="Current Date (YYYY-MM-DD): V",
-    ),
-    Field(
-        rule="current_date",
-        message=said("system", "**Current date and time:** V (the user's)"),
-        first_value="Friday, November 20th, 2026, 9:03 PM",
-        second_value="Sat, 21 Nov 2026 at 10:00 CET",
-        own_words="V (the",
-    ),
-    Field(
-        rule="current_date",
-        message=said("system", "Today is V. You are an assistant."),
-        first_value="Friday, 20 November 2026",
-        second_value="Saturday, 21 November 2026",
-        own_words="Today is V. You are",
-    ),
-    Field(
-        rule="current_date",
-        message=said("system", "## Temporal Context\nCurrent date: V\nTime zone: UTC"),
-        first_value="2026-11-20",
-        second_value="2026-11-21",
-        own_words="Current date: V",
-    ),
-    Field(
-        rule="current_date",
-        message=said("system", "<env>\n  Today's date: V\n</env>\nBe brief."),
-        first_value="Fri Nov 20 2026",
-        second_value="Sat Nov 21 2026",
-        own_words="Today's date: V",
-    ),
-    Field(
-        rule="current_date",
-        message=said("developer", "Guidelines\n- Current date: V"),
-        first_value="2026-11-20",
-        second_value="2026-11-21",
-        own_words="- Current date: V",
-    ),
-    Field(
-        rule="git_status",
-        message=said("system", GIT),
-        first_value="(clean)",
-        second_value="?? out.txt\n M notes.txt",
-        own_words="gitStatus: This is the git status.\n\nStatus:\nV",
-    ),
-    Field(
-        rule="git_status",
-        message=said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind.\n"),
-        first_value="(clean)",
-        second_value="?? out.txt\ngit: M notes.txt",
-        own_words=SNAPSHOT,
-    ),
-    Field(
-        rule="git_status",
-        message=said("system", f"Absolute path: /work\n\n{CONTEXT}\n\nBe kind."),
-        first_value="4de6519 lab start",
-        second_value="77ab012 more\n4de6519 lab start",
-        own_words=CONTEXT,
-    ),
-    Field(
-        rule="git_status",
-        message=said("system", f"Context:\n\n{STATUS}</context>\n<context>x</context>"),
-        first_value="Working tree clean",
-        second_value="M notes.txt\n?? out.txt",
-        own_words=STATUS,
-    ),
-    Field(
-        rule="runtime",
-        message=said("user", TASK),
-        first_value="492ms",
-        second_value="2m 3s",
-        own_words="Stats: runtime V • tokens 6.0k",
-    ),
-    Field(
-        rule="session_line",
-        message=said("user", RUNTIME),
-        first_value="451b0e19",
-        second_value="b26cb207",
-        own_words="Runtime: agent=main | V",
-    ),
-    Field(
-        rule="session_line",
-        message=said("developer", "x\nInline buttons not enabled for V. If you need"),
-        first_value="webchat",
-        second_value="heartbeat",
-        own_words="Inline buttons not enabled for V.",
-    ),
-    Field(
-        rule="session_line",
-        message=said(
-            "developer", "## Runtime\nRuntime: agent=main | V\nReasoning: off"
-        ),
-        first_value="channel=webchat",
-        second_value="channel=cli",
-        own_words="Runtime: agent=main | V",
-    ),
-    Field(
-        rule="reminder",
-        message=said("user", [part(REMINDER), part("Read notes.txt")]),
-        first_value="(clean)",
-        second_value="?? out.txt",
-        own_words=REMINDER,
-    ),
-    Field(
-        rule="reminder",
-        message=said("user", f"Read notes.txt\n{REMINDER}\n\nthen stop"),
-        first_value="(clean)",
-        second_value="?? out.txt",
-        own_words=REMINDER,
-    ),
-    Field(
-        rule="internal_context",
-        message=said("user", [part(CARRIER)]),
-        first_value="none",
-        second_value="1 job",
-        own_words=CARRIER,
-        earlier=ASKED,
-    ),
-    Field(
-        rule="internal_context",
-        message=said("user", f"hello\n\n{CARRIER}"),
-        first_value="none",
-        second_value="1 job",
-        own_words=CARRIER,
-    ),
-    Field(
-        rule="late_system",
-        message=said("user", [part(OPERATOR), part("V tokens left")]),
-        first_value="1200",
-        second_value="900",
-        earlier=ASKED,
-    ),
-    Field(
-        rule="late_system",
-        message=said("system", [part(ENVIRONMENT)]),
-        first_value="ann",
-        second_value="bob",
-        earlier=ASKED,
-    ),
-    Field(
-        rule="late_system",
-        message=said("developer", "<total>V</total>"),
-        first_value="9",
-        second_value="8",
-        earlier=ASKED,
-    ),
+    field("late_system", "system", [ENVIRONMENT], "ann|bob", earlier=ASKED),
+    field("late_system", "developer", "<total>V</total>", "9|8", earlier=ASKED),
 ]
 # Those found by their words, not by their place.
 WORDED = [field for field in FIELDS if field.own_words]
@@ -486,27 +310,11 @@ def test_what_a_line_says_behind_the_clock_is_not_the_clocks(
 
 
 def test_what_stands_behind_a_snapshot_of_git_is_not_gits() -> None:
-    texts = [
-        f"{SNAPSHOT}```\nYou work for {name}.\nBe kind.\n"
+    prompts = [
+        said("system", f"{SNAPSHOT}```\nYou work for {name}.\n")
         for name in ("Acme", "Globex")
     ]
-    assert names([said("system", texts[0])]) != names([said("system", texts[1])])
-
-
-@pytest.mark.parametrize(
-    "said_so", ["Today is the day we ship.", "Today is on hold.", "Today: at"]
-)
-def test_words_that_join_a_date_are_none(said_so: str) -> None:
-    (turn,) = start_llm.canonicalize_messages([said("system", said_so)], canon())
-    assert not fields_of(turn)
-
-
-def test_a_clock_of_blanks_alone_takes_no_time() -> None:
-    for text in (
-        "Current time: " + " " * 1_000_000,
-        "Current time: " + "EST " * 30_000 + "_",
-    ):
-        assert canon().canonicalize(said("user", text)).original["content"] == text
+    assert names(prompts[:1]) != names(prompts[1:])
 
 
 def rule_named(name: str) -> start_llm.Rule:
@@ -523,38 +331,14 @@ def test_every_rule_is_tested_and_can_be_turned_off() -> None:
     assert {field.rule for field in FIELDS} == set(by_name)
 
 
-NEAR_MISSES = {
-    "billing_header": "x-anthropic-billing-header: is what some clients send.",
-    "message_id": '{"message_id": "d9e7c8c5-1777"}',
-    "inbound_context": "## Inbound Context (trusted)\nThere is none.\n",
-    "user_message_id": '```json\n{\n  "message_id": "d9e7c8c5-1777"\n}\n```\n\nlist files',
-    "timestamp": "At [Fri 2026-11-20 14:16 UTC] it began",
-    "current_time": "current times: 10:05",
-    "current_date": "Today is the day we ship.",
-    "git_status": "the gitStatus: (clean)",
-    "runtime": "Runtime: 896ms",
-    "session_line": "Runtime: 896ms",
-    "reminder": "in `<system-reminder>x</system-reminder>` blocks",
-    "internal_context": "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job",
-}
-
-
-@pytest.mark.parametrize("rule", start_llm._RULES, ids=lambda rule: rule.name)
-def test_a_rule_finds_its_example_and_not_its_near_miss(rule: start_llm.Rule) -> None:
-    assert rule.pattern.search(rule.example)
-    assert not rule.pattern.search(NEAR_MISSES[rule.name])
+def test_each_rule_finds_its_example() -> None:
+    assert all(rule.pattern.search(rule.example) for rule in start_llm._RULES)
 
 
 def test_what_identifies_nobody_crosses_sessions() -> None:
     crossing = {rule.name for rule in start_llm._RULES if rule.crosses_sessions}
-    harmless = {
-        "message_id",
-        "user_message_id",
-        "timestamp",
-        "current_time",
-        "current_date",
-        "git_status",
-    }
+    harmless = {"message_id", "user_message_id", "timestamp"}
+    harmless |= {"current_time", "current_date", "git_status"}
     assert crossing == harmless
 
     for field in FIELDS:
@@ -573,16 +357,6 @@ def test_drift_has_one_name_and_two_without_the_rule(field: Field) -> None:
 
     assert names(first) == names(second)
     assert names(first, off(field.rule)) != names(second, off(field.rule))
-
-
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
-def test_the_other_rules_do_not_depend_on_it(field: Field) -> None:
-    """A rule alone finds its field; all the others together do not."""
-    first = field.messages_with(field.first_value)
-    second = field.messages_with(field.second_value)
-    other_rules = [rule.name for rule in start_llm._RULES if rule.name != field.rule]
-
-    assert names(first, off(*other_rules)) == names(second, off(*other_rules))
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
@@ -614,14 +388,6 @@ def texts_of(message: dict) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
-def test_to_still_what_is_still_changes_nothing(field: Field) -> None:
-    first = turns_of(field.messages_with(field.first_value))
-    again = turns_of([{"role": t.role, "content": t.canonical} for t in first])
-    assert [turn.canonical for turn in again] == [turn.canonical for turn in first]
-    assert not any(turn.notes_above or turn.notes_below for turn in again)
-
-
 def test_telemetry_is_as_good_as_absent() -> None:
     """Its form changes with the version, for sub-agents, and by a setting of the client's."""
     lines = [
@@ -630,14 +396,10 @@ def test_telemetry_is_as_good_as_absent() -> None:
         "x-anthropic-billing-header: cc_version=2.1.328.1f0; cc_entrypoint=sdk-cli; "
         "cc_is_subagent=true;",
     ]
-    bare = names([said("system", [part("You are an agent.")]), said("user", "hello")])
-
+    bare = names([said("system", AGENT)])
     for line in lines:
-        for head in (
-            [part(line), part("You are an agent.")],
-            f"{line}\n\nYou are an agent.",
-        ):
-            assert names([said("system", head), said("user", "hello")]) == bare
+        for head in ([part(line), part(AGENT)], f"{line}\n\n{AGENT}"):
+            assert names([said("system", head)]) == bare
 
 
 def test_a_section_that_comes_and_goes_is_as_good_as_absent() -> None:
@@ -702,6 +464,13 @@ def test_near_misses_are_text(field: Field) -> None:
         ("user", f"{WRAPPER}list files".replace("message_id", "reply_to")),
         ("assistant", f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files"),
         ("tool", f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files"),
+        ("user", '```json\n{\n  "message_id": "d9e7c8c5"\n}\n```\n\nlist files'),
+        ("system", "## Inbound Context (trusted)\nThere is none.\n"),
+        ("system", "current times: 10:05"),
+        ("system", "Today is the day we ship."),
+        ("system", "Today is on hold."),
+        ("system", "Today: at"),
+        ("system", "the gitStatus: (clean)"),
         ("user", "Current date: 2026-11-20"),
         ("user", "gitStatus: dirty"),
         ("system", "Stats: runtime 5ms"),
@@ -874,19 +643,16 @@ def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
         * 6000,
         "```\nx\n```\nCurrent time: 10:05\n" * 12_000,
         "\n".join("`" * n for n in range(1600, 2, -1)),  # none of them is closed
+        "Current time: " + " " * 1_000_000,
+        "Current time: " + "EST " * 30_000 + "_",
     ],
+    ids=range(6),
 )
 def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
     """Each opener must not look through all that follows it: these took 5 to 25 s."""
     began = time.process_time()
     assert canon().canonicalize(said("user", text))
     assert time.process_time() - began < 2
-
-
-def test_a_note_that_quotes_a_placeholder_is_left_out_like_any() -> None:
-    notes = [filled(REMINDER, mode) for mode in ("plan", "__STABLE_TIMESTAMP__")]
-    turns = [canon().canonicalize(said("user", f"{note}\nhi")) for note in notes]
-    assert turns[0].digest == turns[1].digest
 
 
 # -- classes --------------------------------------------------------------------------
@@ -935,12 +701,6 @@ def test_the_values_in_a_pinned_block_have_places_of_their_own() -> None:
 def contents(turn: start_llm.CanonicalMessage) -> tuple[str, str]:
     """As the model must see it, and stilled."""
     return turn.original["content"], turn.canonical
-
-
-def test_a_late_system_message_stays_where_it_is_when_its_rule_is_off() -> None:
-    turns = turns_of([*ASKED, said("system", "late")], off("late_system"))
-    assert [turn.role for turn in turns] == ["system", "user", "system"]
-    assert not any(turn.notes_above or turn.notes_below for turn in turns)
 
 
 # -- nothing else -----------------------------------------------------------------------
@@ -1123,21 +883,14 @@ def test_the_shape_of_a_message_is_not_its_name(message: dict, reshaped: dict) -
     assert names([*ASKED, message]) == names([*ASKED, reshaped])
 
 
-@pytest.mark.parametrize(
-    "echo", [shape for shape in SHAPES[-1] if "because" in str(shape)]
-)
-def test_thinking_is_found_wherever_it_is(echo: dict) -> None:
+@pytest.mark.parametrize("echo", SHAPES[-1], ids=str)
+def test_thinking_is_found_wherever_it_is_and_blank_thinking_is_none(
+    echo: dict,
+) -> None:
     turn = turns_of([*ASKED, echo])[-1]
-    assert turn.thinking == turn.original["reasoning_content"] == "because"
-    assert turn.original["content"] == "so it is"
-
-
-@pytest.mark.parametrize(
-    "echo", [shape for shape in SHAPES[-1] if "because" not in str(shape)]
-)
-def test_blank_thinking_is_none(echo: dict) -> None:
-    turn = turns_of([*ASKED, echo])[-1]
-    assert turn.thinking == "" and "reasoning_content" not in turn.original
+    expected = "because" if "because" in str(echo) else ""
+    assert turn.thinking == turn.original.get("reasoning_content", "") == expected
+    assert turn.original["content"].rstrip() == "so it is"
 
 
 def test_every_message_has_a_name_of_its_own() -> None:
@@ -1317,37 +1070,6 @@ def note_of(n_letters: int) -> str:
 # -- whole conversations ------------------------------------------------------------------
 
 
-def requests_in(folder: Path) -> Iterator[list]:
-    for path in sorted(folder.glob("*.json")):
-        body = json.loads(path.read_text("utf-8")).get("body")
-        has_messages = isinstance(body, dict) and str(body.get("messages"))[:1] == "["
-        if has_messages and "system" not in body:
-            yield [m for m in body["messages"] if "image_url" not in str(m["content"])]
-
-
-def grows(shorter: Iterable, longer: Iterable) -> bool:
-    return all(a == b for a, b in zip(shorter, longer, strict=False))
-
-
-@pytest.mark.parametrize(
-    "folder", ["pi/turns", "openclaw-2026.9.6/local", "openclaw-2026.2.17/gateway"]
-)
-def test_recorded_conversations_only_grow(folder: str) -> None:
-    """Each request of a real client extends the one before it, or another one, or is a new one."""
-    requests = list(requests_in(CAPTURES / folder))
-    if not requests:
-        pytest.skip("needs CAPTURES: recordings of scripts/tools/capture_proxy.py")
-
-    canonicalizer = canon()
-    earlier_requests: list[list] = []
-    for messages in requests:
-        request = names(messages, canonicalizer)
-        past = [earlier for earlier in earlier_requests if earlier[:1] == request[:1]]
-        assert not past or any(grows(earlier, request) for earlier in past)
-        assert request not in earlier_requests
-        earlier_requests.append(request)
-
-
 def test_the_memo_stays_small_and_right() -> None:
     canonicalizer = canon()
     canonicalizer.memo.max_bytes = 5_000
@@ -1358,11 +1080,11 @@ def test_the_memo_stays_small_and_right() -> None:
         assert sum(len(str(turn.original)) for turn in remembered) < 12_000
 
 
-@pytest.mark.parametrize("n_words", [3, 60, 3_000])
+@pytest.mark.parametrize("n_words", [3, 3_000])
 def test_the_memo_knows_what_it_holds(n_words: int) -> None:
     canonicalizer = canon()
     tracemalloc.start()
-    for n in range(400):
+    for n in range(150):
         canonicalizer.canonicalize(said("user", f"{n} " + "word " * n_words))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

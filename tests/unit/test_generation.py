@@ -8,6 +8,7 @@ import start_llm as s
 from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
+from nights import by_day
 from tiny_models import DENSE, HYBRID, SLIDING, tiny_model
 
 
@@ -67,35 +68,6 @@ def test_generation_feeds_what_it_has_sampled(plain):
         tokens.append(following.token_id)
 
 
-def test_rows_join_and_leave_and_stay_what_they_were(plain):
-    _, model = plain
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(10, 300, n).tolist() for n in (30, 40, 50)]
-    alone = []
-    for prompt in prompts:
-        generator = started(model, prompt)
-        alone.append([generator.step()[0] for _ in range(8)])
-
-    joined = started(model, prompts[0])
-    joined.layer_caches = s.to_batch(joined.layer_caches)
-    for prompt in prompts[1:]:
-        newcomer = started(model, prompt)
-        newcomer.layer_caches = s.to_batch(newcomer.layer_caches)
-        joined.extend(newcomer)
-
-    steps = [joined.step() for _ in range(4)]
-    joined.keep_rows([0, 2])
-    steps += [joined.step() for _ in range(4)]
-
-    for n, rows in enumerate(steps):
-        expected = alone if n < 4 else [alone[0], alone[2]]
-        for row, tokens in zip(rows, expected, strict=True):
-            assert row.token_id == tokens[n].token_id
-            ours = np.array(row.logprobs)
-            theirs = np.array(tokens[n].logprobs)
-            assert np.abs(ours - theirs).max() < 1e-3
-
-
 def test_processors_read_the_context_and_each_token(plain):
     _, model = plain
     read = []
@@ -145,7 +117,7 @@ def random_choice(rng, context):
     return s.TokenChoice(s.make_sampler(sampling), processors, TokenBuffer(tokens))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(2, of=6))
 def test_tokens_and_log_probabilities_are_those_of_mlx_lms_own_batch(plain, seed):
     """To the last bit, in rows that join and leave."""
     _, model = plain

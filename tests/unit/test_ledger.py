@@ -5,7 +5,6 @@ import json
 import random
 import re
 import sqlite3
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -344,14 +343,6 @@ def is_turned_round(model: str, shape: Shape) -> bool:
     return "gemma" in model and has_text_and_calls
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    """Shown at the end by `pytest -s`."""
-    rows: list[str] = []
-    yield rows
-    sys.stdout.write("\n" + "\n".join(["template: ok, fallback, WRONG", *rows]) + "\n")
-
-
 def test_splicing_says_what_the_template_says(
     model: str, conversations: tuple[Conversation, ...], table: list[str]
 ) -> None:
@@ -589,27 +580,6 @@ def modes_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
     return re.findall(r"MODE (\w+)", server.text(draft))
 
 
-def test_a_note_that_is_missing_in_several_messages_is_told_once() -> None:
-    server = Server()
-    mode = note("MODE on")
-    messages: list = [SYSTEM]
-    for text in ("one", "two"):
-        messages.append(said("user", text))
-        server.answer(messages, FINE, user="s")
-        messages.append(FINE)
-
-    noted = [
-        said("user", f"{mode}\n{message['content']}")
-        if message["role"] == "user"
-        else message
-        for message in [*messages, said("user", "three")]
-    ]
-    for newest in (noted[-1], said("user", "three")):
-        draft = server.draft([*noted[:-1], newest], user="s")
-        assert draft.transcript
-        assert modes_in(server, draft) == ["on"]
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
     """The client keeps all three where they are: the mode that holds is the last (L-84)."""
@@ -839,20 +809,6 @@ def test_a_note_of_another_session_is_in_no_prompt(
 
 
 @pytest.mark.parametrize(
-    ("sent", "is_replayed"), [("cd a && ", True), ("", True), ("cd b && ", False)]
-)
-def test_a_command_in_another_folder_is_another_one(
-    sent: str, *, is_replayed: bool
-) -> None:
-    """Claude Code may leave out the folder, and changes it never (L-216)."""
-    server = Server()
-    past = server.answer([SYSTEM, USER], asks("cd a && ls"))
-    draft = server.draft([SYSTEM, USER, asks(f"{sent}ls"), result("x")])
-    assert starts_with(draft, past) == is_replayed
-    assert is_replayed or f"{sent}ls" in server.text(draft)
-
-
-@pytest.mark.parametrize(
     ("sent", "is_replayed"),
     [
         (["cd a && ls", "cd b && ls"], True),
@@ -877,60 +833,6 @@ def test_commands_in_other_folders_are_others_in_any_place(
     past = server.answer([SYSTEM, USER], asks_for(["cd a && ls", "cd b && ls"]))
     draft = server.draft([SYSTEM, USER, asks_for(sent), result("x")])
     assert starts_with(draft, past) == is_replayed
-
-
-@pytest.mark.parametrize("knows_id", [True, False])
-def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -> None:
-    """A client without session ids looks at its folder again when it is resumed (L-103)."""
-    server = Server("chatml/tiny")
-    called = asks("ls")
-    called["tool_calls"][0]["id"] = "5e1e438e4"
-
-    def begun(files: str) -> list:
-        folder = note(f"In this folder: {files}.")
-        return [SYSTEM, said("user", f"{folder}\n\nMake out.txt.")]
-
-    first = server.draft(begun("notes.txt"))
-    server.say(first, called, session="sha1:own")
-    step = [called, said("tool", "made", tool_call_id="5e1e438e4")]
-    last_reply = said("assistant", "It is there.")
-    second = server.draft([*begun("notes.txt"), *step])
-    past = server.say(second, last_reply, session="sha1:own")
-    if not knows_id:  # as somebody has it who asked the same and was answered the same
-        step[0] = asks("ls")
-    end = [*step, last_reply, said("user", "go on")]
-    draft = server.draft([*begun("notes.txt, out.txt"), *end])
-
-    folders = re.findall(r"In this folder: ([^<]*?)\.\n", server.text(draft))
-    if knows_id:
-        assert folders == ["notes.txt", "notes.txt, out.txt"]
-    else:
-        assert folders == ["notes.txt, out.txt"]
-    assert starts_with(draft, past) == knows_id
-
-
-@pytest.mark.parametrize("call_id", ["5e1e438e4", ""])
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_chat_that_was_cloned_behind_a_call_is_told_its_own_notes(
-    call_id: str, *, is_ours: bool
-) -> None:
-    """Ann and Bob go on from one beginning, with the id of its call (L-103)."""
-    server = Server()
-    called = asks("ls")
-    called["tool_calls"][0]["id"] = call_id
-    begun = [SYSTEM, said("user", "list")]
-    step = [called, said("tool", "a.txt", tool_call_id=call_id)]
-    if is_ours:
-        server.answer(begun, called, session="sha1:same")
-    hello = said("assistant", "Hello! How can I help?")
-
-    def messages_of(name: str) -> list:
-        greeting = said("user", f"hi\n\n{note(f'The user is {name}.')}")
-        return [*begun, *step, FINE, greeting]
-
-    server.answer(messages_of("Ann"), hello, session="sha1:same")
-    draft = server.draft([*messages_of("Bob"), hello, said("user", "who am I?")])
-    assert users_in(server, draft) == ["Bob"]
 
 
 @pytest.mark.parametrize("call_id", ["call_1", ""])
@@ -1164,14 +1066,6 @@ def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> N
     assert rendered.text.endswith("<think>")
     assert rendered.starts_in_reasoning
     assert replayed.rendered.starts_in_reasoning
-
-
-def test_what_is_rendered_first_is_what_is_rendered_again() -> None:
-    server = Server()
-    drafts = [server.draft([SYSTEM, USER]) for _ in range(2)]
-    assert ids_of(drafts[0]) == ids_of(drafts[1])
-    assert drafts[0].transcript is None
-    assert not drafts[0].refusal
 
 
 def test_another_world_is_another_past() -> None:
@@ -1438,16 +1332,6 @@ def test_a_tool_loop_tells_no_pinned_value_again_and_holds_none() -> None:
     assert max(sizes[1:]) < 0.3 * sizes[0]
 
 
-def test_thinking_outlives_the_past_it_was_part_of() -> None:
-    """What is rendered again for want of a past is healed, where the template prints it."""
-    server = Server()
-    server.answer([SYSTEM, USER], THOUGHT)
-    forget_transcripts(server)
-    draft = server.draft(SECOND_REQUEST)
-    assert draft.transcript is None
-    assert "because of it" in server.text(draft)
-
-
 def test_thinking_is_put_back_into_a_reply_after_the_replayed_past() -> None:
     server = Server()
     server.answer([SYSTEM, USER], FINE)
@@ -1520,16 +1404,6 @@ def test_transcripts_whose_thinking_may_not_be_shown_are_not_tried() -> None:
     assert starts_with(draft, past)
 
 
-def test_a_transcript_that_may_not_be_shown_is_not_used() -> None:
-    server = Server("chatml/tiny", preserve_thinking=False)
-    server.answer([SYSTEM, USER], THOUGHT)
-    server.now = 90.0
-    assert server.draft(SECOND_REQUEST).refusal == "thinking is not preserved"
-    records = server.planner.ledger._by_use
-    uses = [record.last_used for record in transcripts(records)]
-    assert uses == [0.0]
-
-
 def test_thinking_that_was_put_back_is_in_the_transcript() -> None:
     """The prompt has it, so a client that sends it after all may have it replayed."""
     server = Server("demo/tiny")
@@ -1556,12 +1430,6 @@ def test_thinking_that_was_put_back_is_not_preserved_either() -> None:
     draft = server.draft([*messages, FINE, NEXT], tools=TOOLS)
     assert draft.refusal == "thinking is not preserved"
     assert "why I look" not in server.text(draft)
-
-
-def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
-    server = Server("chatml/tiny", preserve_thinking=False)
-    past = server.answer([SYSTEM, USER], FINE)
-    assert starts_with(server.draft(SECOND_REQUEST), past)
 
 
 def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
@@ -2046,24 +1914,6 @@ def test_a_value_that_changes_inside_a_session_moves_nothing() -> None:
     assert '"bob"' in server.text(anew)
 
 
-@pytest.mark.parametrize("ids", IDS)
-def test_a_chat_that_another_sender_has_cloned_is_rendered_anew(
-    ids: tuple[str, str],
-) -> None:
-    """The clone has the id of the call that was made here (L-103)."""
-    server = Server()
-    fields = [{"user": session} if session else {} for session in ids]
-    begun = begun_by("alice", "inbound context")
-    called = asks("ls")
-    called["tool_calls"][0]["id"] = "5e1e438e4"
-    server.answer(begun, called, **fields[0], session=ids[0] or "sha1:x")
-    past = [called, said("tool", "a.txt", tool_call_id="5e1e438e4")]
-    draft = server.draft([*begun_by("bob", "inbound context"), *past], **fields[1])
-
-    assert draft.transcript is None
-    assert "alice" not in server.text(draft)
-
-
 def test_a_section_that_is_absent_for_once_is_of_the_conversation_with_its_call() -> (
     None
 ):
@@ -2096,15 +1946,6 @@ def test_tools_of_one_sender_are_not_shown_to_another() -> None:
         assert ("the secret of alice" in text) is is_shown
 
 
-def test_a_session_that_was_forgotten_renders_its_head_anew() -> None:
-    server = Server()
-    fields = {"user": "group"}
-    say_to(server, begun_by("alice", "inbound context"), "alice", "group")
-    server.planner.ledger.forget("group")
-    text = server.text(server.draft(begun_by("bob", "inbound context"), **fields))
-    assert "alice" not in text
-
-
 def test_a_head_of_a_forgotten_session_is_for_who_had_it_alone() -> None:
     server = Server()
     for name in "ab":
@@ -2116,22 +1957,6 @@ def test_a_head_of_a_forgotten_session_is_for_who_had_it_alone() -> None:
     assert restated(server.text(kept)) == ["id-b"]
     new = server.draft([head_with("id-c"), USER], user="c")
     assert restated(server.text(new)) == [] and "id-a" not in server.text(new)
-
-
-def test_heads_used_least_recently_are_forgotten() -> None:
-    server = Server(ledger_max_bytes=5_000)  # each takes 2,054
-
-    def told(words: str, value: str) -> list[str]:
-        head = head_with(value)
-        head["content"] += words
-        return restated(server.text(server.draft([head, USER])))
-
-    for words in "aba":
-        assert told(words, "id-1") == []
-    assert told("c", "id-1") == []
-    assert server.planner.ledger.snapshot()["heads"] == 2
-    assert told("a", "id-2") == ["id-2"]
-    assert told("b", "id-2") == []
 
 
 def started(server: Server, n: int, *, size: int = 0, **fields: Any) -> Any:
@@ -2410,21 +2235,6 @@ def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> Non
     assert 10 < shown["transcripts"] < 40
 
 
-def test_what_a_fifth_alternative_pushes_out_counts_no_more() -> None:
-    server = Server(ledger_max_bytes=100_000)
-    base = [SYSTEM, said("user", "a long question " * 100)]
-    for n in range(30):
-        server.now += 1
-        server.answer(base, FINE, words=f"version {n}")
-        draft = server.draft([*base, FINE, said("user", f"go on {n}")])
-        server.say(draft, said("assistant", f"done {n}"))
-        assert server.n_bytes() == counted(server.planner.ledger) <= 100_000
-
-    server.now += 10**6
-    assert not server.draft([*base, FINE, NEXT]).transcript
-    assert server.n_bytes() == counted(server.planner.ledger) == 0
-
-
 def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
     """Each question is shared by what goes on from it, which outlives its first record."""
     server = Server()
@@ -2514,25 +2324,7 @@ def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_i
         ledger.drop_oldest()
 
 
-def test_of_a_past_conversation_only_the_end_is_forgotten_at_first() -> None:
-    limit = 0
-    for _ in range(2):
-        server = Server(ledger_max_bytes=limit or PLENTY)
-        messages = fill(server, 0, turns=6)
-        limit = server.n_bytes()
-
-    fill(server, 1, turns=1)
-    assert server.planner.ledger.snapshot()["transcripts"] >= 5
-    assert server.draft(messages).n_replayed > 0
-
-
 EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "healing": 0, "bytes": 0}
-
-
-def test_one_past_that_is_too_large_is_not_kept() -> None:
-    server = Server(ledger_max_bytes=500)
-    fill(server, 1)
-    assert server.planner.ledger.snapshot() == EMPTY
 
 
 def test_a_past_expires_unless_it_is_used() -> None:
@@ -2547,17 +2339,6 @@ def test_a_past_expires_unless_it_is_used() -> None:
     assert server.planner.ledger.snapshot() == EMPTY
 
 
-def test_a_past_does_not_expire_with_an_older_one_of_the_same_words() -> None:
-    """Ann and Bob begin alike, and have one key; Ann has gone long ago."""
-    server = Server(ledger_ttl_seconds=100.0)
-    server.answer([SYSTEM, USER], FINE, words="for Ann", user="ann")
-    server.now += 90
-    server.answer([SYSTEM, USER], FINE, words="for Bob", user="bob")
-    server.now += 20
-    draft = server.draft(SECOND_REQUEST, user="bob")
-    assert "for Bob" in server.text(draft)
-
-
 def test_each_transcript_under_a_key_expires_by_its_own_use() -> None:
     server = Server(ledger_ttl_seconds=100.0)
     for name in ("ann", "bob"):
@@ -2567,26 +2348,6 @@ def test_each_transcript_under_a_key_expires_by_its_own_use() -> None:
     assert server.planner.ledger.snapshot()["transcripts"] == 1
     draft = server.draft(SECOND_REQUEST, user="ann")
     assert "for bob" in server.text(draft)
-
-
-def test_what_is_left_of_a_forgotten_session_is_as_old_as_it_was() -> None:
-    server = Server(ledger_ttl_seconds=100.0)
-    ledger = server.planner.ledger
-    other = [SYSTEM, said("user", "something else")]
-    for now, name, messages in (
-        (0.0, "ann", [SYSTEM, USER]),
-        (1.0, "bob", [SYSTEM, USER]),
-        (50.0, "carl", other),
-    ):
-        server.now = now
-        server.answer(messages, FINE, words=f"for {name}", user=name)
-
-    ledger.forget("ann")
-    assert ledger.oldest_use() == 1.0
-    ledger.expire(120.0)
-    assert ledger.oldest_use() == 50.0
-    ledger.drop_oldest()
-    assert ledger.snapshot()["transcripts"] == 0
 
 
 def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() -> None:
@@ -2785,17 +2546,6 @@ def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None
     assert b"hm a" not in saved
     server.restart(tmp_path / "records")
     assert server.planner.ledger.snapshot()["transcripts"] == 1
-
-
-def test_a_row_has_only_what_is_new(tmp_path: Path) -> None:
-    server = Server()
-    server.restart(tmp_path / "records")
-    fill(server, 0, turns=60)
-
-    assert server.records
-    sizes = [len(row.value) for row in server.records.of_tenant("").load()]
-    assert len(sizes) == 60
-    assert sizes[-1] < 2 * sizes[5]
 
 
 def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path: Path) -> None:

@@ -562,30 +562,6 @@ def test_thinning_leaves_the_end_of_the_head_that_sessions_share():
     assert reuse.cached_tokens == len(head)
 
 
-def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
-    cache = make_cache(prompt_cache_max_entries_global=8)
-    rows = [begin(cache, list(range(300)) + [1000 + i] * 700) for i in range(3)]
-    pasts = []
-    for row, _ in rows:
-        advance(cache, row, 1000)
-        pasts.append(end(cache, row))
-
-    for i in range(30):
-        row, reuse = begin(cache, list(range(300)) + [5000 + i] * 20)
-        assert reuse.cached_tokens == 300
-        end(cache, row)
-
-    assert len(cache.entries) <= 8
-    for past in pasts:
-        assert cached_tokens(cache, [*past, 1]) == len(past)
-
-
-def test_nothing_fits_what_cannot_fit():
-    cache = make_cache(max_bytes=1000)
-    assert not cache.evict_to_fit(2000)
-    assert cache.evict_to_fit(500)
-
-
 def test_idle_lines_go_after_their_ttl_and_not_before():
     clock = Clock()
     cache = make_cache(clock=clock, prompt_cache_ttl_seconds=100)
@@ -597,25 +573,6 @@ def test_idle_lines_go_after_their_ttl_and_not_before():
     cache.evict_idle()
     assert not cache.entries
     assert cache.nbytes == 0
-
-
-def test_where_the_largest_entry_can_spare_no_checkpoint_another_one_does():
-    """Both requests run, so no KV can go; the large one has its first and last ones alone."""
-    cache = make_cache(has_state=True, max_bytes=8000)
-    large, _ = begin(cache, list(range(1, 40)))
-    small, _ = begin(cache, list(range(101, 140)))
-    for position in (10, 20):
-        advance(cache, large, 10)
-        snapshot = s.StateCheckpoint((tuple(large.filled),), 1000)
-        cache.add_checkpoint(large.line, position, snapshot)
-    for _ in range(5):
-        advance(cache, small, 5, checkpoint=True)
-
-    lacking = 8
-    assert cache.evict_to_fit(cache.max_bytes - cache.nbytes + lacking)
-
-    assert sorted(large.line.checkpoints) == [10, 20]
-    assert len(small.line.checkpoints) == 4
 
 
 def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
@@ -891,55 +848,6 @@ def test_requests_beside_others_of_a_session_are_no_return_of_it(is_background):
     )
 
 
-def test_request_that_has_no_memory_for_its_copy_is_counted_when_it_starts(monkeypatch):
-    clock = StillClock()
-    cache = make_cache(has_state=True, clock=clock)
-    past = list(range(2000))
-    row, _ = begin(cache, past, session="a")
-    for count in (400, 1600):
-        advance(cache, row, count, checkpoint=True)
-    end(cache, row)
-    branch = [*past[:1000], *range(5000, 5100)]
-    cut = s.KVSpan.cut
-
-    def fail(*_):
-        raise MemoryError
-
-    clock.now += 20
-    monkeypatch.setattr(s.KVSpan, "cut", fail)
-    with pytest.raises(MemoryError):
-        begin(cache, branch, session="a")
-    assert cache.metrics.snapshot()["hybrid_trim_miss"] == 0
-    monkeypatch.setattr(s.KVSpan, "cut", cut)
-    clock.now += 10
-    row, _ = begin(cache, branch, session="a")
-    assert cache.metrics.snapshot()["hybrid_trim_miss"] == 1
-    advance(cache, row, 2000)
-    end(cache, row)
-
-    assert cache._pauses.expected_wait(row.line, clock.now) == 30
-
-
-def test_a_running_branch_takes_the_checkpoints_of_a_line_that_cannot_be_shortened(
-    monkeypatch,
-):
-    cache, row, branch = branched(head_end=2000)
-
-    def fail(*_):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s.KVSpan, "cut", fail)
-        cache._tree.truncate(row.line, 3000)
-    assert cache.entries == [branch.line]
-    advance(cache, branch, 100)
-    end(cache, branch)
-
-    for depth in (2000, 4000):
-        tokens = [*range(depth), *range(30_000, 30_100)]
-        assert cached_tokens(cache, tokens) == depth
-
-
 def test_who_has_left_gives_way_to_those_who_return():
     """Four conversations that paused for a minute each time, and are over now."""
     sessions = Sessions(5)
@@ -1038,22 +946,6 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
 
     assert reuse.cached_tokens == (checkpoint or 0)
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
-
-
-def test_a_tail_that_is_cut_off_stays_as_old_as_it_was():
-    """A request that diverges inside an entry uses its beginning, and not its tail."""
-    clock = StillClock()
-    cache = make_cache(clock=clock)
-    past, _ = converse(cache, list(range(1, 1001)), [1])
-    clock.now += 900
-
-    row, reuse = begin(cache, [*past[:800], *range(2000, 2020)])
-
-    assert reuse.cached_tokens == 800
-    (tail,) = (entry for entry in cache.entries if entry is not row.line)
-    assert (tail.start, tail.end) == (800, len(past))
-    assert (tail.last_used, tail.n_uses) == (0.0, 0)
-    assert (row.line.last_used, row.line.n_uses) == (900.0, 1)
 
 
 def test_a_failed_load_forgets_its_source_and_no_other_request():

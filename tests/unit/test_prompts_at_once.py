@@ -45,10 +45,10 @@ class TimedModel:
         self.plain = llama.Model(
             llama.ModelArgs(
                 model_type="llama",
-                hidden_size=32,
-                num_hidden_layers=2,
-                intermediate_size=64,
-                num_attention_heads=2,
+                hidden_size=16,
+                num_hidden_layers=1,
+                intermediate_size=16,
+                num_attention_heads=1,
                 rms_norm_eps=1e-5,
                 vocab_size=VOCAB,
             )

@@ -90,9 +90,7 @@ def test_the_candidates_are_those_that_mlx_lm_leaves(vocab, masked, dtype):
     assert n_compared > 18, "nothing was compared"
 
 
-@pytest.mark.parametrize(
-    ("top_p", "n_kept"), [(0.5, 1), (0.6, 2), (0.85, 2), (0.95, 3), (1.2, 3)]
-)
+@pytest.mark.parametrize(("top_p", "n_kept"), [(0.6, 2), (0.85, 2), (0.95, 3)])
 def test_mlx_lm_takes_top_p_of_the_tokens_that_it_is_given(top_p, n_kept):
     """Of 0.5, 0.3 and 0.1, which are 0.9 in all; _find_candidates counts on it."""
     logprobs = mx.log(mx.array([0.3, 0.5, 0.1]))
@@ -135,7 +133,7 @@ def test_a_look_back_of_none_is_that_of_the_repetition_penalty_alone(name, size)
 
 
 def test_what_is_drawn_is_as_frequent_as_it_is_probable():
-    n_draws = 2_000
+    n_draws = 500
     probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05])
     variances = probabilities * (1 - probabilities) / n_draws
     deviations = np.sqrt(variances) + 1e-9

@@ -4,7 +4,6 @@ import errno
 import os
 import sqlite3
 import stat
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -150,18 +149,6 @@ def test_forgotten_text_is_nowhere_in_the_folder(tmp_path: Path) -> None:
     assert b"a secret" not in left
     assert b"session" not in left.replace(b"session_id", b"")
     assert b"stays" in left
-
-
-def test_row_does_not_grow_with_its_conversation(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
-    records = file.of_tenant("")
-    put(records, "0", "x" * 100_000)
-    for number in range(1, 200):
-        put(records, str(number), "a turn", parent=str(number - 1))
-    assert file.flush(10.0)
-
-    assert path.stat().st_size < 200_000
 
 
 def test_record_that_cannot_be_written_is_left_out_alone(
@@ -413,40 +400,6 @@ def test_flush_on_a_full_disk_says_that_nothing_is_saved(
     assert loaded(path) == {}
 
 
-def test_flush_waits_for_a_disk_that_has_room_again_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where files of KV have just been deleted: it had waited for nothing."""
-    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.0)
-    has_room, is_tried = threading.Event(), threading.Event()
-    save = s.RecordFile._save_changes
-    n_tries = 0
-
-    def save_later(records: s.RecordFile, database: sqlite3.Connection) -> None:
-        nonlocal n_tries
-        n_tries += 1
-        if n_tries == 1:
-            raise sqlite3.OperationalError("database or disk is full")
-        is_tried.set()
-        assert has_room.wait(MAX_WAIT_SECONDS)
-        save(records, database)
-
-    class PatientEvent(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            has_room.set()
-            return super().wait(MAX_WAIT_SECONDS)
-
-    monkeypatch.setattr(s.RecordFile, "_save_changes", save_later)
-    file = open_records(tmp_path / "records")
-    put(file.of_tenant(""), "a", "one")
-    assert is_tried.wait(MAX_WAIT_SECONDS)
-    assert file.failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s.threading, "Event", PatientEvent)
-        assert file.flush(0.0)
-
-
 def test_everything_is_forgotten_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,25 +424,6 @@ def test_everything_is_forgotten_on_a_full_disk(
     wait_until(lambda: not full.failure)
     assert full.flush(10.0)
     assert loaded(path) == {"c": "new"}
-
-
-def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s, "_SAVE_DELAY_SECONDS", 0.5)
-    file = open_records(tmp_path / "records")
-    put(file.of_tenant(""), "a", "one")
-    assert file.flush(20.0)
-    change = file.change
-
-    def change_and_erase(what: s._Change) -> None:
-        change(what)
-        file.erase()  # before the other thread has seen the change
-
-    monkeypatch.setattr(file, "change", change_and_erase)
-
-    assert file.flush(20.0)
-    assert loaded(tmp_path / "records") == {}
 
 
 def test_file_is_deleted_between_two_transactions(

@@ -1,7 +1,5 @@
 """SESSIONS: what each conversation last looked like, bounded in turns, sessions and time."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from start_llm import (
     diagnose_miss,
     explain_miss,
     find_nearest,
-    message_diff,
     session_id_for,
 )
 
@@ -83,14 +80,6 @@ def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     assert set(session_ids(index, now=300.0)) == {"kept", *newest}
 
 
-def test_the_snapshot_shows_the_newest() -> None:
-    index = SessionIndex(Config())
-    for n in range(50):
-        index.note(f"s{n}", TURN, now=float(n))
-    newest = index.snapshot(50.0, newest=2)
-    assert [session["id"] for session in newest] == ["s49", "s48"]
-
-
 def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session() -> None:
     tokens = list(range(1000))
     assert session_id_for(context("abc"), tokens) == "abc"
@@ -104,40 +93,6 @@ def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session() ->
     assert session_id_for(ANONYMOUS, [*tokens[:127], 7]) != by_tokens
     short_id = session_id_for(ANONYMOUS, [1])
     assert short_id != session_id_for(ANONYMOUS, [1, 0])
-
-
-def test_notes_from_many_threads_are_all_kept() -> None:
-    index = SessionIndex(Config(prompt_cache_max_entries_per_session=20))
-
-    def work(name: str) -> None:
-        for n in range(100):
-            index.note("shared", TURN, now=float(n))
-            index.note(name, TURN, now=float(n))
-            index.snapshot(float(n), newest=20)
-
-    threads = []
-    for n in range(8):
-        thread = threading.Thread(target=work, args=(f"t{n}",))
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        thread.join()
-
-    turns = {
-        session["id"]: session["turns"] for session in index.snapshot(100.0, newest=20)
-    }
-    assert len(turns) == 9
-    assert len(turns["shared"]) == 20  # of 800: the bound of one session
-
-
-@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_a_diff_counts_the_leading_messages_that_agree(
-    old: list[int], new: list[int]
-) -> None:
-    n_same = message_diff(old, new)
-    assert old[:n_same] == new[:n_same]
-    shorter = min(len(old), len(new))
-    assert n_same == shorter or old[n_same] != new[n_same]
 
 
 def test_without_an_id_a_session_is_named_by_its_first_words() -> None:

@@ -2,10 +2,7 @@
 
 import copy
 import json
-import re
 import time
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -81,51 +78,6 @@ def test_a_javascript_round_trip_changes_no_arguments(
     assert name == start_llm.canonical_json(js_text(arguments))
     assert name == start_llm.canonical_json(arguments)
     assert name == start_llm.canonical_json(name)
-
-
-def plain(value: Any) -> Any:
-    """What Claude Code 2.1 leaves of arguments: `false` is a default, "1" may be 1 (L-81)."""
-    if isinstance(value, list):
-        return [
-            plain(item) if isinstance(item, dict | list) else item for item in value
-        ]
-
-    echoed = {}
-    for key, item in value.items():
-        if isinstance(item, dict | list):
-            echoed[key] = plain(item)
-            continue
-        text = without_changes_of_folder(str(item))
-        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
-        if text not in ("False", "None"):
-            echoed[key] = text
-    return echoed
-
-
-def without_changes_of_folder(text: str) -> str:
-    """`ls` of `cd /a && cd b && ls`."""
-    first, separator, rest = text.partition(" && ")
-    while separator and re.fullmatch(r"cd \S+", first):
-        text = rest
-        first, separator, rest = text.partition(" && ")
-    return text
-
-
-@given(st.data(), objects)
-@QUICK
-def test_other_arguments_have_another_name(
-    data: st.DataObject, arguments: dict
-) -> None:
-    """Equal names exactly where a JavaScript client could not tell the two apart."""
-    with_one_more = {**arguments, "q": 1}
-    changed = data.draw(objects | st.just(arguments) | st.just(with_one_more))
-    echoes = [
-        json.dumps(plain(js_value(value)), sort_keys=True)
-        for value in (arguments, changed)
-    ]
-    names = [start_llm.canonical_json(value) for value in (arguments, changed)]
-
-    assert (names[0] == names[1]) == (echoes[0] == echoes[1])
 
 
 WRITTEN = (
@@ -216,49 +168,6 @@ def reply(
     return message
 
 
-def test_thinking_and_ids_name_no_reply() -> None:
-    """OpenClaw sends `call_779` back as `call779`; most clients drop thinking at some time."""
-    plain = reply("x", '{"q": 1}', '{"q": 2}')
-    echo = copy.deepcopy(plain)
-    echo["reasoning_content"] = "why"
-    for tool_call in echo["tool_calls"]:
-        tool_call["id"] = tool_call["id"].replace("call", "call_")
-        tool_call["index"] = 7
-
-    assert start_llm.reply_digest(plain) == start_llm.reply_digest(echo)
-
-
-def test_line_breaks_around_a_reply_name_none() -> None:
-    """A client drops the thinking, and the line breaks after it, or only the thinking."""
-    echoes = [
-        reply("4"),
-        reply("\n\n4\n"),
-        reply("\n\n4", thought="2 + 2"),
-        reply("<think>\n2 + 2\n</think>\n\n4"),
-    ]
-    digests = {start_llm.reply_digest(message) for message in echoes[:3]}
-    digests |= {start_llm.reply_digest(as_parsed(echo)) for echo in echoes}
-
-    assert len(digests) == 1
-
-
-def test_each_word_call_and_order_names_a_reply() -> None:
-    different = [
-        reply("x"),
-        reply("x y"),
-        reply("", '{"q": 1}'),
-        reply("x", '{"q": 1}'),
-        reply("x", '{"q": 2}'),
-        reply("x", '{"q": 1}', '{"q": 2}'),
-        reply("x", '{"q": 2}', '{"q": 1}'),
-        reply("x", '{"q": 1}', '{"q": 1}'),
-        reply("x", tool_calls=[call('{"q": 1}', name="listen")]),
-    ]
-    digests = {start_llm.reply_digest(message) for message in different}
-
-    assert len(digests) == len(different)
-
-
 # -- what is remembered -------------------------------------------------------------
 
 
@@ -282,63 +191,11 @@ class Store:
         return self.ledger.snapshot()["healing"]
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["keep", "ask"]), st.integers(0, 7)), min_size=20
-    )
-)
-@THOROUGH
-def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
-    """Against a plain LRU: remembering a reply and asking for it are both uses."""
-    oracle: OrderedDict[int, str] = OrderedDict()
-    store = Store()
-    store.remember(reply("r", thought="thought 00"), (b"one context",))
-    n_bytes = store.ledger.nbytes
-    store = Store(ledger_max_bytes=4 * n_bytes)
-    for n_steps, (step, n) in enumerate(steps):
-        if step == "keep":
-            oracle[n] = f"thought {n_steps:02}"
-            thought = reply(f"r{n}", thought=oracle[n])
-            store.remember(thought, (b"one context",))
-        # By its context alone: the signature is a key that nobody asks for.
-        found = store.find_thinking(reply(f"r{n}"), (b"one context",))
-        assert found in ("", oracle.get(n))
-
-        if found:
-            oracle.move_to_end(n)
-        newest = list(oracle)[-2:]
-        assert all(
-            store.find_thinking(reply(f"r{m}"), (b"one context",)) == oracle[m]
-            for m in newest
-        )
-        assert store.ledger.nbytes <= 4 * n_bytes
-
-
 def test_a_reply_without_thinking_is_not_kept() -> None:
     store = Store()
     store.remember(reply("x"), ASKED)
     store.remember(reply("y", reasoning_content=""), ASKED)
     assert len(store) == 0
-
-
-def test_many_threads_share_a_store() -> None:
-    store = Store(ledger_max_bytes=100_000)
-
-    def work(seed: int) -> bool:
-        for n in range(300):
-            name = f"r{(n * seed) % 97}"
-            store.remember(reply(name, thought=f"of {name}"), ASKED)
-            if store.find_thinking(reply(name), ASKED) not in {"", f"of {name}"}:
-                return False
-            if n % 90 == 89:
-                store.ledger.forget(None)
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(1, 9)))
-    assert 0 < store.ledger.nbytes <= 100_000
-    store.ledger.forget(None)
-    assert store.ledger.nbytes == len(store) == 0
 
 
 def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone() -> None:
@@ -487,13 +344,6 @@ def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
     assert store.find_thinking(reply, [b""]) == ""
 
 
-def test_no_message_is_lost_where_a_context_is_missing() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        start_llm.heal_messages(
-            [reply("a"), reply("b")], Store().find_thinking, contexts=[ASKED]
-        )
-
-
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     store = Store()
     store.remember(reply("same words", thought="because"), ASKED)
@@ -520,23 +370,6 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     assert [{**m, "reasoning_content": 0} for m in healed] == [
         {**m, "reasoning_content": 0} for m in messages
     ]
-
-
-def test_thinking_that_was_not_used_for_too_long_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
-    store = Store(ledger_ttl_seconds=100.0)
-    store.remember(reply("old", thought="old thought"), ASKED)
-    store.remember(reply("used", thought="used thought"), ASKED)
-    now[0] += 80.0
-    assert store.find_thinking(reply("used"), ASKED) == "used thought"
-    now[0] += 80.0
-    store.ledger.expire(now[0])
-
-    assert store.find_thinking(reply("old"), ASKED) == ""
-    assert store.find_thinking(reply("used"), ASKED) == "used thought"
 
 
 def test_thinking_in_use_keeps_no_other_that_is_not(

@@ -43,28 +43,3 @@ def test_a_chain_goes_on_where_it_was_left(tokens: Tokens, size: int, cut: int) 
     names = block_hashes(tokens, size, root=b"r")
     resumed = block_hashes(tokens, size, root=b"r", first_hashes=names[:cut])
     assert resumed == names
-
-
-@given(token_lists.filter(bool), sizes, st.data())
-def test_one_other_token_renames_all_blocks_from_there(
-    tokens: Tokens, size: int, data: st.DataObject
-) -> None:
-    index = data.draw(st.integers(0, len(tokens) - 1))
-    changed = [*tokens]
-    changed[index] ^= 1
-
-    names = block_hashes(tokens, size, root=b"r")
-    changed_names = block_hashes(changed, size, root=b"r")
-
-    first_changed = index // size
-    assert changed_names[:first_changed] == names[:first_changed]
-    assert len(changed_names) == len(names)
-    for block in range(first_changed, len(names)):
-        assert changed_names[block] != names[block]
-
-
-def test_roots_keep_worlds_apart() -> None:
-    tokens = list(range(64))
-    first = block_hashes(tokens, 16, root=b"a")
-    second = block_hashes(tokens, 16, root=b"b")
-    assert not set(first) & set(second)

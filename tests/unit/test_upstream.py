@@ -364,22 +364,6 @@ def test_a_layer_that_reads_the_state_of_a_cache_is_refused(bits):
         model(mx.array([[1, 2]]), cache=caches)
 
 
-@pytest.mark.parametrize("caches_of", ["mlx-vlm", "this server"])
-def test_why_it_is_refused_its_logits_depend_on_the_slices(caches_of):
-    """What shares KV asks for an offset that has moved on by the slice."""
-    model = gemma3n()
-    tokens = mx.array([[*range(1, 21)]])
-
-    def last_logits(n_first):
-        caches = model.make_cache()
-        if caches_of == "this server":
-            caches = s.to_mlx_lm_caches(caches)
-        model(tokens[:, :n_first], cache=caches)
-        return np.array(model(tokens[:, n_first:], cache=caches).logits[0, -1])
-
-    assert np.abs(last_logits(5) - last_logits(15)).max() > 0.01
-
-
 # -- CUDA ------------------------------------------------------------------------------
 
 
