@@ -119,12 +119,17 @@ def tiny_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFas
 
 @cache
 def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
+    """A template with a vocabulary; the tiny one is there in no time."""
     name, vocabulary = model.split("/")
-    if vocabulary == "tiny":
+    if name == "chatml":
         return tiny_tokenizer()
-    path = artifact("tokenizers", f"{vocabulary}.tokenizer.json")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<bos>")
     source = artifact("templates", f"{name}.jinja").read_text("utf-8")
+    if vocabulary == "tiny":
+        tokenizer = tiny_tokenizer()
+        tokenizer.bos_token = "<bos>"
+    else:
+        path = artifact("tokenizers", f"{vocabulary}.tokenizer.json")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<bos>")
     markup = REAL.get(name) or sorted(set(MARKUP.findall(source)))
     new = [t for t in markup if t not in tokenizer.get_added_vocab()]
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in new])

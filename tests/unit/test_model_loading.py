@@ -255,8 +255,7 @@ def test_the_facts_of_a_model(loaded: LoadedModel, tiny: Path) -> None:
         "<tool_call>",
         "</tool_call>",
     )
-    call = marks.tool_parser("<function=f>\n<parameter=x>\na\n</parameter>", None)
-    assert call == {"name": "f", "arguments": {"x": "a"}}
+    assert marks.tool_parser.__module__.endswith("qwen3_coder")
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     assert loaded.hidden_ids == {ids[name] for name in special}
 
@@ -480,13 +479,8 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
     from mlx_lm.tool_parsers.kimi_k2 import parse_tool_call
 
     Token = namedtuple("Token", "content special")
-    names = (
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|im_user|>",
-        "word",
-    )
-    added = {n: Token(name, name != "word") for n, name in enumerate(names)}
+    names = "<|tool_call_begin|> <|tool_call_argument_begin|> <|im_user|> word"
+    added = {n: Token(name, name != "word") for n, name in enumerate(names.split())}
 
     class Tokenizer:
         tool_parser = staticmethod(parse_tool_call)
