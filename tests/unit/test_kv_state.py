@@ -99,19 +99,6 @@ def test_a_cut_is_a_copy_and_a_join_continues_it():
     assert tokens_of(tail_keys, 300) == tokens[300:]
 
 
-def test_joining_never_holds_all_of_the_longer_part_twice():
-    # Large ones: another test's thread may still take some memory, or give it back.
-    head = s.take_span([kv_leaf(80_000) for _ in range(8)], 80_000)
-    tail = s.take_span([kv_leaf(6_000) for _ in range(8)], 6_000)
-    n_bytes_before = mx.get_active_memory()
-    mx.reset_peak_memory()
-
-    joined = head.join(tail)
-
-    n_bytes_more = mx.get_peak_memory() - n_bytes_before
-    assert n_bytes_more < joined.nbytes / 4, "sixteen arrays, one at a time"
-
-
 def test_joining_many_parts_never_holds_them_twice():
     parts = [s.take_span([kv_leaf(8_000) for _ in range(8)], 8_000) for _ in range(10)]
     n_bytes_before = mx.get_active_memory()

@@ -3,7 +3,6 @@
 Nothing here needs a model, a thread or a clock.
 """
 
-import math
 import random
 from dataclasses import dataclass
 
@@ -68,10 +67,6 @@ def test_prompts_of_like_lengths_are_read_together():
     assert companions(40) == []
 
 
-def test_policy_passes_over_a_prompt_that_is_too_long_for_the_call():
-    assert companions(100, 120, 75, max_tokens=230) == [75]
-
-
 def test_policy_reads_unlike_lengths_together_where_padding_costs_less_than_a_call():
     assert companions(40, 75, 110, free_padding=0) == []
     assert companions(40, 75, 110, free_padding=35) == [75]
@@ -123,20 +118,6 @@ def test_policy_gives_the_oldest_a_ninth_of_the_time():
 
     share = (5000 - n_slices_of_old) / n_slices_of_old
     assert share == pytest.approx(s.MAX_OTHERS_SHARE, rel=0.02)
-
-
-def test_policy_counts_short_slices_too():
-    """Slices of 20 tokens without end do not keep a long prompt waiting (L-71)."""
-    policy = s.SchedulingPolicy()
-    old = Prefill(0.0, 10**6)
-    n_slices_of_old = 0
-
-    for n in range(1000):
-        short = Prefill(1.0 + n, 20)
-        chosen = run_slice(policy, [old, short], seconds=0.02)
-        n_slices_of_old += chosen is old
-
-    assert 100 < n_slices_of_old < 120
 
 
 @pytest.mark.parametrize("seconds", [0.6, 0.85, 2.0])
@@ -194,13 +175,6 @@ def test_policy_reads_equal_prompts_one_after_the_other():
 # -- beside decoding -------------------------------------------------------------------
 
 
-def test_policy_lets_prefill_go_on_when_nobody_decodes():
-    policy = s.SchedulingPolicy()
-    charge(policy, READER, 1000.0)
-
-    assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=False)
-
-
 def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
     policy = s.SchedulingPolicy()
     long = Prefill(0.0, 10**6)
@@ -232,31 +206,6 @@ def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
 
 
-def test_policy_gives_short_prompts_without_end_a_third_of_the_time():
-    policy = s.SchedulingPolicy()
-    short = Prefill(0.0, 100)
-    seconds = {"prefill": 0.0, "decode": 0.0}
-
-    for _ in range(3000):
-        policy.charge_decode(0.03)
-        seconds["decode"] += 0.03
-        if policy.may_prefill(short, is_decoding=True):
-            charge(policy, READER, 0.1)
-            seconds["prefill"] += 0.1
-
-    unpaid = s.BURST_SECONDS
-    share = seconds["decode"] / (seconds["prefill"] - unpaid)
-    assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
-
-
-def test_policy_makes_a_long_prompt_wait_no_longer_for_many_short_ones():
-    policy = s.SchedulingPolicy()
-    charge(policy, READER, s.BURST_SECONDS)
-    policy.charge_decode(s.MAX_DECODE_DEBT)
-
-    assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
-
-
 @pytest.mark.parametrize("step_seconds", [0.001, 0.03, 0.1, 0.2, 0.3])
 def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_seconds):
     policy = s.SchedulingPolicy()
@@ -264,14 +213,6 @@ def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_second
 
     assert policy.pause_seconds >= s.SOON_SECONDS
     assert policy.pause_seconds + 2 * step_seconds <= 1.5
-
-
-def test_policy_forgets_a_debt_to_requests_that_are_over():
-    policy = s.SchedulingPolicy()
-    charge(policy, READER, 10.0)
-    charge(policy, READER, 0.2, is_decoding=False)
-
-    assert policy.decode_debt == pytest.approx(0.2 * s.DECODE_SHARE)
 
 
 # -- how long --------------------------------------------------------------------------
@@ -316,14 +257,6 @@ def test_slice_end_is_never_inside_an_image_and_always_further():
             assert end <= start + max_tokens
 
 
-def test_slice_is_as_long_as_allowed_in_plain_text():
-    tokens = np.arange(1, 5000, dtype=np.int32)
-
-    assert s.slice_end(tokens, 100, stop=4000, max_tokens=512) == 612
-    assert s.slice_end(tokens, 100, stop=650, max_tokens=512) == 650
-    assert s.slice_end(tokens, 100, stop=300, max_tokens=512) == 300
-
-
 def test_affordable_tokens_fall_with_depth_where_attention_keeps_scores():
     """why(L-55)"""
     costs = [s.SliceCost(end, 1000.0 + 2.0 * end) for end in range(100, 3000, 100)]
@@ -333,13 +266,6 @@ def test_affordable_tokens_fall_with_depth_where_attention_keeps_scores():
 
     assert at_1000 == pytest.approx(6_000_000 / (2 * 3000))
     assert at_9000 == pytest.approx(6_000_000 / (2 * 19_000))
-
-
-def test_affordable_tokens_do_not_grow_with_depth():
-    costs = [s.SliceCost(end, 5000.0 - end) for end in (1000, 2000, 3000)]
-
-    assert s.affordable_tokens(costs, 90_000, working_bytes=6000) == 1.0
-    assert s.affordable_tokens(costs, 0, working_bytes=6000) == 1.0
 
 
 def test_affordable_tokens_of_a_shallow_prompt_are_bounded_after_deep_ones():
@@ -366,17 +292,6 @@ def read_prompt(times, start, end, *, slice_tokens=2048, delay=1.0):
         times.add(s.TimedSlice(stop - begin, (begin + stop) / 2, seconds))
         total += seconds
     return total
-
-
-def test_a_cold_prompt_costs_what_its_slices_cost_however_short_later_ones_are():
-    times = s.PrefillTimes(2048)
-    cold = read_prompt(times, 0, 20_000)
-
-    for depth in range(20_000, 30_000, 200):  # steps of an agent
-        read_prompt(times, depth, depth + 200)
-
-    assert times.cold_seconds(20_000) == pytest.approx(cold, rel=0.01)
-    assert times.expected_seconds(0, 20_000) == pytest.approx(cold, rel=0.01)
 
 
 def test_time_left_counts_that_deep_tokens_cost_more():
@@ -419,12 +334,6 @@ def test_nothing_is_claimed_before_a_slice_was_timed():
     assert times.expected_seconds(0, 20_000) is None
 
 
-def test_affordable_tokens_are_unlimited_until_something_was_measured():
-    assert s.affordable_tokens([], 500, working_bytes=1) == math.inf
-    costs = [s.SliceCost(64, 0.0)]
-    assert s.affordable_tokens(costs, 500, working_bytes=7) == 7.0
-
-
 # -- memory and states -----------------------------------------------------------------
 
 
@@ -463,12 +372,6 @@ def test_request_times_name_the_seconds_of_each_activity():
     assert waiting.seconds(20.0) == {queue: 10.0}
     assert prefilling.seconds(20.0) == {queue: 2.0, "prefill": 8.0}
     assert decoding.seconds(20.0) == {queue: 2.0, "prefill": 5.0, "decode": 3.0}
-
-
-def test_request_times_stand_still_when_the_request_has_ended():
-    times = s.RequestTimes(10.0).begin("decode", 11.0).begin("ended", 14.0)
-
-    assert times.seconds(15.0)["decode"] == times.seconds(99.0)["decode"] == 3.0
 
 
 def test_request_times_of_a_second_try_add_up():

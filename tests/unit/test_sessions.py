@@ -61,12 +61,6 @@ def test_an_idle_session_is_forgotten_and_use_keeps_one_alive() -> None:
     assert session_ids(index, now=200.0) == ["other"]
 
 
-def test_an_idle_limit_of_zero_keeps_sessions_for_ever() -> None:
-    index = SessionIndex(Config(prompt_cache_session_max_idle_seconds=0))
-    index.note("a", TURN, now=0.0)
-    assert session_ids(index, now=1e9) == ["a"]
-
-
 def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,13 +87,6 @@ def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session() ->
     assert session_id_for(ANONYMOUS, [*tokens[:127], 7]) != by_tokens
     short_id = session_id_for(ANONYMOUS, [1])
     assert short_id != session_id_for(ANONYMOUS, [1, 0])
-
-
-def test_without_an_id_a_session_is_named_by_its_first_words() -> None:
-    tokens = np.arange(300, dtype=np.int32)
-    name = session_id_for(ANONYMOUS, tokens, start_key=b"x")
-    assert name == session_id_for(ANONYMOUS, tokens[:5], start_key=b"x")
-    assert name != session_id_for(ANONYMOUS, tokens, start_key=b"y")
 
 
 def answered(n: int, *digests: str, session_id: str = "s") -> SentRequest:
@@ -160,13 +147,6 @@ def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
         index.add(answered(n))
     index.expire(13.0)
     assert times(index) == [3.0, 4.0]
-
-
-def test_without_a_limit_no_request_is_forgotten() -> None:
-    index = SessionIndex(Config(ledger_ttl_seconds=0))
-    index.add(answered(0))
-    index.expire(1e9)
-    assert times(index) == [0.0]
 
 
 def test_a_request_that_is_too_large_leaves_those_of_other_sessions() -> None:
@@ -288,15 +268,6 @@ def test_tokens_that_were_never_read_are_not_read_again() -> None:
     assert count_reread_tokens(cut, request, cached_tokens=300) == 0
     assert count_reread_tokens(cut, request, cached_tokens=0) == 300
     assert explain_miss(cut, request, cached_tokens=300, matched_tokens=300) is None
-
-
-def test_no_more_is_read_again_than_the_prompt_has() -> None:
-    """Its reply is not: it was written, for the first time."""
-    earlier = sent("system", "user", tokens=np.arange(2_000))
-    rest = sent("user", tokens=np.full(1_056, 9_999), n_reply_tokens=100)
-    request = rest._replace(messages=earlier.messages[1:], context_key=b"other")
-
-    assert count_reread_tokens(earlier, request, cached_tokens=0) == 956
 
 
 @given(

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from nights import examples
 from templates import call, said
 
 QUICK = settings(max_examples=examples(60))
-THOROUGH = settings(max_examples=examples(200))
 TAGS = ("<think>", "</think>")
 ASKED = (b"digest of what is answered",)
 
@@ -115,14 +113,6 @@ def test_what_clients_were_seen_to_rewrite(written: str, echoed: str) -> None:
     assert start_llm.canonical_json(None) == start_llm.canonical_json("{}")
 
 
-def test_a_name_takes_no_longer_than_its_text() -> None:
-    """A run of blanks that ends no line must not be looked at from each of them."""
-    long = " " * 300_000 + "x" + "\t" * 300_000 + "cd a && " * 50_000
-    began = time.process_time()
-    assert start_llm.canonical_json({"command": long, "content": long})
-    assert time.process_time() - began < 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "changed"),
     [
@@ -213,18 +203,6 @@ def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone() 
     assert store.find_thinking(reply("x"), context) == text
     store.ledger.drop_oldest()
     assert store.ledger.nbytes == len(store) == 0
-
-
-def test_the_thinking_of_a_session_is_forgotten_with_it() -> None:
-    store = Store()
-    for session_id in ("one", "two"):
-        answer = reply(session_id, thought=f"of {session_id}")
-        store.remember(answer, ASKED, session_id=session_id)
-
-    store.ledger.forget("one")
-    signature = start_llm.thinking_signature("of one")
-    assert store.find_thinking(reply("one", thought_id=signature), ASKED) == ""
-    assert store.find_thinking(reply("two"), ASKED) == "of two"
 
 
 # -- healing ------------------------------------------------------------------------

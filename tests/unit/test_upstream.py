@@ -22,11 +22,9 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 from read_layout import read_sections
 from tiny_models import DENSE, HYBRID, tiny_model
 
@@ -156,14 +154,6 @@ def test_recurrent_caches_are_lists_of_arrays():
     assert not s.leaf_kind(RotatingKVCache(8)).can_hold
 
 
-def test_caches_of_classes_that_are_not_known_are_opaque():
-    known = [KVCache(), ArraysCache(2), RotatingKVCache(8), ChunkedKVCache(8)]
-    assert not s.has_opaque_leaf([*known, CacheList(*known)])
-
-    for unknown in (QuantizedKVCache(), LayerCache(8), CacheList(QuantizedKVCache())):
-        assert s.has_opaque_leaf([*known, unknown])
-
-
 def test_rows_of_a_batch_are_padded_at_their_beginning():
     short = fill(KVCache(), 3)
     long = fill(KVCache(), 5)
@@ -204,20 +194,6 @@ def test_a_window_is_no_longer_than_what_is_read_again(keep):
     fill(leaf, 1, start=26)
     expected = [*expected[:keep], *expected[keep + 1 :], 26]
     assert sorted(leaf.keys.reshape(-1).tolist()) == expected
-
-
-def test_other_caches_have_nothing_outside_a_window():
-    short = fill(RotatingKVCache(8), 5)
-    chunk = fill(ChunkedKVCache(8), 20)
-    recurrent = s.make_recurrent([mx.ones((1, 2))])
-
-    for leaf in (short, chunk, recurrent):
-        s.drop_outside_window(leaf)
-
-    assert short.offset == 5
-    assert chunk.offset == 20
-    assert short.keys.shape[2] == 5
-    assert recurrent[0].tolist() == [[1.0, 1.0]]
 
 
 def test_a_maximum_size_is_never_asked_for():
