@@ -827,10 +827,6 @@ def test_no_eviction_cuts_inside_an_image():
         assert cache.metrics.snapshot()["vlm_retreat"] == 0
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "n_missed"), [(None, 1), (20, 1), (500, 1), (900, 0), (1000, 0)]
-)
-def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
 def test_a_tail_that_is_cut_off_stays_as_old_as_it_was():
     """A request that diverges inside an entry uses its beginning, and not its tail."""
     clock = StillClock()
@@ -847,6 +843,10 @@ def test_a_tail_that_is_cut_off_stays_as_old_as_it_was():
     assert (row.line.last_used, row.line.n_uses) == (900.0, 1)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "n_missed"), [(None, 1), (20, 1), (500, 1), (900, 0), (1000, 0)]
+)
+def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
     checkpoint, n_missed
 ):
     """1,000 tokens are the same: to read 256 of them again, or more, is counted."""

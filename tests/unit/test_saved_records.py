@@ -343,7 +343,6 @@ def test_file_that_cannot_be_saved_for_long_is_begun_anew(
     assert loaded(path) == {"c": "three"}
 
 
-def test_everything_is_forgotten_on_a_full_disk(
 def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +362,7 @@ def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
     assert loaded(tmp_path / "records") == {}
 
 
+def test_everything_is_forgotten_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
