@@ -478,7 +478,7 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     method, path = label.split()
     takes = bool(operation.body) or bool(list(operation.iter_parameters()))
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
-    n_examples = 8 if takes else 1
+    n_examples = 4 if takes else 1
     if nights.is_night and method == "POST":
         n_examples = 30
 
@@ -501,7 +501,8 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
             check_it_is(schema, case.body, DESCRIPTION["components"])
 
     ask_it()
-    check_it_serves(served)
+    if nights.is_night or path == "/v1/drain":
+        check_it_serves(served)
 
 
 # -- what no schema says ---------------------------------------------------------------------------
@@ -781,7 +782,8 @@ def test_what_no_schema_forbids_has_an_answer_and_then_it_serves(
     answer = ask(served, "POST", path, body)
     assert answer[0] in (200, 400), answer[2][:300]
     check(answer, path)
-    check_it_serves(served)
+    if nights.is_night or label == MANY[-1][0]:
+        check_it_serves(served)
 
 
 # -- faults that are known and left ----------------------------------------------------------------

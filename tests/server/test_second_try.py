@@ -9,10 +9,12 @@ import openai
 import pytest
 import start_llm as s
 from engine_fixture import TOLERANCE, words
+from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, user, wait_until
 from tiny_models import DENSE, tiny_model
 
-KINDS = ["qwen3", "qwen3_5", "gemma3_text"]  # attention, state, sliding windows
+# Attention, with layers that keep state, sliding windows.
+KINDS = [at_night("qwen3"), "qwen3_5", at_night("gemma3_text")]
 
 
 @pytest.fixture
@@ -106,9 +108,8 @@ def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
     assert not set(damaged) & set(b.engine.call(lambda x: list(x.cache.entries)))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at_call", [1, 2])
+@pytest.mark.parametrize("at_call", [at_night(1), 2])
 def test_an_error_in_a_prompt_is_not_heard_of(bench, kind, at_call):
     b = bench(kind, prefill_step_size=64)
     rng = np.random.default_rng(5)
@@ -284,7 +285,7 @@ def test_who_has_left_is_not_tried_again(bench):
     assert n_second_tries(b) == 0
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_stream", [at_night(False), True])
 def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stream):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
     question = [SYSTEM, user("What is the weather? " * 60)]
@@ -307,7 +308,7 @@ def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stre
     assert "RuntimeError: planted" in caplog.text
 
 
-@pytest.mark.parametrize("n_tokens", [5, 60])
+@pytest.mark.parametrize("n_tokens", [at_night(5), 60])
 def test_a_reply_that_fails_after_some_tokens_is_no_past(n_tokens, tmp_path_factory):
     """In its thinking and in its text: neither tokens nor thinking are recorded (law 6)."""
     with closing(Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))) as served:

@@ -20,12 +20,12 @@ At night, too:
   killed, its port taken, a server killed beside it (by day the keeper in a thread); ranks with
   other end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
-- a storm of 390 clients (130 by day), 30 bodies for each route (8), each body of each agent
-  for each template (a seventh), all seeds of the prefix cache, the demo's questions one by one
+- a storm of 390 clients (130 by day), 30 bodies for each route (4), each body of each agent
+  for each template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
 - three of four examples of hypothesis and of damaged calls; shapes of a past with the other
   templates, those of models with their own vocabulary, too; the ledger's other properties with all
 - more seeds of the ledger's restarts and of batches beside mlx-lm's own; senders x ids x places;
-  images that cannot be read in two other ways
+  images that cannot be read in two other ways; real templates with the other vocabulary
 - the dense kind for the Messages API and structured output; families whose state is all there is
   (mamba2, granitemoehybrid, olmo_hybrid, rwkv7) under one head; layers of two large models as
   counted; four of five steps in which an exception may come

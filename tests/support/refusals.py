@@ -1,7 +1,11 @@
-"""Bodies of chat requests that are refused: a good one with a wrong value at a path."""
+"""Bodies that are refused, by API, and the field that each refusal names."""
 
 import copy
 import re
+from inspect import signature
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 
 def tool(name, **rest):
@@ -25,15 +29,11 @@ CONVERSATION = [
         "reasoning_content": "hm",
         "tool_calls": [
             {
-                "id": "c1",
+                "id": name,
                 "type": "function",
-                "function": {"name": "ls", "arguments": '{"a": 1}'},
-            },
-            {
-                "id": "c2",
-                "type": "function",
-                "function": {"name": "ls", "arguments": {"a": 2}},
-            },
+                "function": {"name": "ls", "arguments": arguments},
+            }
+            for name, arguments in (("c1", '{"a": 1}'), ("c2", {"a": 2}))
         ],
     },
     {"role": "tool", "tool_call_id": "c1", "content": "x"},
@@ -43,7 +43,7 @@ CONVERSATION = [
 ]
 
 
-WRONG = [
+WRONG = [  # of a whole chat: the path of a value, and a wrong one there
     ("model", 3),
     ("stream", "yes"),
     ("stream", 1),
@@ -141,3 +141,236 @@ def planted(path, value):
     inner[last_key] = value
 
     return body
+
+
+# -- all APIs --------------------------------------------------------------------------
+
+
+def of_google(*parts: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
+    return {"contents": [{"role": role, "parts": list(parts)}], **fields}
+
+
+class Refusal(NamedTuple):
+    """A body, or what is added to a good one, and how the refusal of it begins."""
+
+    api: str  # chat, completion, messages, responses or google
+    fields: Any
+    name: str  # of the field; "": of none
+    words: str = ""
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """The body that has this value there, and nothing else."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*blocks]}
+
+
+def said(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [*blocks]}
+
+
+def text(words: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+USE = {"type": "tool_use", "id": "t1", "name": "read", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
+# What would change the answer, with values that ask for nothing and others that do.
+SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
+    "n": ([1], [2, 0, "1"]),
+    "best_of": ([1], [3]),
+    "echo": ([False], [True]),
+    "suffix": ([""], ["tail"]),
+    "modalities": ([["text"]], [["text", "audio"], ["audio"]]),
+    "response_format": (
+        [{"type": "text"}],
+        [{"type": "json_schema", "json_schema": {}}, {"type": "xml"}, "json"],
+    ),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["auto", "none"], [{"name": "f"}]),
+    "audio": ([], [{"voice": "alloy"}]),
+    "previous_response_id": ([""], ["resp_1"]),
+    "conversation": ([""], ["conv_1", {"id": "conv_1"}]),
+    "assistant_id": ([""], ["asst_1"]),
+}
+BUDGET_PATHS = [
+    "thinking.budget_tokens", "thinking_budget", "reasoning.max_tokens",
+    "chat_template_kwargs.thinking_budget", "metadata.thinking_budget",
+    "metadata.reasoning.max_tokens",
+]  # fmt: skip
+THINKING = [  # of a chat
+    *((path, value) for path in BUDGET_PATHS for value in (-1, "5", True, {})),
+    ("enable_thinking", "perhaps"), ("enable_thinking", {"type": "enabled"}), ("thinking", 3),
+    ("thinking.type", "banana"), ("reasoning.effort", ["x"]), ("reasoning_effort", ""),
+    ("metadata.reasoning_effort", "huge"), ("chat_template_kwargs.enable_thinking", 1),
+    ("chat_template_kwargs.thinking", {"type": "disabled"}),
+]  # fmt: skip
+# How a template is applied is not the client's to say; documents are what it may print.
+APPLYING = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+APPLYING = {"messages", *APPLYING} - {"self", "documents", "kwargs"}
+PARTS = [
+    ({"type": "image_url", "image_url": 3}, ".image_url", "should be a valid string"),
+    ({"type": "image_url"}, ".image_url", "Field required"),
+    ({"type": "thinking", "thinking": 3}, ".thinking", "should be a valid string"),
+    (text({"text": "x"}), ".text", "should be a valid string"),
+    ({"type": "smell"}, "", "should be of type 'text', 'thinking', 'image_url', 'in"),
+    ({}, "", "should have a type"),
+]
+FORMAT = "output_config.format"
+ITEM = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f"}
+HELLO = {"text": "Hello"}
+REFUSALS = [
+    *(Refusal("chat", planted(path, value), path) for path, value in WRONG),
+    *(Refusal("chat", at(path, value), path) for path, value in THINKING),
+    *(
+        Refusal("chat", at(f"chat_template_kwargs.{name}", "x"), f"chat_template_kwargs.{name}")
+        for name in sorted(APPLYING)
+    ),
+    *(
+        Refusal("chat", {"messages": [user(part)]}, f"messages[0].content[0]{path}", words)
+        for part, path, words in PARTS
+    ),
+    Refusal("chat", {"n": 2}, "n", "should be 1"),
+    Refusal("chat", {"temperature": 3}, "temperature", "should be less than or equal to 2"),
+    Refusal("chat", {"tool_choice": "any"}, "tool_choice", "should be 'none', 'auto' or 'req"),
+    Refusal("chat", {"functions": [{}]}, "functions", "this is the older form: send `tools`"),
+    Refusal("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "a user message"),
+    Refusal("chat", {"top_logprobs": 1}, "top_logprobs"),
+    # A name that is no word is not repeated.
+    *(
+        Refusal("chat", {"stream_options": {name: 1}}, "stream_options", "should be a valid bool")
+        for name in ("x" * 100_000, "a\nb", "", "a.b")
+    ),
+    *(
+        Refusal("completion", {"prompt": prompt}, "prompt")
+        for prompt in (None, "", [], ["a", "b"], [[1], [2]], [""], [[]], 3, {}, [1, "a"])
+    ),
+    *(
+        Refusal("completion", {"prompt": prompt}, "prompt[1]")
+        for prompt in ([1, -1], [1, 2**31], [1, True], [1, 1.5])
+    ),
+    Refusal("completion", {"prompt": "x", "logprobs": 0}, "logprobs"),
+    Refusal("completion", {"prompt": "x", "return_progress": []}, "return_progress"),
+    *(Refusal("messages", fields, name, words) for fields, name, words in (
+        ({"messages": []}, "messages", ""),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ""),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", ""),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0]", ""),
+        ({"messages": [user(text("a"), {"type": "hologram"})]}, "messages[0].content[1]",
+         "a block of type 'hologram' cannot be read here"),
+        ({"messages": [said({"type": "tool_use", "id": "t"})]}, "messages[0].content[0]", ""),
+        ({"messages": [user({**RESULT, "content": [None]})]},
+         "messages[0].content[0].content[0]", "should be an object with a type"),
+        ({"messages": [user({**RESULT, "content": [text(None)]})]},
+         "messages[0].content[0].content[0]", "a block of type 'text' cannot be read here, or"),
+        ({"messages": [user("x")]}, "messages[0].content[0]", ""),
+        ({"messages": [user(text(3))]}, "messages[0].content[0]", ""),
+        ({"messages": [user(text("a")), said({**USE, "id": 7})]}, "messages[1].content[0].id", ""),
+        ({"messages": [said(text("a"), {**USE, "name": 3})]}, "messages[0].content[1].name", ""),
+        ({"messages": [said({**USE, "input": [1]})], "system": "s"},
+         "messages[0].content[0].input", ""),
+        ({"messages": [user({**RESULT, "tool_use_id": 7})]},
+         "messages[0].content[0].tool_use_id", ""),
+        ({"system": 3}, "system", ""),
+        ({"max_tokens": -1}, "max_tokens", ""),
+        ({"max_tokens": "9"}, "max_tokens", ""),
+        ({"temperature": 9}, "temperature", ""),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", ""),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name", ""),
+        ({"tools": [{"name": "f", "input_schema": 3}]}, "tools[0].input_schema", ""),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", ""),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type", ""),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", ""),
+        ({"tool_choice": {"type": "tool", "name": 3}}, "tool_choice.name", ""),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", ""),
+        ({"stop_sequences": [""]}, "stop_sequences[0]", ""),
+        ({"stop_sequences": ["a", "x" * 1025]}, "stop_sequences[1]", ""),
+        ({"stop_sequences": "END"}, "stop_sequences", ""),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type", ""),
+        # What a chat calls otherwise.
+        (at("output_config.effort", "hugely"), "output_config.effort", ""),
+        (at(FORMAT, 3), FORMAT, ""),
+        (at(f"{FORMAT}.type", "xml"), f"{FORMAT}.type", ""),
+        (at(f"{FORMAT}.type", "json_schema"), FORMAT, ""),
+        (at(FORMAT, {"type": "json_object", "schema": 3}), f"{FORMAT}.schema", ""),
+    )),
+    *(Refusal("responses", fields, name, words) for fields, name, words in (
+        *(
+            (fields, "", f"the body is not valid JSON: {words}")
+            for fields, words in (
+                (b"", "it is empty"),
+                (b"{", "it cannot be read at line 1, column 2"),
+                (b"[" * 5_000, "it is nested too deeply"),
+                (b'{"input": NaN}', "a number is NaN or infinite"),
+                (b'{"input": 1e999}', "a number is NaN or infinite"),
+                (b'{"input": %s}' % (b"1" * 5000), "a number is NaN or infinite, or has too"),
+                (b'\xef\xbb\xbf{"input": "x"}', "it cannot be read at line 1, column 1"),
+                ('{"input": "x"}'.encode("utf-16"), "byte 0 is no UTF-8"),
+                (b'"\xff"', "byte 1 is no UTF-8"),
+            )
+        ),
+        ([], "", "the body should be an object, not a list"),
+        ({}, "input", "is missing"),
+        ({"input": 5}, "input", "should be a string or a list, not a whole number"),
+        ({"input": []}, "input", "should not be empty"),
+        ({"input": [5]}, "input[0]", "should be an object, not a whole number"),
+        ({"input": [{}]}, "input[0].type", "is missing"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
+        ({"input": [user(HELLO)]}, "input[0].content[0].type", "is missing"),
+        ({"input": [ITEM, {**CALL, "name": 5}]}, "input[1].name", "should be a string"),
+        ({"input": [{**CALL, "type": "function_call_output"}]}, "input[0].output", "is missing"),
+        ({"input": "x", "tools": 5}, "tools", "should be a list, not a whole number"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice", "a call is demanded, but"),
+        ({"input": "x", "stream": "yes"}, "stream", "should be true or false, not a string"),
+        ({"input": "x", "temperature": True}, "temperature", "should be a number, not true"),
+        ({"input": "x", "reasoning": 5}, "reasoning", "should be an object"),
+        ({"input": "x", **at("text.format.type", "json_schema")}, "text.format.schema",
+         "is missing"),
+        # What is stored nowhere.
+        *(({"input": "x", **fields}, name, "no conversation is stored here")
+          for name, fields in (
+            ("previous_response_id", {"previous_response_id": "resp_1"}),
+            ("conversation", {"conversation": {"id": "conv_1"}}),
+            ("prompt", {"prompt": {"id": "pmpt_1"}}),
+            ("input[1]", {"input": [ITEM, {"type": "item_reference"}]}))),
+    )),
+    *(Refusal("google", fields, name, words) for fields, name, words in (
+        ([], "", "the body should be an object, not a list"),
+        ({}, "contents", "is missing"),
+        ({"contents": "Hi"}, "contents", "should be a list, not a string"),
+        ({"contents": [{}]}, "contents[0].parts", "is missing"),
+        (of_google(HELLO, role="assistant"), "contents[0].role", "should be user or model"),
+        *((of_google(part), f"contents[0].parts[0]{path}", words) for part, path, words in (
+            (5, "", "should be an object"),
+            ({}, "", "should have text or functionResponse"),
+            ({"text": 5}, ".text", "should be a string"),
+            ({"fileData": {}}, "", "should have text"),
+            ({**HELLO, "inlineData": "x"}, ".inlineData", "should be an object"),
+            ({**HELLO, "inlineData": {"mimeType": "a/b"}}, ".inlineData.data", "is missing"),
+            ({**HELLO, "inlineData": {"mimeType": 5, "data": "A"}}, ".inlineData.mimeType",
+             "should be a string"),
+            ({**HELLO, "inline_data": {"data": "A"}}, "",
+             "has text and inlineData: they are two parts"),
+            ({"functionCall": {"name": "f"}}, "",
+             "should have text or functionResponse or inlineData"),
+        )),
+        (of_google({"functionCall": {}}, role="model"), "contents[0].parts[0].functionCall.name",
+         "is missing"),
+        (of_google(HELLO, systemInstruction={"parts": []}, system_instruction={}),
+         "systemInstruction", "is there twice, in camel case and in snake case"),
+        (of_google(HELLO, tools=5), "tools", "should be a list"),
+        (of_google(HELLO, systemInstruction="x"), "systemInstruction",
+         "should be an object, not a string"),
+        (of_google(HELLO, **at("generationConfig.candidateCount", 2)),
+         "generationConfig.candidateCount", "only one"),
+        (of_google(HELLO, **at("toolConfig.functionCallingConfig.mode", "ANY")),
+         "toolConfig.functionCallingConfig.mode", "a call is demanded"),
+    )),
+]  # fmt: skip

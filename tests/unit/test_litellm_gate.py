@@ -12,6 +12,7 @@ import litellm_gate
 import pytest
 import start_llm as s
 from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
+from refusals import HELLO, REFUSALS, of_google
 from replica_choice import MAX_ANSWER_BYTES, Replica, Replicas
 from starlette.exceptions import HTTPException
 
@@ -541,26 +542,6 @@ def test_who_leaves_while_the_server_works_ends_its_request():
 # -- what LiteLLM makes a chat of ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("conversation", {"conversation": {"id": "conv_1"}}),
-        ("prompt", {"prompt": {"id": "pmpt_1"}}),
-        (
-            "input[1]",
-            {"input": [{"role": "user", "content": "x"}, {"type": "item_reference"}]},
-        ),
-    ],
-)
-def test_a_response_that_names_what_is_stored_nowhere_is_a_400(field, fields):
-    door = Door()
-    status, body = door.ask("POST", RESPONSES, {"model": "m", "input": "x", **fields})
-    assert (status, body["error"]["param"]) == (400, field)
-    assert sentence_of(body).startswith(f"{field}: no conversation is stored here")
-    assert door.is_untouched
-
-
 def test_a_response_that_names_nothing_passes_to_the_byte():
     door = Door()
     sent = b'{ "input": [{"type":"reasoning"}],  "store": true, "conversation": null}'
@@ -569,163 +550,34 @@ def test_a_response_that_names_nothing_passes_to_the_byte():
     assert door.behind.headers[b"content-length"] == b"%d" % len(sent)
 
 
-ITEM = {"role": "user", "content": "x"}
-CALL = {"type": "function_call", "call_id": "c", "name": "f"}
-SCHEMA = {"format": {"type": "json_schema"}}
+REFUSED = [refusal for refusal in REFUSALS if refusal.api in ("responses", "google")]
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "words"),
-    [
-        (b"", None, "the body is not valid JSON: it is empty"),
-        (
-            b"{",
-            None,
-            "the body is not valid JSON: it cannot be read at line 1, column 2",
-        ),
-        (b"[" * 100_000, None, "the body is not valid JSON: it is nested too deeply"),
-        (b'{"input": NaN}', None, "a number is NaN or infinite"),
-        (b'{"input": -Infinity}', None, "a number is NaN or infinite"),
-        (b'{"input": 1e999}', None, "a number is NaN or infinite"),
-        (b'{"input": %s}' % (b"1" * 5000), None, "has too many digits"),
-        (b'\xef\xbb\xbf{"input": "x"}', None, "it cannot be read at line 1, column 1"),
-        ('{"input": "x"}'.encode("utf-16"), None, "byte 0 is no UTF-8"),
-        ('{"input": "x"}'.encode("utf-16-le"), None, "it cannot be read at line 1"),
-        (b'"\xff"', None, "the body is not valid JSON: byte 1 is no UTF-8"),
-        ([], None, "the body should be an object, not a list"),
-        ({}, "input", "is missing"),
-        ({"input": 5}, "input", "should be a string or a list, not a whole number"),
-        ({"input": []}, "input", "should not be empty"),
-        ({"input": [5]}, "input[0]", "should be an object, not a whole number"),
-        ({"input": [{}]}, "input[0].type", "is missing"),
-        ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
-        (
-            {"input": [{"role": "user", "content": [{"text": "x"}]}]},
-            "input[0].content[0].type",
-            "is missing",
-        ),
-        ({"input": [ITEM, {**CALL, "name": 5}]}, "input[1].name", "should be a string"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c"}]},
-            "input[0].output",
-            "is missing",
-        ),
-        ({"input": "x", "tools": 5}, "tools", "should be a list, not a whole number"),
-        (
-            {"input": "x", "tools": [{"type": "function"}]},
-            "tools[0].name",
-            "is missing",
-        ),
-        (
-            {"input": "x", "tool_choice": "required"},
-            "tool_choice",
-            "there are no tools",
-        ),
-        (
-            {"input": "x", "stream": "yes"},
-            "stream",
-            "should be true or false, not a string",
-        ),
-        (
-            {"input": "x", "temperature": True},
-            "temperature",
-            "should be a number, not true",
-        ),
-        ({"input": "x", "reasoning": 5}, "reasoning", "should be an object"),
-        ({"input": "x", "text": SCHEMA}, "text.format.schema", "is missing"),
-        (
-            {"input": "x" * 20_000},
-            None,
-            "the body is larger than MAX_BODY_BYTES (10000",
-        ),
-    ],
-)
-def test_a_wrong_response_is_a_400_that_names_its_field(body, field, words):
-    door = Door(max_body_bytes=10_000 if isinstance(body, dict) else 200_000)
-    status, answer = door.ask("POST", RESPONSES, body)
-    assert status == (413 if "larger" in words else 400)
-    assert answer["error"]["param"] == field
-    assert sentence_of(answer).startswith(f"{field}: " if field else "the body")
-    assert words in sentence_of(answer)
-    assert door.is_untouched
-
-
-def of_google(
-    *parts: object, role: str = "user", **fields: object
-) -> dict[str, object]:
-    return {"contents": [{"role": role, "parts": list(parts)}], **fields}
-
-
-HELLO = {"text": "Hello"}
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ([], "the body should be an object, not a list"),
-        ({}, "contents: is missing"),
-        ({"contents": "Hi"}, "contents: should be a list, not a string"),
-        ({"contents": [{}]}, "contents[0].parts: is missing"),
-        (of_google(5), "contents[0].parts[0]: should be an object"),
-        (of_google({}), "contents[0].parts[0]: should have text or functionResponse"),
-        (of_google({"text": 5}), "contents[0].parts[0].text: should be a string"),
-        (of_google({"fileData": {}}), "contents[0].parts[0]: should have text"),
-        (
-            of_google(HELLO, role="assistant"),
-            "contents[0].role: should be user or model",
-        ),
-        (
-            of_google({**HELLO, "inlineData": "x"}),
-            "contents[0].parts[0].inlineData: should be an object",
-        ),
-        (
-            of_google({**HELLO, "inlineData": {"mimeType": "image/png"}}),
-            "contents[0].parts[0].inlineData.data: is missing",
-        ),
-        (
-            of_google({**HELLO, "inlineData": {"mimeType": 5, "data": "AAAA"}}),
-            "contents[0].parts[0].inlineData.mimeType: should be a string",
-        ),
-        (
-            of_google({**HELLO, "inline_data": {"data": "AAAA"}}),
-            "contents[0].parts[0]: has text and inlineData: they are two parts",
-        ),
-        (
-            of_google({"functionCall": {"name": "f"}}),
-            "contents[0].parts[0]: should have text or functionResponse or inlineData",
-        ),
-        (
-            of_google(HELLO, systemInstruction={"parts": []}, system_instruction={}),
-            "systemInstruction: is there twice, in camel case and in snake case",
-        ),
-        (
-            of_google({"functionCall": {}}, role="model"),
-            "contents[0].parts[0].functionCall.name: is missing",
-        ),
-        (of_google(HELLO, tools=5), "tools: should be a list"),
-        (
-            of_google(HELLO, systemInstruction="x"),
-            "systemInstruction: should be an object, not a string",
-        ),
-        (
-            of_google(HELLO, generationConfig={"candidateCount": 2}),
-            "generationConfig.candidateCount: only one",
-        ),
-        (
-            of_google(HELLO, toolConfig={"functionCallingConfig": {"mode": "ANY"}}),
-            "toolConfig.functionCallingConfig.mode: a call is demanded",
-        ),
-    ],
-)
-def test_a_wrong_body_of_google_is_a_400_in_its_form(body, words):
-    for verb in ("generateContent", "streamGenerateContent?alt=sse", "countTokens"):
+@pytest.mark.parametrize(("api", "body", "name", "words"), REFUSED)
+def test_a_wrong_body_is_a_400_that_names_its_field_and_reaches_nothing(
+    api, body, name, words
+):
+    verbs = ("generateContent", "streamGenerateContent?alt=sse", "countTokens")
+    google_paths = [f"/v1beta/models/a/b:{verb}" for verb in verbs]
+    for path in google_paths if api == "google" else [RESPONSES]:
         door = Door()
-        status, answer = door.ask("POST", f"/v1beta/models/a/b:{verb}", body)
+        status, answer = door.ask("POST", path, body)
         assert status == 400
-        assert answer["error"]["message"].startswith(words)
-        assert answer["error"]["code"] == 400
-        assert answer["error"]["status"] == "INVALID_ARGUMENT"
+        assert sentence_of(answer).startswith(f"{name}: {words}" if name else words)
+        if api == "google":
+            assert answer["error"]["code"] == 400
+            assert answer["error"]["status"] == "INVALID_ARGUMENT"
+        else:
+            assert answer["error"]["param"] == (name or None)
         assert door.is_untouched
+
+
+def test_a_body_that_is_too_large_is_a_413_that_names_the_setting():
+    door = Door()
+    status, answer = door.ask("POST", RESPONSES, {"input": "x" * 20_000})
+    assert status == 413
+    assert "the body is larger than MAX_BODY_BYTES (10000" in sentence_of(answer)
+    assert door.is_untouched
 
 
 def test_what_litellm_would_leave_out_of_googles_bodies_is_written_as_it_reads_it():
