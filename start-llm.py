@@ -10770,7 +10770,6 @@ class DiskCache:
         *,
         max_bytes: int,
         max_bytes_per_day: int,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used.
 
@@ -10781,7 +10780,7 @@ class DiskCache:
         self.max_bytes_per_day = max_bytes_per_day
         self.failure = ""  # why nothing is written now, in words
         self._lock_file = lock_file
-        self._clock = clock
+        self._clock = time.time
         self._retry_at = 0.0  # on the clock of time.monotonic()
         self._written_bytes: Counter[int] = Counter()  # by day
         self._executor = ThreadPoolExecutor(1, "disk")
@@ -10882,6 +10881,10 @@ class DiskCache:
                     self.failure = ""
                 self._written_bytes[self._today()] += segment.nbytes
                 self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
+                # It may be before what is there: a file that could not be read.
+                self._files = dict(
+                    sorted(self._files.items(), key=lambda item: item[1].segment.start)
+                )
                 self._note_use(segment)
         self._forget_lost()
         self._make_room()
@@ -10890,11 +10893,11 @@ class DiskCache:
 
     def note_failure(self, error: Exception) -> None:
         """Write nothing for a while: a disk that is full now has room later (L-194)."""
+        reason = _reason_of(error)
         if not self.failure:
-            reason = _reason_of(error)
             logger.warning("disk cache: nothing is written for now: %s", reason)
+        self.failure = reason
         self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
-        self.failure = _reason_of(error)
 
     def _today(self) -> int:
         return int(self._clock() // 86_400)
@@ -10944,7 +10947,6 @@ class DiskCache:
                 self._unlink(path, "what comes before it is gone")
                 return
         self._undeleted.pop(path, None)  # it is another one by now
-        self._files.pop(segment.name, None)  # it stands after its parent
         self._files[segment.name] = file
 
     @property
@@ -10967,17 +10969,19 @@ class DiskCache:
             oldest = min(leaves, key=lambda name: self._files[name].used_at)
             self._unlink(self._path_of(self._files.pop(oldest).segment))
 
-    def _remove(self, names: Iterable[str]) -> None:
-        """Delete files, and those that continue them."""
-        gone = set(names)
+    def _remove(self, names: Iterable[str]) -> int:
+        """Delete files, and those that continue them; returns how many."""
+        lost_names = set(names)
         for name, file in self._files.items():
-            if file.segment.parent in gone:
-                gone.add(name)
+            if file.segment.parent in lost_names:
+                lost_names.add(name)
+        lost = [file for name, file in self._files.items() if name in lost_names]
         # What continues another one goes first: alone it would be of no use.
-        for name in reversed(list(self._files)):
-            if name in gone:
-                self._unlink(self._path_of(self._files.pop(name).segment))
-                self.n_lost += 1
+        for file in reversed(lost):
+            del self._files[file.segment.name]
+            self._unlink(self._path_of(file.segment))
+        self.n_lost += len(lost)
+        return len(lost)
 
     def remove_session(self, tenant: str, session: str | None) -> int:
         """Delete what is of a session, or of a tenant (None), and what continues it.
@@ -10985,8 +10989,7 @@ class DiskCache:
         Returns how many files of the index. Where everything has to go, files that
         could not be read go, too; they are not counted.
         """
-        n_before = len(self._files)
-        self._remove(
+        n_removed = self._remove(
             name
             for name, file in self._files.items()
             if is_seen_by(tenant, file.segment.tenant)
@@ -10995,7 +10998,7 @@ class DiskCache:
         if not tenant and session is None:
             for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
                 self._unlink(path)
-        return n_before - len(self._files)
+        return n_removed
 
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete what was not used for so long. What continues it was not, either."""
@@ -11064,8 +11067,8 @@ class DiskCache:
         spans: list[KVSpan] = []
         states: dict[int, StateCheckpoint] = {}
         for segment, low, high in match.parts():
-            positions = segment.states.keys() & {match.depth, segment.head_end}
-            positions = {p for p in positions if low < p <= high}
+            wanted = {match.depth, segment.head_end} & segment.states.keys()
+            positions = [p for p in wanted if low < p <= high]
             prefixes = [f"state.{position}." for position in positions]
             arrays = self._read_arrays(segment, ("kv.", *prefixes))
             if arrays is None:
@@ -11299,7 +11302,11 @@ def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
     """
     folders = [root / identity]
     folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
-    own_folders = [folder for folder in folders if _find_last_port(folder) == port]
+    own_folders = []
+    for folder in folders:
+        with suppress(OSError, ValueError, DiskError):
+            if int(_read_file(folder / "port")) == port:
+                own_folders.append(folder)
     for folder in dict.fromkeys([*own_folders, *folders]):
         # The server that had this port before may still be writing its last files.
         is_own = folder in own_folders
@@ -11312,13 +11319,6 @@ def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
                     _write_private(folder / "port", str(port).encode())
             return lock_file
     raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
-
-
-def _find_last_port(folder: Path) -> int:
-    """The port of the last server that had a folder; 0 if it is not known."""
-    with suppress(OSError, ValueError, DiskError):
-        return int(_read_file(folder / "port"))
-    return 0
 
 
 def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
@@ -11366,11 +11366,9 @@ def _drop_other_folders(folder: Path, max_bytes: int) -> int:
     for other in _find_folders(folder.parent):
         if other == folder:
             continue
-        other_bytes = _file_bytes(other.rglob("*"))
-        if n_bytes + other_bytes > max_bytes:
+        if n_bytes + _file_bytes(other.rglob("*")) > max_bytes:
             _delete_model_folder(other)
-            other_bytes = _file_bytes(other.rglob("*"))
-        n_bytes += other_bytes
+        n_bytes += _file_bytes(other.rglob("*"))  # of what is left
     return n_bytes
 
 
@@ -11476,8 +11474,10 @@ class DiskTier:
         There must be memory for the whole prompt.
         """
         found = self.find_more(key, match)
-        loaded = self.files.read(found) if found else None
-        if found is None or loaded is None:
+        if found is None:
+            return match
+        loaded = self.files.read(found)
+        if loaded is None:
             return match
         span, states = loaded
         entry = CacheEntry(
@@ -11502,12 +11502,12 @@ class DiskTier:
             return None  # memory has it: nothing is looked up
         found = self.files.find(key)
         depth = retreat_from_image(key.tokens, min(found.depth, n_known))
-        found = found._replace(depth=depth)
-        found = found._replace(depth=self._usable_depth(found))
-        if found.depth - match.depth < MIN_FILE_TOKENS:
+        depth = self._usable_depth(found._replace(depth=depth))
+        if depth - match.depth < MIN_FILE_TOKENS:
             return None
         is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        return found._replace(start=match.cached_tokens) if is_branch else found
+        start = match.cached_tokens if is_branch else 0
+        return found._replace(depth=depth, start=start)
 
     def _usable_depth(self, found: DiskMatch) -> int:
         """From where a request can go on: with state, where the last one is."""
@@ -11632,25 +11632,24 @@ class DiskTier:
         return match
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
-        """Begin to write what the disk lacks of an entry; its parent comes first.
+        """Begin to write what the disk lacks of an entry; its parents come first.
 
         None if nothing can be written of it: now, or, if it is given up, until it has
         run again.
         """
         match = self._find_saved(entry)
+        waiting_entries: list[CacheEntry] = []
+        while match.depth < entry.start:  # its parent is not written yet
+            waiting_entries.append(entry)
+            assert entry.parent is not None
+            entry = entry.parent
+            if entry.is_running:
+                return None
+            match = self._find_saved(entry)
         if not entry.start and match.depth < MIN_PREFIX_TOKENS:
             # why(L-211): else its file would go with that of another conversation.
             match = DiskMatch((), 0)
         start = match.depth
-        if start < entry.start:  # its parent is not written yet
-            parent = entry.parent
-            assert parent is not None
-            if parent.is_running:
-                return None
-            job = self._begin(parent)
-            if parent.saved_end == parent.end:  # given up, so this one is, too
-                entry.saved_end = entry.end
-            return job
         end = min(entry.end, start + self._max_tokens)
         if end <= start:  # files that were written meanwhile have all of it
             return None
@@ -11666,14 +11665,17 @@ class DiskTier:
         path_bytes = sum(segment.nbytes for segment in match.segments)
         if path_bytes + n_bytes > self.files.room_bytes:
             # It would be deleted for room as soon as it is there, again and again.
-            entry.saved_end = entry.end
+            for given_up in (entry, *waiting_entries):
+                given_up.saved_end = given_up.end
             return None
         if not self.files.may_write(n_bytes):
             return None
-        key = entry.key
+        last_name = name_segment(entry.key, 0)
+        if match.segments:
+            last_name = match.segments[-1].name
         segment = Segment(
-            name=name_segment(key, end),
-            parent=match.segments[-1].name if match.segments else name_segment(key, 0),
+            name=name_segment(entry.key, end),
+            parent=last_name,
             start=start,
             end=end,
             head_end=entry.head_end,

@@ -1,6 +1,7 @@
 """KV that survives a restart: written while nothing runs, loaded when it is asked for."""
 
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -916,6 +917,44 @@ def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
     bench = restart(path)
     assert len(segments(bench)) == 4  # with that of the prompt that was read again
     assert difference(bench, prompt[:1100], n=1)[0] > 1000
+
+
+def test_file_that_is_written_again_is_found_with_what_continues_it(
+    tmp_path, monkeypatch
+):
+    key = s.TokenKey(b"r", np.arange(1, 901, dtype=np.int32), [])
+    names = [s.name_segment(key, end) for end in (0, 300, 600, 900)]
+    root, *others = (
+        s.Segment(name=name, parent=parent, start=300 * n, end=300 * (n + 1))
+        for n, (parent, name) in enumerate(itertools.pairwise(names))
+    )
+    for segment in (root, *others):
+        arrays = {"tokens": key.tokens[segment.start : segment.end]}
+        s.write_segment(tmp_path, segment, arrays)
+    safe_open = s.safe_open
+
+    def refuse(path, *args, **kwargs):  # as it does where no more files can be open
+        if path.stem == root.name:
+            raise FileNotFoundError(f"No such file or directory: {path}")
+        return safe_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s, "safe_open", refuse)
+        files = s.DiskCache(
+            tmp_path,
+            s._take_lock(tmp_path),
+            max_bytes=1 << 20,
+            max_bytes_per_day=1 << 20,
+        )
+    assert files.find(key).depth == 0
+    files.write(root, {"tokens": key.tokens[:300]})
+    files.wait(10.0)
+    files.collect()
+
+    match = files.find(key)
+    assert [segment.name for segment in match.segments] == names[1:]
+    assert match.depth == 900
+    files.close()
 
 
 def test_well_formed_file_without_tokens_is_deleted_at_the_start(tmp_path):
