@@ -4910,14 +4910,6 @@ class TenantRecords:
 # Thread   any; pure
 
 
-def is_same_session(first: str, second: str) -> bool:
-    """Whether both are one session that its client has named.
-
-    "" is nobody known: two of them are never known to be the same one.
-    """
-    return first == second != ""
-
-
 def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
     """A digest of whose private values a conversation has, with `message` added to it.
 
@@ -7052,7 +7044,7 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 # -- 3 records -------------------------------------------------------------------------
 
-_RECORD_BYTES: Final = 350  # of a record with its key, without its content
+_RECORD_BYTES: Final = 500  # of a record with its key, without its content
 
 # Tokens as they are saved: base64 of their bytes.
 type _SavedIds = Annotated[
@@ -7101,14 +7093,12 @@ class LedgerRecord:
         content = [part.name for part in fields(self) if part.name not in _NOT_IN_VALUE]
         return _RECORD_BYTES + memory_bytes(*[getattr(self, name) for name in content])
 
-    def lineage(self) -> list[LedgerRecord]:
+    def lineage(self) -> Iterator[LedgerRecord]:
         """It, its parent, and so on."""
-        lineage: list[LedgerRecord] = []
         record: LedgerRecord | None = self
         while record is not None:
-            lineage.append(record)
+            yield record
             record = record.parent
-        return lineage
 
 
 @dataclass(eq=False, kw_only=True)
@@ -7171,7 +7161,8 @@ class Transcript(LedgerRecord):
 
     def transcripts(self) -> list[Transcript]:
         """Those that it continues, the first as the first, and itself."""
-        return [r for r in reversed(self.lineage()) if isinstance(r, Transcript)]
+        transcripts = [r for r in self.lineage() if isinstance(r, Transcript)]
+        return transcripts[::-1]
 
     def token_ids(self) -> TokenIds:
         """The tokens of the conversation."""
@@ -7281,6 +7272,14 @@ _NOT_IN_VALUE: Final = {part.name for part in fields(LedgerRecord)}
 #     tools       of a conversation up to its first call: for the session, if it has a
 #                 name; else for who sends the same private values
 #     thinking    the same: see THINKING RESTORE
+
+
+def is_same_session(first: str, second: str) -> bool:
+    """Whether both are one session that its client has named.
+
+    "" is nobody known: two of them are never known to be the same one.
+    """
+    return first == second != ""
 
 
 def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
@@ -7764,7 +7763,11 @@ class Ledger:
         record.key = key
         self._records.setdefault(key, []).append(record)
         self._by_use[record] = None
-        self._hold(record)
+        for each in record.lineage():  # it has a holder more
+            each.n_holders += 1
+            if each.n_holders > 1:
+                break
+            self._nbytes += each.nbytes
         self._mark_used(record, record.last_used)
         return True
 
@@ -7775,7 +7778,14 @@ class Ledger:
             del self._records[record.key]
         del self._by_use[record]
         record.key = b""
-        self._let_go(record)
+        for each in record.lineage():  # it has a holder less
+            each.n_holders -= 1
+            if each.n_holders:
+                self._save(each)
+                break
+            self._nbytes -= each.nbytes
+            self._saved.remove(each.id)
+            each.saved_in = 0
 
     def _mark_used(self, record: LedgerRecord, now: float) -> None:
         """Let it be the last to be dropped, and after it what it continues."""
@@ -7787,33 +7797,12 @@ class Ledger:
                 self._by_use.move_to_end(each)
         self._save(record)
 
-    def _hold(self, record: LedgerRecord | None) -> None:
-        """Count a record that gets a holder, and its parents, if it is the first."""
-        while record is not None:
-            record.n_holders += 1
-            if record.n_holders > 1:
-                return
-            self._nbytes += record.nbytes
-            record = record.parent
-
-    def _let_go(self, record: LedgerRecord | None) -> None:
-        """Drop a record that loses a holder, and its parents, if it was the last."""
-        while record is not None:
-            record.n_holders -= 1
-            if record.n_holders:
-                self._save(record)
-                return
-            self._nbytes -= record.nbytes
-            self._saved.remove(record.id)
-            record.saved_in = 0
-            record = record.parent
-
     def _save(self, record: LedgerRecord) -> None:
         """Save a record as it is now, if there is a file; its parents before it."""
         file_number = self._saved.file_number
         if not file_number:
             return
-        for each in reversed(record.lineage()):
+        for each in reversed([*record.lineage()]):
             is_saved = each.saved_in == file_number
             if is_saved and each is not record:
                 continue

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sqlite3
+import tracemalloc
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -2036,6 +2037,19 @@ def counted(book: start_llm.Ledger) -> int:
     found = book._by_use
     held = chain.from_iterable(record.lineage() for record in found)
     return sum(record.nbytes for record in {*held})
+
+
+def test_ledger_counts_as_many_bytes_as_its_records_take() -> None:
+    ledger = start_llm.Ledger(start_llm.Config())
+    tracemalloc.start()
+    for n in range(2_000):
+        reply = said("assistant", f"{n}", reasoning_content=f"because {n}")
+        context = start_llm.ReplyContext(b"all %d" % n, b"last %d" % n)
+        ledger.remember_thinking(reply, context, session_id="", now=0.0)
+    n_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+    assert ledger.nbytes == pytest.approx(n_bytes, rel=0.15)
 
 
 def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
