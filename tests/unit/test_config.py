@@ -176,26 +176,34 @@ def test_all_bad_values_are_told_at_once(env):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("name", "text", "fault"),
     [
-        ("http://K3Y@other:80/v1", r": other:80/v1 is none"),
-        ("other:8080", r"other:8080 is none"),
-        ("http://K3Y@", r": {2}is none"),
-        ("http://K3Y@other:x", r": other:x is none"),
-        ("http://K3Y@other:0", r": other:0 is none"),
-        ("http://a:1,http://K3Y@a:1", r"http://a:1 is there twice"),
-        ("http://127.0.0.1:8080", r"http://127.0.0.1:8080 is this one"),
-        ("http://LocalHost:8080", r"http://127.0.0.1:8080 is this one"),
-        ("http://0.0.0.0:8080/", r"http://127.0.0.1:8080 is this one"),
-        ("http://A:1,http://a:1/", r"http://a:1 is there twice"),
-        ("http://a,http://K3Y@a:80", r"http://a:80 is there twice"),
-        ("http://K3Y@[FE80::1]:1,http://[fe80::1]:1", r"http://\[fe80::1\]:1 is there"),
-        ("http://K3Y@other:65536", r": other:65536 is none"),
+        *(("PROXY_REPLICAS", *row) for row in (
+            ("http://K3Y@other:80/v1", r": other:80/v1 is none"),
+            ("other:8080", r"other:8080 is none"),
+            ("http://K3Y@", r": {2}is none"),
+            ("http://K3Y@other:x", r": other:x is none"),
+            ("http://K3Y@other:0", r": other:0 is none"),
+            ("http://K3Y@other:65536", r": other:65536 is none"),
+            ("http://a:1,http://K3Y@a:1", r"http://a:1 is there twice"),
+            ("http://A:1,http://a:1/", r"http://a:1 is there twice"),
+            ("http://a,http://K3Y@a:80", r"http://a:80 is there twice"),
+            ("http://K3Y@[FE80::1]:1,http://[fe80::1]:1", r"http://\[fe80::1\]:1 is there"),
+            ("http://LocalHost:8080", r"http://127.0.0.1:8080 is this one"),
+            ("http://0.0.0.0:8080/", r"http://127.0.0.1:8080 is this one"))),
+        *(("PROXY_MODELS", *row) for row in (
+            ("small", "small is none"),
+            ("small=", "small= is none"),
+            ("*=http://a:1", r"\*=http://a:1 is none"),
+            ("=http://K3Y@a:1", "a:1 is none"),
+            ("small=ftp://a", "ftp://a is none"),
+            ("a=http://x:1,a=http://K3Y@y:2", "a is there twice"),
+            ("small=http://localhost:8080", "http://127.0.0.1:8080 is this one"))),
     ],
-)
-def test_a_bad_replica_is_told_without_its_key(text, fault):
-    with pytest.raises(ConfigError, match=rf"PROXY_REPLICAS=.*{fault}") as caught:
-        Config.from_env({"PROXY_REPLICAS": text})
+)  # fmt: skip
+def test_a_bad_server_in_a_list_is_told_without_its_key(name, text, fault):
+    with pytest.raises(ConfigError, match=rf"{name}=.*{fault}") as caught:
+        Config.from_env({name: text})
     assert "K3Y" not in str(caught.value)
 
 
@@ -210,24 +218,6 @@ def test_replicas_have_keys_that_are_in_no_output():
     assert "two" not in repr(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("small", "small is none"),
-        ("small=", "small= is none"),
-        ("*=http://a:1", r"\*=http://a:1 is none"),
-        ("=http://K3Y@a:1", "a:1 is none"),
-        ("small=ftp://a", "ftp://a is none"),
-        ("a=http://x:1,a=http://K3Y@y:2", "a is there twice"),
-        ("small=http://localhost:8080", "http://127.0.0.1:8080 is this one"),
-    ],
-)
-def test_a_bad_model_of_another_server_is_told_without_its_key(text, fault):
-    with pytest.raises(ConfigError, match=rf"PROXY_MODELS=.*{fault}") as caught:
-        Config.from_env({"PROXY_MODELS": text})
-    assert "K3Y" not in str(caught.value)
-
-
 def test_models_of_other_servers_have_names_of_their_own():
     text = "small=http://127.0.0.1:8081, org/Big-4bit=http://K3Y==@b.local"
     config = Config.from_env({"PROXY_MODELS": text})
@@ -238,17 +228,6 @@ def test_models_of_other_servers_have_names_of_their_own():
     assert "K3Y" not in repr(config)
     with pytest.raises(ConfigError, match="small is PROXY_MODEL_ID"):
         Config.from_env({"PROXY_MODELS": text, "PROXY_MODEL_ID": "small"})
-
-
-def test_the_allowed_range_is_told():
-    with pytest.raises(
-        ConfigError, match=r"MLX_PORT='70000': .* less than or equal to 65535"
-    ):
-        Config.from_env({"MLX_PORT": "70000"})
-    with pytest.raises(
-        ConfigError, match=r"LOG_LEVEL='LOUD': should be 'DEBUG', 'INFO', "
-    ):
-        Config.from_env({"LOG_LEVEL": "LOUD"})
 
 
 def test_rules_that_are_off_are_named():
@@ -353,25 +332,14 @@ def test_every_unknown_name_in_the_env_file_is_named_with_the_nearest_setting(
     ]
 
 
-@pytest.mark.parametrize(
-    "setting", sorted(ALL - RESERVED - {"API_KEY", "KV_BITS", "DEFAULT_TOP_K"})
-)
-def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized(setting):
+def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized():
     """But two are too short, and DEFAULT_TOPK_ is as near to DEFAULT_TOP_P."""
-    swapped = setting[:-2] + setting[-1] + setting[-2]
-    for name in {swapped, setting.lower()} - ALL:
-        try:
+    too_short = {"API_KEY", "KV_BITS", "DEFAULT_TOP_K", "MODEL_PATH"}
+    for setting in ALL - RESERVED - too_short:
+        swapped = setting[:-2] + setting[-1] + setting[-2]
+        for name in {swapped, setting.lower()} - ALL:
             (sentence,) = check_names({name: "x"}, {})
-        except ConfigError as error:
-            sentence = str(error)
-            assert setting == "MODEL_PATH"
-
-        assert f"did you mean {setting}?" in sentence
-
-
-@pytest.mark.parametrize("name", sorted(RESERVED))
-def test_a_setting_without_effect_is_named(name):
-    assert check_names({name: "8"}, {}) == [f"{name} in .env: nothing acts on it"]
+            assert f"did you mean {setting}?" in sentence
 
 
 def test_the_environment_belongs_to_all_programs():

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -435,49 +436,42 @@ ALL_WAYS = [
 BODY = {"input": "Hello.", "contents": [{"parts": [{"text": "Hello."}]}]}
 
 
+NAMES = ["localhost", "127.0.0.1", "mac.local"]
+
+
 @pytest.mark.parametrize(("method", "path"), ALL_WAYS)
 def test_a_page_that_may_not_ask_reaches_nothing(method, path):
-    names = ["localhost", "127.0.0.1"]
-    for headers, setting in [
-        ({"host": "evil.example"}, "ALLOWED_HOSTS"),
-        ({"host": "evil.example:4000"}, "ALLOWED_HOSTS"),
-        ({"host": "localhost.evil.example"}, "ALLOWED_HOSTS"),
-        ({"host": ""}, "ALLOWED_HOSTS"),
-        (
-            {"host": "evil.example", "origin": "http://evil.example"},
-            "ALLOWED_HOSTS",
-        ),
-        ({"host": "localhost:4000", "origin": "http://evil.example"}, "CORS_ORIGINS"),
-        ({"host": "localhost:4000", "origin": "http://localhost:9"}, "CORS_ORIGINS"),
-        ({"host": "localhost:4000", "origin": "null"}, "CORS_ORIGINS"),
-        ({"host": "localhost:4000", "origin": ""}, "CORS_ORIGINS"),
+    for host, origin, setting in [
+        ("evil.example", None, "ALLOWED_HOSTS"),
+        ("evil.example:4000", None, "ALLOWED_HOSTS"),
+        ("localhost.evil.example", None, "ALLOWED_HOSTS"),
+        ("", None, "ALLOWED_HOSTS"),
+        ("evil.example", "http://evil.example", "ALLOWED_HOSTS"),
+        ("localhost:4000", "http://evil.example", "CORS_ORIGINS"),
+        ("localhost:4000", "http://localhost:9", "CORS_ORIGINS"),
+        ("localhost:4000", "null", "CORS_ORIGINS"),
+        ("localhost:4000", "", "CORS_ORIGINS"),
     ]:
-        door = Door(host_names=names, cors_origins=["https://page.example"])
+        door = Door(host_names=NAMES, cors_origins=["https://page.example"])
+        headers = {"host": host} if origin is None else {"host": host, "origin": origin}
         status, body = door.ask(method, path, BODY, **headers)
         assert (status, door.is_untouched) == (403, True), headers
         assert setting in sentence_of(body)
 
 
 @pytest.mark.parametrize(("method", "path"), ALL_WAYS)
-@pytest.mark.parametrize(
-    "headers",
-    [
+def test_a_page_that_may_ask_is_answered_and_its_origin_is_not_sent_on(method, path):
+    for headers in (
         {},
         {"host": "localhost:9000"},  # of a tunnel
         {"host": "LocalHost:9000", "origin": "http://localhost:9000"},
         {"host": "mac.local", "origin": "https://mac.local"},  # it adds TLS
         {"host": "localhost:4000", "origin": "https://page.example"},
-    ],
-    ids=repr,
-)
-def test_a_page_that_may_ask_is_answered_and_its_origin_is_not_sent_on(
-    method, path, headers
-):
-    names = ["localhost", "mac.local"]
-    door = Door(host_names=names, cors_origins=["https://page.example"])
-    status, _ = door.ask(method, path, BODY, **headers)
-    assert status == 200
-    assert not any("origin" in request.headers for request in door.requests)
+    ):
+        door = Door(host_names=NAMES, cors_origins=["https://page.example"])
+        status, _ = door.ask(method, path, BODY, **headers)
+        assert status == 200, headers
+        assert not any("origin" in request.headers for request in door.requests)
 
 
 def test_a_proxy_that_others_reach_has_any_name_and_a_star_means_every_page():
@@ -511,22 +505,36 @@ def test_a_server_that_does_not_answer_is_a_502_in_the_form_of_the_api():
         assert "start-llm does not answer at http://x:1" in sentence_of(body)
 
 
-def test_who_leaves_while_the_server_works_ends_its_request():
-    was_cancelled = asyncio.Event()
+class Endless(httpx.AsyncBaseTransport):
+    """A server, or LiteLLM, that never answers; it notes whether it was told to stop."""
 
-    class SlowServer(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            await request.aread()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                was_cancelled.set()
-                raise
-            raise AssertionError
+    has_ended = False
 
-    door = Door()
-    object.__setattr__(door.gate, "client", client_of_server(SlowServer()))
-    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        return await self._wait()
+
+    async def translate(self, _scope: Any, receive: Any, _send: Any) -> None:
+        await receive()
+        await self._wait()
+
+    async def _wait(self) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended = True
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, GOOGLE])
+def test_who_leaves_ends_what_is_done_for_them(path):
+    """Also where LiteLLM looks for nobody: it would read an endless reply on."""
+    endless = Endless()
+    client = client_of_server(endless)
+    gate = dataclasses.replace(Door().gate, app=endless.translate, client=client)
+    messages = [
+        {"type": "http.request", "body": json.dumps(BODY).encode()},
+        {"type": "http.disconnect"},
+    ]
 
     async def receive() -> dict[str, Any]:
         return messages.pop(0)
@@ -534,9 +542,10 @@ def test_who_leaves_while_the_server_works_ends_its_request():
     async def send(message: dict[str, Any]) -> None:
         raise AssertionError(message)
 
-    scope = {"type": "http", "method": "POST", "path": CHAT}
-    asyncio.run(door.gate({**scope, "query_string": b"", "headers": []}, receive, send))
-    assert was_cancelled.is_set()
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    answering = gate({**scope, "headers": []}, receive, send)
+    asyncio.run(asyncio.wait_for(answering, timeout=60))
+    assert endless.has_ended
 
 
 # -- what LiteLLM makes a chat of ------------------------------------------------------
@@ -598,57 +607,18 @@ def test_what_litellm_would_leave_out_of_googles_bodies_is_written_as_it_reads_i
     assert door.behind.bodies[1] == plain
 
 
-SNAKE_CASE = {
-    "system_instruction": {"parts": [{"text": "Be brief."}]},
-    "contents": [
-        {"role": "user", "parts": [{"inline_data": {"mime_type": "a/b", "data": "A"}}]},
-        {
-            "role": "model",
-            "parts": [{"function_call": {"name": "f", "args": {"mime_type": 1}}}],
-        },
-        {
-            "role": "user",
-            "parts": [{"function_response": {"name": "f", "response": {"top_p": 1}}}],
-        },
-    ],
-    "tools": [
-        {
-            "function_declarations": [
-                {"name": "f", "parameters": {"properties": {"mime_type": {}}}},
-                {"name": "g", "parameters_json_schema": {"type": "object"}},
-            ]
-        }
-    ],
-    "tool_config": {"function_calling_config": {"mode": "ANY"}},
-    "generation_config": {
-        "max_output_tokens": 9,
-        "stop_sequences": ["x"],
-        "top_p": 0.5,
-        "response_mime_type": "application/json",
-        "response_schema": {"properties": {"top_p": {}}},
-    },
-}
 CAMEL_CASE = {
     "systemInstruction": {"parts": [{"text": "Be brief."}]},
     "contents": [
         {"role": "user", "parts": [{"inline_data": {"mime_type": "a/b", "data": "A"}}]},
-        {
-            "role": "model",
-            "parts": [{"functionCall": {"name": "f", "args": {"mime_type": 1}}}],
-        },
-        {
-            "role": "user",
-            "parts": [{"functionResponse": {"name": "f", "response": {"top_p": 1}}}],
-        },
+        {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"mime_type": 1}}}]},
+        {"role": "user",
+         "parts": [{"functionResponse": {"name": "f", "response": {"top_p": 1}}}]},
     ],
-    "tools": [
-        {
-            "functionDeclarations": [
-                {"name": "f", "parameters": {"properties": {"mime_type": {}}}},
-                {"name": "g", "parametersJsonSchema": {"type": "object"}},
-            ]
-        }
-    ],
+    "tools": [{"functionDeclarations": [
+        {"name": "f", "parameters": {"properties": {"mime_type": {}}}},
+        {"name": "g", "parametersJsonSchema": {"type": "object"}},
+    ]}],
     "toolConfig": {"functionCallingConfig": {"mode": "ANY"}},
     "generationConfig": {
         "maxOutputTokens": 9,
@@ -657,12 +627,18 @@ CAMEL_CASE = {
         "responseMimeType": "application/json",
         "responseSchema": {"properties": {"top_p": {}}},
     },
-}
+}  # fmt: skip
 
 
 def test_names_in_snake_case_are_renamed_but_for_schemas_and_payloads():
+    """LiteLLM reads the fields of inline data in snake case."""
+    names = re.compile(r'"([a-z]+[A-Z]\w+)":')
+    text = names.sub(
+        lambda m: re.sub("([A-Z])", r"_\1", m[0]).lower(), json.dumps(CAMEL_CASE)
+    )
+    assert '"function_calling_config":' in text and '"parameters_json_schema":' in text
     door = Door()
-    assert door.ask("POST", GOOGLE, SNAKE_CASE)[0] == 200
+    assert door.ask("POST", GOOGLE, text.encode())[0] == 200
     assert json.loads(door.behind.bodies[0]) == CAMEL_CASE
 
 
@@ -699,11 +675,8 @@ def test_an_error_of_the_chat_is_the_servers_with_the_clients_names(
 ):
     """Whatever LiteLLM makes of it: a 500 in Google's API, an exception."""
     door = Door()
-    error = {
-        "message": "max_tokens: should be 1 or more",
-        "param": "max_tokens",
-        "code": "c",
-    }
+    sentence = "max_tokens: should be 1 or more"
+    error = {"message": sentence, "param": "max_tokens", "code": "c"}
     headers = {"retry-after": "3"}
     door.answer = httpx.Response(429, json={"error": error}, headers=headers)
     door.behind.answer = (500, b"'NoneType' object is not iterable")
@@ -726,7 +699,7 @@ def test_an_error_of_the_chat_is_the_servers_with_the_clients_names(
             {"input": "x"},
             {"type": "error", "message": "a", "param": "input"},
         ),
-        (GOOGLE, of_google(HELLO), {"error": {"code": 400, "message": "a"}}),
+        (GOOGLE, of_google(HELLO), {"code": 400, "message": "a"}),
     ],
 )
 def test_an_error_after_a_ping_is_the_last_event_of_the_stream(path, body, event):
@@ -742,8 +715,7 @@ def test_an_error_after_a_ping_is_the_last_event_of_the_stream(path, body, event
     ping, _, rest = text.partition("\n\n")
     assert ping == ": ping"
     sent = json.loads(rest.rpartition("data: ")[2])
-    sent_error = sent.get("error", sent)
-    assert {**sent_error, **event.get("error", event)} == sent_error
+    assert event.items() <= sent.get("error", sent).items()
     assert rest.startswith("event: error\n") == (path == RESPONSES)
     assert "NoneType" not in rest
 
@@ -798,39 +770,6 @@ def test_an_endless_reply_is_not_kept_whole(monkeypatch):
     status, answer = door.ask("POST", RESPONSES, BODY)
     assert status == 502
     assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
-
-
-@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
-def test_who_leaves_ends_what_litellm_does_for_them(path):
-    """Also where LiteLLM looks for nobody: it would read an endless reply on."""
-    has_ended = False
-
-    async def read_without_end(_scope: Any, receive: Any, _send: Any) -> None:
-        nonlocal has_ended
-        await receive()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            has_ended = True
-
-    door = Door()
-    gate = dataclasses.replace(door.gate, app=read_without_end)
-    payload = json.dumps(BODY).encode()
-    messages = [
-        {"type": "http.request", "body": payload},
-        {"type": "http.disconnect"},
-    ]
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0)
-
-    async def send(_message: dict[str, Any]) -> None:
-        raise AssertionError
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-    scope["headers"] = []
-    asyncio.run(asyncio.wait_for(gate(scope, receive, send), timeout=60))
-    assert has_ended
 
 
 @pytest.mark.parametrize(

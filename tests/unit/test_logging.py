@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import start_llm
-from hypothesis import strategies as st
 from start_llm import (
     CacheMetrics,
     Config,
@@ -17,8 +16,6 @@ from start_llm import (
     logger,
     start_logging,
 )
-
-anything = st.text(st.characters(exclude_categories=()), max_size=120)
 
 
 @pytest.fixture
@@ -36,6 +33,13 @@ def session_files(root):
 
 def session_log(root, **settings):
     return SessionLog(Config(log_root=str(root), **settings))
+
+
+def run_all(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.usefixtures("bare_log", "capsys")
@@ -93,53 +97,23 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
             metrics.bump("evicted_idle", 3)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert metrics.snapshot() == {
-        "vlm_retreat": 8000,
-        "vlm_tower_runs": 0,
-        "vlm_feature_hits": 0,
-        "hybrid_trim_miss": 0,
-        "ledger_seam_fallback": 0,
-        "exact_key_rejected_by_model_lcp": 0,
-        "telemetry_dropped": 0,
-        "exact_checks": 0,
-        "second_tries": 0,
-        "evicted_for_room": 0,
-        "evicted_idle": 24000,
-        "disk_hits": 0,
-        "disk_tokens": 0,
-        "draft_steps": 0,
-        "draft_tokens": 0,
-        "draft_tokens_accepted": 0,
-        "draft_model_tokens": 0,
-        "draft_model_tokens_accepted": 0,
-    }
+    run_all(threads)
+    counted = {name: n for name, n in metrics.snapshot().items() if n}
+    assert counted == {"vlm_retreat": 8000, "evicted_idle": 24000}
     metrics.snapshot()["vlm_retreat"] = 0
     assert metrics.snapshot()["vlm_retreat"] == 8000
 
 
-def mode_of(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_a_log_root_that_is_made_is_for_its_owner_alone(tmp_path):
+def test_records_come_back_in_order_from_a_private_file_and_folder(tmp_path):
     root = tmp_path / "new" / "logs"
-    session_log(root).write("a", {})
-    (day,) = root.iterdir()
-    assert (mode_of(root), mode_of(day)) == (0o700, 0o700)
-
-
-def test_records_come_back_in_order_from_a_private_file(tmp_path):
-    sessions = session_log(tmp_path)
+    sessions = session_log(root)
     records = [{"n": n, "text": "é\n\u2028 \ud800 " * n} for n in range(5)]
     for record in records:
         sessions.write("abc-1", record)
-    (path,) = session_files(tmp_path)
+    (path,) = session_files(root)
     assert path.name == "cache-session-abc-1.log"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, root)]
+    assert modes == [0o600, 0o700, 0o700]
 
     lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
     assert [line["n"] for line in lines] == [0, 1, 2, 3, 4]
@@ -187,20 +161,8 @@ def test_a_day_that_cannot_be_deleted_costs_no_record_and_is_named(
 
 
 def test_no_session_id_leaves_its_folder_or_shares_a_file(tmp_path):
-    ids = [
-        "",
-        ".",
-        "..",
-        "../../x",
-        "/etc/x",
-        "a/b",
-        "a_b",
-        "a b",
-        "é" * 300,
-        "x" * 300,
-        "x" * 301,
-    ]
-    ids += ["a\0b", "con:", "\ud800", "?"]
+    ids = ["", ".", "..", "../../x", "/etc/x", "a/b", "a_b", "a b"]
+    ids += ["é" * 300, "x" * 300, "x" * 301, "a\0b", "con:", "\ud800", "?"]
     ids += ["abc", "ABC", "Abc"]  # one file where case does not count
     sessions = session_log(tmp_path / "root")
     for session_id in ids:
@@ -232,10 +194,7 @@ def test_lines_of_several_threads_never_mix(tmp_path):
             sessions.write("shared", {"n": n, "name": name, "text": name * 20_000})
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     (path,) = session_files(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line["text"] == line["name"] * 20_000 for line in lines)
@@ -250,7 +209,7 @@ def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(
     sessions = session_log(tmp_path / "file")
     endless = {}
     endless["self"] = endless
-    for record in ({"n": 1}, {("a",): 1}, endless, {"n": 2}):
+    for record in ({"n": 1, "path": tmp_path}, {("a",): 1}, endless, {"n": 2}):
         sessions.write("s", record)
     assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
 
@@ -271,12 +230,6 @@ def test_half_a_record_on_a_full_disk_is_taken_back(tmp_path):
     assert [line["text"][0] for line in lines] == ["a", "c"]
 
 
-def test_values_json_does_not_know_are_written_as_text(tmp_path):
-    session_log(tmp_path).write("s", {"path": tmp_path, "kind": {1}})
-    (path,) = session_files(tmp_path)
-    assert json.loads(path.read_text())["path"] == str(tmp_path)
-
-
 def test_a_scrape_shows_what_was_counted_and_changes_nothing():
     metrics = CacheMetrics()
     metrics.observe_wait("queue", 0.2)
@@ -285,16 +238,19 @@ def test_a_scrape_shows_what_was_counted_and_changes_nothing():
     lines = first.decode().splitlines()
 
     assert metrics.exposition({"queued": 2}) == first
-    assert 'start_llm_requests_total{finish="stop",match="append"} 1.0' in lines
-    assert "start_llm_prompt_tokens_total 20000.0" in lines
-    assert "start_llm_queued 2.0" in lines
-    for bound, n in {"0.1": 0.0, "0.3": 1.0, "+Inf": 1.0}.items():
-        labels = f'{{le="{bound}",reason="queue"}}'
-        assert f"start_llm_waiting_seconds_bucket{labels} {n}" in lines
-    assert 'start_llm_waiting_seconds_sum{reason="queue"} 0.2' in lines
-    assert 'start_llm_waiting_seconds_count{reason="memory"} 0.0' in lines
-    assert 'start_llm_ttft_seconds_bucket{le="0.3"} 0.0' in lines
-    assert 'start_llm_ttft_seconds_bucket{le="1.0"} 1.0' in lines
+    reason = 'reason="queue"'
+    for line in (
+        'start_llm_requests_total{finish="stop",match="append"} 1.0',
+        "start_llm_prompt_tokens_total 20000.0",
+        "start_llm_queued 2.0",
+        f'start_llm_waiting_seconds_bucket{{le="0.1",{reason}}} 0.0',
+        f'start_llm_waiting_seconds_bucket{{le="0.3",{reason}}} 1.0',
+        f"start_llm_waiting_seconds_sum{{{reason}}} 0.2",
+        'start_llm_waiting_seconds_count{reason="memory"} 0.0',
+        'start_llm_ttft_seconds_bucket{le="0.3"} 0.0',
+        'start_llm_ttft_seconds_bucket{le="1.0"} 1.0',
+    ):
+        assert line in lines
 
 
 def ended_facts(**facts):

@@ -4,7 +4,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from start_llm import CacheMetrics
 
 PAGE = (Path(__file__).parents[2] / "web" / "index.html").read_text(encoding="utf-8")
@@ -113,32 +112,6 @@ def problems(page):
 
 def test_the_page_is_sound():
     assert problems(PAGE) == []
-
-
-@pytest.mark.parametrize(
-    ("problem", "planted"),
-    [
-        (
-            "https://cdn.example/x.js is outside",
-            '<script src="https://cdn.example/x.js"></script>',
-        ),
-        (
-            "//cdn.example/x.css is outside",
-            '<link rel="stylesheet" href="//cdn.example/x.css">',
-        ),
-        ("url( is outside", "<style>body { background: url(x.png) }</style>"),
-        ("has no name", '<input id="unnamed">'),
-        ("has no name", "<button> </button>"),
-        ("has no name", '<svg tabindex="0"></svg>'),
-        ("id board is there twice", '<p id="board"></p>'),
-        ("id nowhere does not exist", '<script>at("nowhere")</script>'),
-        ("onclick is an inline handler", '<p onclick="x()"></p>'),
-        ("innerHTML makes markup", "<script>x.innerHTML = y</script>"),
-        ("<div> is never closed", "<div>"),
-    ],
-)
-def test_each_planted_problem_is_found(problem, planted):
-    assert any(problem in found for found in problems(PAGE + planted))
 
 
 def test_the_counters_that_stay_at_zero_are_the_servers():

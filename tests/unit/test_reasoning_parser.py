@@ -2,22 +2,19 @@
 
 import re
 from collections import Counter
-from itertools import pairwise
 
 import pytest
+from call_formats import TOOLS, cut, format_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nights import examples
 from start_llm import (
     ReplyReader,
     Tags,
-    ToolCallFormat,
     think_tag_pattern,
 )
 
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
-HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n")
-TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
 CALL = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
 SNIPPETS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",
@@ -28,14 +25,11 @@ REPLIES = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4), max_size=12)
 )
 
 
-def chunked(text: str, cuts: list[int]) -> list[str]:
-    edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
-    return [text[start:end] for start, end in pairwise(edges)]
-
-
 def open_reader(*, in_reasoning: bool = False, tags: Tags = TAGS) -> ReplyReader:
     ids = map("call_{}".format, range(99))
-    return ReplyReader(tags, HERMES, in_reasoning=in_reasoning, tools=TOOLS, ids=ids)
+    return ReplyReader(
+        tags, format_of("hermes"), in_reasoning=in_reasoning, tools=TOOLS, ids=ids
+    )
 
 
 def texts_of(deltas: list[dict]) -> list[tuple[str, str]]:
@@ -82,7 +76,7 @@ def test_any_chunking_gives_the_same_texts(
     text: str, cuts: list[int], opened: bool
 ) -> None:
     expected = split([text], in_reasoning=opened)
-    assert split(chunked(text, cuts), in_reasoning=opened) == expected
+    assert split(cut(text, cuts), in_reasoning=opened) == expected
     assert split(list(text), in_reasoning=opened) == expected
 
 
@@ -124,9 +118,9 @@ def test_nothing_but_tags_and_white_space_is_lost(text: str, opened: bool) -> No
 
 
 @given(REPLIES, st.integers(0, 60))
-def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -> None:
+def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, end: int) -> None:
     early = {"reasoning": "", "content": "", "call": ""}
-    for kind, part in texts_of(open_reader().feed(text[:cut])):
+    for kind, part in texts_of(open_reader().feed(text[:end])):
         early[kind] += part
     late = split([text])
     assert all(late[kind].startswith(early[kind]) for kind in early)
@@ -137,12 +131,7 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
     [
         ("plain", False, "", "plain"),
         ("<think>\nwhy\n</think>\n\nanswer", False, "why", "answer"),  # Qwen3
-        (
-            "why\n</think>\n\nanswer",
-            True,
-            "why",
-            "answer",
-        ),  # Qwen3.5: the prompt opened it
+        ("why\n</think>\n\nanswer", True, "why", "answer"),  # Qwen3.5: the prompt opened it
         ("\nwhy</think>answer", True, "why", "answer"),  # GLM
         ("<think>\nwhy\n</think>\n\nanswer", True, "why", "answer"),  # opened twice
         ("some\n</think>\nanswer", False, "", "some\nanswer"),  # an orphan closing tag
@@ -150,34 +139,20 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
         ("\n<think>why", False, "why", ""),  # cut off while thinking
         ("<think>why\n", False, "why\n", ""),
         ("<think>a\n\nb </think> x", False, "a\n\nb", " x"),
-        (
-            "</think>\n\n    indented",
-            True,
-            "",
-            "    indented",
-        ),  # only line breaks are the tag's
+        # Only line breaks are the tag's.
+        ("</think>\n\n    indented", True, "", "    indented"),
         ("one<think>two</think>\n\nthree", False, "two", "one\n\nthree"),
-        (
-            "why</think>in `<think>` and </think>, so",
-            True,
-            "why",
-            "in `<think>` and </think>, so",
-        ),
+        ("why</think>in `<think>` and </think>, so", True, "why", "in `<think>` and </think>, so"),
         ("why</think>one\n<think>two x</think>three", True, "whytwo x", "one\nthree"),
         # A budget ended the thought; the model goes on and ends it, too.
-        (
-            "2 and</think> 2 make 4.</think>\nIt is 4.",
-            True,
-            "2 and",
-            " 2 make 4.\nIt is 4.",
-        ),
+        ("2 and</think> 2 make 4.</think>\nIt is 4.", True, "2 and", " 2 make 4.\nIt is 4."),
         ("  kept \n", False, "", "  kept \n"),  # no tag: as generated
         ("done\n<think>", False, "", "done"),
         ("half <thi", False, "", "half <thi"),  # it was no tag after all
         ("why</thi", True, "why</thi", ""),
         ("", True, "", ""),
     ],
-)
+)  # fmt: skip
 def test_real_shapes_of_replies(
     text: str, opened: bool, thought: str, content: str
 ) -> None:
@@ -185,41 +160,10 @@ def test_real_shapes_of_replies(
     assert (texts["reasoning"], texts["content"]) == (thought, content)
 
 
-def test_a_call_takes_the_white_space_before_it() -> None:
-    texts = texts_of(open_reader().feed(f"I look.\n\n{CALL}"))
-    assert texts == [("content", "I look."), ("call", "read")]
-
-
-def test_a_call_inside_an_unclosed_think_block_closes_it() -> None:
-    reader = open_reader(in_reasoning=True)
-    assert reader.is_thinking
-    start, name, rest = CALL.partition('{"name": "read", "arguments": {')
-    assert texts_of(reader.feed(f"hm\n{start}{name}")) == [
-        ("reasoning", "hm"), ("call", "read"),
-    ]  # fmt: skip
-    assert reader.in_call and not reader.is_thinking
-    assert texts_of(reader.feed(f"{rest}\n\ndone")) == [("content", "done")]
-    assert not reader.is_thinking
-
-
-def test_what_only_looked_like_a_call_leaves_the_reply_where_it_was() -> None:
-    reader = open_reader(in_reasoning=True)
-    texts = texts_of(reader.feed("say <tool_call> to call") + reader.feed("</think>ok"))
-    assert "".join(text for kind, text in texts if kind == "reasoning") == (
-        "say <tool_call> to call"
-    )
-    assert texts[-1] == ("content", "ok")
-
-
-def test_text_around_calls_is_as_generated_and_calls_alone_have_no_content() -> None:
-    assert split([f"\n\n{CALL}\n{CALL}\n\n"])["content"] == ""
-    assert split([f"before \n{CALL}\nafter"])["content"] == "before\nafter"
-
-
 @given(REPLIES, st.lists(st.integers(0, 200), max_size=8))
 @settings(max_examples=examples(50))
 def test_text_without_tag_tokens_is_literal(text: str, cuts: list[int]) -> None:
-    texts = split(chunked(text, cuts), tag="")
+    texts = split(cut(text, cuts), tag="")
     assert texts == {"reasoning": "", "content": text, "call": ""}
 
 
@@ -239,13 +183,15 @@ def test_what_may_belong_to_a_tag_is_held_back_until_it_is_certain() -> None:
 
 
 @given(st.text(" \n", min_size=90, max_size=120), st.integers(0, 120))
-def test_no_more_than_a_page_of_white_space_is_held_back(space: str, cut: int) -> None:
+def test_no_more_than_a_page_of_white_space_is_held_back(
+    space: str, place: int
+) -> None:
     """A model that prints line breaks without end: each chunk searched all of them."""
     reply = f"One.{space}<think>Why</think>Two."
     texts = texts_of(open_reader().feed(f"One.{space * 9}"))
 
     assert len("".join(text for _, text in texts)) > 7 * len(space)
-    assert split(chunked(reply, [cut])) == split(list(reply)) == split([reply])
+    assert split(cut(reply, [place])) == split(list(reply)) == split([reply])
 
 
 def test_a_block_of_code_may_contain_the_fences_of_another() -> None:
@@ -263,16 +209,6 @@ def test_a_model_without_tags_has_only_content() -> None:
     assert content("<think>a</think>") == "" == reasoning("b")
     plain = split(["<think>a</think>", "<tool_call>"], tags=Tags())
     assert plain["content"] == "<think>a</think><tool_call>"
-
-
-def test_tags_of_other_models() -> None:
-    tags = Tags(
-        think_start=re.escape("<|channel>thought"),
-        think_end=re.escape("<channel|>"),
-    )
-    texts = split(list("<|channel>thought\nwhy<channel|>ok"), tags=tags)
-
-    assert texts == {"reasoning": "why", "content": "ok", "call": ""}
 
 
 def test_a_header_without_its_start_tag_ends_thinking() -> None:

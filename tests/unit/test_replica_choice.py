@@ -125,12 +125,18 @@ class Farm:
         await send({**start, "status": answer.status_code})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def check(self) -> None:
-        for server in self.servers.servers:
-            await self.servers.check(server)
+    def check(self) -> None:
+        async def check_all() -> None:
+            for server in self.servers.servers:
+                await self.servers.check(server)
 
-    async def ask(self, body: Any, path: str = CHAT, **headers: str) -> tuple[int, str]:
+        asyncio.run(check_all())
+
+    def ask(self, body: Any, path: str = CHAT, **headers: str) -> tuple[int, str]:
         """Status and text of an answer."""
+        return asyncio.run(self.send(body, path, **headers))
+
+    async def send(self, body: Any, path: str, **headers: str) -> tuple[int, str]:
         payload = json.dumps(body).encode()
         messages = [{"type": "http.request", "body": payload, "more_body": False}]
         answered: list[dict[str, Any]] = []
@@ -181,25 +187,19 @@ def said_by_user(text: str, *more: str) -> dict[str, Any]:
 def test_a_session_keeps_its_server_and_sessions_are_spread_evenly():
     farm = Farm(3)
 
-    async def work() -> None:
-        for _ in range(4):
-            for session in range(9):
-                await farm.ask({}, x_session_id=f"s{session}")
-
-    run(work())
-    by_session = {request.headers["x-session-id"]: set() for request in farm.asked}
-    for request in farm.asked:
-        by_session[request.headers["x-session-id"]].add(request.url.host)
-    assert all(len(hosts) == 1 for hosts in by_session.values())
+    for _ in range(4):
+        for session in range(9):
+            farm.ask({}, x_session_id=f"s{session}")
+    assert farm.hosts == farm.hosts[:9] * 4
     assert set(Counter(farm.hosts).values()) == {12}
 
 
 def test_six_first_requests_at_once_go_to_one_server():
     farm = Farm(3)
+    farm.ask({}, x_session_id="other")
 
     async def work() -> None:
-        await farm.ask({}, x_session_id="other")
-        six = [farm.ask({}, x_session_id="one") for _ in range(6)]
+        six = [farm.send({}, CHAT, x_session_id="one") for _ in range(6)]
         await asyncio.gather(*six)
 
     run(work())
@@ -212,16 +212,11 @@ def test_without_an_id_the_first_words_of_the_user_are_the_conversation(path):
     field = "input" if path == RESPONSES else "messages"
     farm = Farm(3)
 
-    async def work() -> None:
-        for text in "abc":
-            turns = [text]
-            for number in range(3):
-                body = said_by_user(*turns)
-                body["messages"][0]["content"] = f"Now it is 8:0{number}"
-                await farm.ask({field: body["messages"]}, path)
-                turns += ["reply", f"question {number}"]
-
-    run(work())
+    for text in "abc":
+        for number in range(3):
+            body = said_by_user(text, *["reply", "question"] * number)
+            body["messages"][0]["content"] = f"Now it is 8:0{number}"
+            farm.ask({field: body["messages"]}, path)
     assert [len(set(farm.hosts[n : n + 3])) for n in (0, 3, 6)] == [1, 1, 1]
     assert len(set(farm.hosts)) == 3
 
@@ -229,43 +224,25 @@ def test_without_an_id_the_first_words_of_the_user_are_the_conversation(path):
 CLAUDE_USER = '{"device_id":"d","session_id":"abc"}'
 
 
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
 @pytest.mark.parametrize(
     ("body", "same"),
     [
-        (
-            {"metadata": {"user_id": CLAUDE_USER}},
-            {"metadata": {"user_id": "u_session_abc"}},
-        ),
+        ({"metadata": {"user_id": CLAUDE_USER}}, {"metadata": {"user_id": "u_session_abc"}}),
         ({"prompt_cache_key": "k"}, {"prompt_cache_key": "k", "input": "other"}),
         ({"metadata": {"session_id": "k"}}, {"session_id": "k"}),
-        (
-            said_by_user("a<system-reminder>\nThe list is empty\n</system-reminder>"),
-            said_by_user("a", "b", "c"),
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a"}]},
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "text", "text": "a", "cache_control": {}}],
-                    }
-                ]
-            },
-        ),
-        (
-            {"contents": [{"parts": [{"text": "a"}]}]},
-            {
-                "contents": [
-                    {"role": "user", "parts": [{"text": "a"}]},
-                    {"role": "model"},
-                ]
-            },
-        ),
+        (said_by_user("a<system-reminder>\nThe list is empty\n</system-reminder>"),
+         said_by_user("a", "b", "c")),
+        (user("a"), user([{"type": "text", "text": "a", "cache_control": {}}])),
+        ({"contents": [{"parts": [{"text": "a"}]}]},
+         {"contents": [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model"}]}),
         ({"prompt": "a" * 2_000}, {"prompt": "a" * 3_000}),
         ({"input": "a"}, {"input": [{"role": "user", "content": "a"}]}),
     ],
-)
+)  # fmt: skip
 def test_these_two_are_of_one_conversation(body, same):
     keys = [r.conversation_by_body(json.dumps(each).encode()) for each in (body, same)]
     assert keys[0] == keys[1] != ""
@@ -292,8 +269,8 @@ def test_a_body_without_a_conversation_has_none(payload):
 def test_one_server_alone_gets_bodies_unread_and_is_never_asked_how_it_is():
     farm = Farm(1)
     farm.servers.servers[0].state = "down"
-    assert run(farm.ask({"messages": 3}))[0] == 200
-    run(farm.check())
+    assert farm.ask({"messages": 3})[0] == 200
+    farm.check()
     assert farm.servers.servers[0].state == "down"
     assert farm.said == []
     assert not farm.servers._assignments
@@ -310,15 +287,12 @@ NAMELESS = [
 def test_requests_without_a_conversation_go_to_the_servers_in_turns(body):
     farm = Farm(3)
 
-    async def work() -> None:
-        for _ in range(6):
-            await farm.ask(body)
-        farm.states["http://two:2"] = "down"
-        await farm.check()
-        for _ in range(4):
-            await farm.ask(body)
-
-    run(work())
+    for _ in range(6):
+        farm.ask(body)
+    farm.states["http://two:2"] = "down"
+    farm.check()
+    for _ in range(4):
+        farm.ask(body)
     assert Counter(farm.hosts[:6]) == {"one": 2, "two": 2, "three": 2}
     assert Counter(farm.hosts[6:]) == {"one": 2, "three": 2}
 
@@ -326,11 +300,8 @@ def test_requests_without_a_conversation_go_to_the_servers_in_turns(body):
 def test_each_server_gets_its_own_key():
     farm = Farm(2)
 
-    async def work() -> None:
-        await farm.ask({}, x_session_id="a", authorization="Bearer of-the-client")
-        await farm.ask({}, x_session_id="b")
-
-    run(work())
+    farm.ask({}, x_session_id="a", authorization="Bearer of-the-client")
+    farm.ask({}, x_session_id="b")
     keys = [request.headers["authorization"] for request in farm.asked]
     assert keys == ["Bearer key of http://one:1", "Bearer key of http://two:2"]
 
@@ -341,18 +312,15 @@ def test_each_server_gets_its_own_key():
 def test_a_dead_servers_sessions_move_once_and_no_others():
     farm = Farm(2)
 
-    async def work() -> None:
-        for session in "abcd":  # a and c are on one, b and d on two
-            await farm.ask({}, x_session_id=session)
-        farm.states["http://one:1"] = "down"
-        for session in "abd":
-            assert (await farm.ask({}, x_session_id=session))[0] == 200
-        farm.states["http://one:1"] = "ok"
-        await farm.check()
-        for session in "abcd":
-            await farm.ask({}, x_session_id=session)
-
-    run(work())
+    for session in "abcd":  # a and c are on one, b and d on two
+        farm.ask({}, x_session_id=session)
+    farm.states["http://one:1"] = "down"
+    for session in "abd":
+        assert farm.ask({}, x_session_id=session)[0] == 200
+    farm.states["http://one:1"] = "ok"
+    farm.check()
+    for session in "abcd":
+        farm.ask({}, x_session_id=session)
     assert farm.hosts[:4] == ["one", "two", "one", "two"]
     assert farm.hosts[4:7] == ["two", "two", "two"]
     # a stays where it is warm by now; c has not noticed
@@ -366,13 +334,10 @@ def test_a_machine_that_drops_packets_is_left_and_not_asked_once_more(path):
     farm = Farm(2)
     farm.states["http://one:1"] = "unreachable"
 
-    async def work() -> None:
-        assert (await farm.ask(said_by_user("x"), path))[0] == 200
-        assert farm.checked == []
-        assert farm.servers.servers[0].state == "down"  # so the next one does not wait
-        assert (await farm.ask(said_by_user("y"), path))[0] == 200
-
-    run(work())
+    assert farm.ask(said_by_user("x"), path)[0] == 200
+    assert farm.checked == []
+    assert farm.servers.servers[0].state == "down"  # so the next one does not wait
+    assert farm.ask(said_by_user("y"), path)[0] == 200
     assert farm.hosts == ["two", "two"]
 
 
@@ -380,13 +345,10 @@ def test_litellm_too_leaves_a_machine_that_drops_packets_though_it_waits_for_a_d
     farm = Farm(2)
     farm.states["http://one:1"] = "unreachable"
 
-    async def work() -> None:
-        status, text = await farm.ask({"input": "x"}, RESPONSES)
-        assert status == 502
-        assert "send it again" in text
-        assert (await farm.ask({"input": "x"}, RESPONSES))[0] == 200
-
-    run(work())
+    status, text = farm.ask({"input": "x"}, RESPONSES)
+    assert status == 502
+    assert "send it again" in text
+    assert farm.ask({"input": "x"}, RESPONSES)[0] == 200
     assert farm.hosts == ["two"]
 
 
@@ -395,15 +357,12 @@ def test_a_request_whose_server_dies_gets_an_error_and_its_retry_an_answer(path)
     farm = Farm(2)
     body = {"input": "x"} if path == RESPONSES else said_by_user("x")
 
-    async def work() -> None:
-        farm.states["http://one:1"] = "dies"
-        status, text = await farm.ask(body, path)
-        assert status == 502
-        assert "http://one:1 did not answer, or not in full" in text
-        assert "(connection lost): send it again" in text
-        assert (await farm.ask(body, path))[0] == 200
-
-    run(work())
+    farm.states["http://one:1"] = "dies"
+    status, text = farm.ask(body, path)
+    assert status == 502
+    assert "http://one:1 did not answer, or not in full" in text
+    assert "(connection lost): send it again" in text
+    assert farm.ask(body, path)[0] == 200
     assert farm.hosts == ["one", "two"]
 
 
@@ -412,18 +371,15 @@ def test_a_stream_whose_server_dies_ends_with_an_error(path):
     farm = Farm(2)
     farm.breaks_after = EVENTS
 
-    async def work() -> None:
-        farm.states["http://one:1"] = "dies"
-        status, text = await farm.ask(said_by_user("x"), path)
-        assert status == 200
-        sent, _, end = text.partition("\n\n")
-        assert f"{sent}\n\n".encode() == EVENTS
-        assert end.startswith("event: error\n") == (path == MESSAGES)
-        error = json.loads(end.partition("data: ")[2])["error"]
-        assert "send it again" in error["message"]
-        assert farm.servers.servers[0].state == "down"  # for a retry at once
-
-    run(work())
+    farm.states["http://one:1"] = "dies"
+    status, text = farm.ask(said_by_user("x"), path)
+    assert status == 200
+    sent, _, end = text.partition("\n\n")
+    assert f"{sent}\n\n".encode() == EVENTS
+    assert end.startswith("event: error\n") == (path == MESSAGES)
+    error = json.loads(end.partition("data: ")[2])["error"]
+    assert "send it again" in error["message"]
+    assert farm.servers.servers[0].state == "down"  # for a retry at once
 
 
 def test_inside_an_event_only_a_broken_connection_can_say_it():
@@ -431,7 +387,7 @@ def test_inside_an_event_only_a_broken_connection_can_say_it():
     farm.breaks_after = EVENTS[:-5]
     farm.states["http://one:1"] = "dies"
     with pytest.raises(ExceptionGroup) as failure:
-        run(farm.ask(said_by_user("x")))
+        farm.ask(said_by_user("x"))
     assert failure.group_contains(httpx.RemoteProtocolError)
 
 
@@ -440,30 +396,24 @@ def test_with_no_server_left_the_error_says_how_each_is():
     farm.states = dict.fromkeys(farm.states, "down")
     farm.states["http://two:2"] = "loading"
 
-    async def work() -> None:
-        await farm.check()
-        for path, body in ((CHAT, said_by_user("x")), (RESPONSES, {"input": "x"})):
-            status, text = await farm.ask(body, path)
-            assert status == 503
-            sentence = json.loads(text)["error"]["message"]
-            assert "http://one:1 does not answer" in sentence
-            assert "http://two:2 still loads its model" in sentence
-
-    run(work())
+    farm.check()
+    for path, body in ((CHAT, said_by_user("x")), (RESPONSES, {"input": "x"})):
+        status, text = farm.ask(body, path)
+        assert status == 503
+        sentence = json.loads(text)["error"]["message"]
+        assert "http://one:1 does not answer" in sentence
+        assert "http://two:2 still loads its model" in sentence
 
 
 def test_a_server_being_drained_keeps_its_sessions_and_gets_no_others():
     farm = Farm(2)
 
-    async def work() -> None:
-        await farm.ask({}, x_session_id="old", x_known="yes")
-        farm.states["http://one:1"] = "draining"
-        await farm.check()
-        for session in ("old", "a", "b", "old"):
-            known = {"x_known": "yes"} if session == "old" else {}
-            assert (await farm.ask({}, x_session_id=session, **known))[0] == 200
-
-    run(work())
+    farm.ask({}, x_session_id="old", x_known="yes")
+    farm.states["http://one:1"] = "draining"
+    farm.check()
+    for session in ("old", "a", "b", "old"):
+        known = {"x_known": "yes"} if session == "old" else {}
+        assert farm.ask({}, x_session_id=session, **known)[0] == 200
     assert farm.hosts == ["one", "one", "two", "two", "one"]
 
 
@@ -473,11 +423,8 @@ def test_a_session_that_a_drained_server_refuses_moves_with_the_retry(path):
     body = {"input": "x"} if path == RESPONSES else said_by_user("x")
     farm.states["http://one:1"] = "draining"  # since the last check
 
-    async def work() -> None:
-        assert (await farm.ask(body, path))[0] == 503
-        assert (await farm.ask(body, path))[0] == 200
-
-    run(work())
+    assert farm.ask(body, path)[0] == 503
+    assert farm.ask(body, path)[0] == 200
     assert farm.hosts == ["one", "two"]
 
 
@@ -492,12 +439,9 @@ def test_a_server_of_another_model_or_key_gets_nothing(state, words):
     else:
         farm.keys["http://one:1"] = "Bearer right"
 
-    async def work() -> None:
-        await farm.check()
-        for session in "abc":
-            await farm.ask({}, x_session_id=session)
-
-    run(work())
+    farm.check()
+    for session in "abc":
+        farm.ask({}, x_session_id=session)
     assert set(farm.hosts) == {"two"}
     assert words in farm.said[0]
     rows = json.loads(farm.said[-1].removeprefix("REPLICAS "))
@@ -546,8 +490,7 @@ def test_what_is_no_start_llm_is_not_up_and_the_others_are_watched_on(
     assert rows[0].state in ("down", "other_model")
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_an_endless_answer_about_a_server_is_down_and_not_kept(path):
+def test_an_endless_answer_about_a_server_is_down_and_not_kept():
     n_sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -557,10 +500,8 @@ def test_an_endless_answer_about_a_server_is_down_and_not_kept(path):
             assert n_sent < 4 * r.MAX_ANSWER_BYTES
             yield b" " * 65_536
 
-    async def serve(request: httpx.Request) -> httpx.Response:
-        if request.url.path == path:
-            return httpx.Response(200, content=chunks())
-        return httpx.Response(200, json={"status": "ok"})
+    async def serve(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=chunks())
 
     client = client_of_server(Wire(serve))
     servers = Replicas([Replica(url, "") for url in URLS], client)
@@ -571,9 +512,9 @@ def test_an_endless_answer_about_a_server_is_down_and_not_kept(path):
 
 def test_no_key_is_in_what_the_server_is_told():
     farm = Farm(2)
-    run(farm.check())
+    farm.check()
     farm.states["http://one:1"] = "down"
-    run(farm.check())
+    farm.check()
     assert farm.said
     assert not any("key of" in line for line in farm.said)
 
@@ -637,7 +578,7 @@ def test_what_is_held_of_all_bodies_has_a_limit(path):
         await uploads[1].leave()
         assert farm.gate.held_bytes.n_bytes == 20_000
         again = {"input": "x"} if path == RESPONSES else said_by_user("x")
-        assert (await farm.ask(again, path))[0] == 200
+        assert (await farm.send(again, path))[0] == 200
         for upload in uploads[2:4]:
             await upload.leave()
 
@@ -689,54 +630,10 @@ def test_a_body_is_let_go_when_it_has_been_sent_on_and_not_at_the_end_of_the_rep
     run(work())
 
 
-class StalledWire(httpx.AsyncBaseTransport):
-    """A server that refuses a chat, and then does not say how it is."""
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self.is_closed = False
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/health":
-            self.is_asked = True
-            await asyncio.Event().wait()
-        async for _part in request.stream:
-            pass
-        wire = self
-
-        class Refusal(httpx.AsyncByteStream):
-            async def __aiter__(self) -> AsyncIterator[bytes]:
-                yield b"{}"
-
-            async def aclose(self) -> None:
-                wire.is_closed = True
-
-        return httpx.Response(503, stream=Refusal())
-
-
-def test_the_connection_of_a_refused_request_is_closed_when_its_client_leaves():
-    farm = Farm(2)
-    wire = StalledWire()
-    client = client_of_server(wire)
-    farm.gate = dataclasses.replace(farm.gate, client=client)
-    farm.servers.client = client
-
-    async def work() -> None:
-        upload = Upload(farm)
-        await upload.post(b"{}", is_last=True)
-        assert wire.is_asked
-        assert not wire.is_closed
-        await upload.leave()
-        await upload.task
-        assert wire.is_closed
-
-    run(work())
-
-
 def test_with_an_id_no_body_is_held():
     farm = Farm(2)
     farm.gate = dataclasses.replace(farm.gate, max_body_bytes=1)
-    status, _ = run(farm.ask(said_by_user("x" * 1_000), x_session_id="a"))
+    status, _ = farm.ask(said_by_user("x" * 1_000), x_session_id="a")
     assert status == 200
 
 
@@ -747,24 +644,18 @@ def test_a_proxy_that_starts_again_knows_where_conversations_are(tmp_path):
     path = tmp_path / "litellm-1.assignments"
     farm = Farm(3, path)
 
-    async def work() -> None:
-        for session in "abc":
-            await farm.ask(said_by_user(f"secret {session}"))
-        farm.servers._save()
-
-    run(work())
+    for session in "abc":
+        farm.ask(said_by_user(f"secret {session}"))
+    farm.servers._save()
     text = path.read_text()
     assert "secret" not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     again = Farm(3, path)
 
-    async def more_work() -> None:
-        again.servers._load()
-        for session in "cba":
-            await again.ask(said_by_user(f"secret {session}"))
-
-    run(more_work())
+    again.servers._load()
+    for session in "cba":
+        again.ask(said_by_user(f"secret {session}"))
     assert again.hosts == ["three", "two", "one"]
 
 
@@ -774,7 +665,7 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path, text):
     path.write_text(text)
     farm = Farm(2, path)
     farm.servers._load()
-    assert run(farm.ask(said_by_user("x")))[0] == 200
+    assert farm.ask(said_by_user("x"))[0] == 200
     farm.servers._save()
     assert json.loads(path.read_text())
 

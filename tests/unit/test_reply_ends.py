@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import start_llm as s
+from call_formats import TEXT, format_of, tool
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,23 +38,14 @@ def test_stop_strings_hold_back_no_more_than_they_must():
     assert machine.feed("AY ") == "STAY "
 
 
-WRITE = {
-    "type": "function",
-    "function": {
-        "name": "write",
-        "parameters": {"properties": {"content": {"type": "string"}}},
-    },
-}
-HERMES = s.ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n")
-MINIMAX = s.ToolCallFormat("<minimax:tool_call>", "</minimax:tool_call>", "minimax")
+WRITE = tool("write", {"properties": {"content": TEXT}})
+HERMES, MINIMAX = format_of("hermes"), format_of("minimax")
 CALL = [
     "<tool_call>",
     '\n{"name": "write", "arguments": {"content": "# T\\n',
     "```",
     'py"}}\n',
 ]
-
-
 ASKED = {
     "kind": "chat",
     "tools": (WRITE,),
@@ -113,17 +105,8 @@ def heard(monkeypatch, pieces, **how):
 
 
 def test_stop_strings_end_what_is_said_and_not_what_is_thought(monkeypatch):
-    thought = [
-        "I see.",
-        "\n\n",
-        "Observa",
-        "tion: it",
-        " is 4.",
-        "</think>",
-        "\n\n",
-        "It is",
-        " 4.",
-    ]
+    thought = ["I see.", "\n\n", "Observa", "tion: it", " is 4."]
+    thought += ["</think>", "\n\n", "It is", " 4."]
     message = ("I see.\n\nObservation: it is 4.", "It is 4.", [])
 
     for stop in ("\n\n", "Observation", "see"):
@@ -178,33 +161,18 @@ def test_nothing_of_a_call_too_many_is_said(monkeypatch):
         "\n<invoke",
         ' name="write">\n<parameter name="content">',
         "x</parameter>",
-        "</invoke>",
     ]
-    pieces = [
-        "I look.",
-        "\n",
-        "<minimax:tool_call>",
-        *invoke,
-        *invoke,
-        "\n</minimax:tool_call>",
-    ]
+    invoke.append("</invoke>")
+    pieces = ["I look.", "\n", "<minimax:tool_call>", *invoke, *invoke]
+    pieces.append("\n</minimax:tool_call>")
     written = '{"content": "x"}'
     for is_parallel, calls in ((True, [written, written]), (False, [written])):
-        reply = heard(
-            monkeypatch,
-            pieces,
-            form=MINIMAX,
-            parallel_tool_calls=is_parallel,
-            thinks=False,
-        )
+        how = {"form": MINIMAX, "parallel_tool_calls": is_parallel, "thinks": False}
+        reply = heard(monkeypatch, pieces, **how)
         assert reply == (None, "I look.", calls, "")
 
-    pieces = [
-        *CALL,
-        "<tool_call>",
-        '{"name": "write", "arguments": {}}',
-        "</tool_call>",
-    ]
+    second = ["<tool_call>", '{"name": "write", "arguments": {}}', "</tool_call>"]
+    pieces = [*CALL, *second]
     reply = heard(monkeypatch, pieces, thinks=False, parallel_tool_calls=False)
     assert reply[1:3] == (None, ['{"content": "# T\\n```py"}'])
 
@@ -332,12 +300,6 @@ def _wait_for(note):
         os.sched_yield()
         time.sleep(0.01)
     raise AssertionError("caffeinate was not started")
-
-
-def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one():
-    positions = s.PromptPositions(head_ends=(10, 30), turn_starts=(5, 40, 60, 90, 90))
-    assert positions.checkpoints() == (10, 30, 40, 60, 90)
-    assert s.PromptPositions(turn_starts=(8, 2)).checkpoints() == (0, 2, 8)
 
 
 ENDINGS = {  # what the engine says, why the text was over before: kind, finish_reason

@@ -1,7 +1,6 @@
 """REQUEST HANDLING: a reply that goes round in circles is ended; other repeats are not."""
 
 import base64
-import itertools
 import json
 import random
 from pathlib import Path
@@ -63,16 +62,8 @@ def test_what_is_found_is_what_repeats(passage, n_repeats, changes, min_repeats)
     assert s.find_loop(ids, **rule) == find_slowly(ids, **rule)
 
 
-def test_every_passage_of_two_tokens_is_found():
-    for period in range(1, 9):
-        for passage in itertools.product((0, 1), repeat=period):
-            ids = ([2, 3, 4, 5] * 32 + list(passage) * 12)[-128:]
-            rule = {"min_tokens": 10, "min_repeats": 10}
-            assert s.find_loop(ids, **rule) == find_slowly(ids, **rule) > 0, passage
-
-
-@pytest.mark.parametrize("n_before", [0, 63, 100, 1000])
-@pytest.mark.parametrize("period", [1, 40, 41, 120, 205, 500])
+@pytest.mark.parametrize("n_before", [0, 63, 1000])
+@pytest.mark.parametrize("period", [1, 41, 500])
 def test_a_loop_is_found_before_it_is_a_quarter_longer(n_before, period):
     rng = random.Random(period)
     ids = [rng.randrange(100_000) for _ in range(n_before)]
