@@ -300,16 +300,14 @@ WORDED = [field for field in FIELDS if field.own_words]
     "suffix",
     [". You work for {}.", ", and you work for {}", " - {}", " ({})", " on the {}"],
 )
-def test_what_a_line_says_behind_the_clock_is_not_the_clocks(
-    clock: str, suffix: str
-) -> None:
+def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock, suffix):
     lines = [clock + suffix.format(name) for name in ("Acme", "Globex")]
     assert names([said("system", lines[0])]) != names([said("system", lines[1])])
     (turn,) = start_llm.canonicalize_messages([said("system", lines[0])], canon())
     assert [pinned.value for pinned in turn.pinned] == [clock.partition(": ")[2]]
 
 
-def test_what_stands_behind_a_snapshot_of_git_is_not_gits() -> None:
+def test_what_stands_behind_a_snapshot_of_git_is_not_gits():
     prompts = [
         said("system", f"{SNAPSHOT}```\nYou work for {name}.\n")
         for name in ("Acme", "Globex")
@@ -325,17 +323,17 @@ def off(*rules: str) -> start_llm.Canonicalizer:
     return canon(rules_off=",".join(rules))
 
 
-def test_every_rule_is_tested_and_can_be_turned_off() -> None:
+def test_every_rule_is_tested_and_can_be_turned_off():
     by_name = [rule.name for rule in start_llm._RULES] + ["late_system"]
     assert by_name == [*get_args(start_llm.RuleName)]
     assert {field.rule for field in FIELDS} == set(by_name)
 
 
-def test_each_rule_finds_its_example() -> None:
+def test_each_rule_finds_its_example():
     assert all(rule.pattern.search(rule.example) for rule in start_llm._RULES)
 
 
-def test_what_identifies_nobody_crosses_sessions() -> None:
+def test_what_identifies_nobody_crosses_sessions():
     crossing = {rule.name for rule in start_llm._RULES if rule.crosses_sessions}
     harmless = {"message_id", "user_message_id", "timestamp"}
     harmless |= {"current_time", "current_date", "git_status"}
@@ -351,7 +349,7 @@ def test_what_identifies_nobody_crosses_sessions() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
-def test_drift_has_one_name_and_two_without_the_rule(field: Field) -> None:
+def test_drift_has_one_name_and_two_without_the_rule(field):
     first = field.messages_with(field.first_value)
     second = field.messages_with(field.second_value)
 
@@ -360,7 +358,7 @@ def test_drift_has_one_name_and_two_without_the_rule(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
-def test_what_the_model_reads_is_what_was_sent(field: Field) -> None:
+def test_what_the_model_reads_is_what_was_sent(field):
     """In the first pipeline nothing is stilled; only telemetry is missing there."""
     messages = field.messages_with(field.first_value)
     request = chat(messages)
@@ -388,7 +386,7 @@ def texts_of(message: dict) -> list[str]:
     )
 
 
-def test_telemetry_is_as_good_as_absent() -> None:
+def test_telemetry_is_as_good_as_absent():
     """Its form changes with the version, for sub-agents, and by a setting of the client's."""
     lines = [
         "x-anthropic-billing-header: cc_version=2.1.121.1be; cc_entrypoint=sdk-cli; cch=0d3a3;",
@@ -402,7 +400,7 @@ def test_telemetry_is_as_good_as_absent() -> None:
             assert names([said("system", head)]) == bare
 
 
-def test_a_section_that_comes_and_goes_is_as_good_as_absent() -> None:
+def test_a_section_that_comes_and_goes_is_as_good_as_absent():
     """OpenClaw 2026.2.17 leaves it out, heading and all, when a sub-agent has finished."""
     head = "- Inline buttons off.\n{}# Project Context\nx"
     section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
@@ -416,7 +414,7 @@ def test_a_section_that_comes_and_goes_is_as_good_as_absent() -> None:
     assert names([with_heading_only, hello]) != names([without_section, hello])
 
 
-def test_a_stamp_that_becomes_another_prefix_is_the_same_message() -> None:
+def test_a_stamp_that_becomes_another_prefix_is_the_same_message():
     """OpenClaw 2026.9.6 sends what a sub-agent announces once stamped, and routed ever after."""
     stamped = f"[Fri 2026-11-20 14:20 UTC] {ANNOUNCED}"
     routed = f"{ROUTED}{ANNOUNCED}"
@@ -441,7 +439,7 @@ def near_misses(words: str, rule: start_llm.Rule) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("field", WORDED, ids=lambda field: field.rule)
-def test_near_misses_are_text(field: Field) -> None:
+def test_near_misses_are_text(field):
     canonicalizer = canon()
     rule = rule_named(field.rule)
     first_messages = near_misses(field.words_with(field.first_value), rule)
@@ -498,13 +496,13 @@ def test_near_misses_are_text(field: Field) -> None:
         ),
     ],
 )
-def test_what_only_looks_like_a_field_is_text(role: str, text: str) -> None:
+def test_what_only_looks_like_a_field_is_text(role, text):
     turn = canon().canonicalize(said(role, text))
     assert not fields_of(turn)
     assert turn.original["content"] == turn.canonical == text
 
 
-def test_each_of_several_blocks_is_found() -> None:
+def test_each_of_several_blocks_is_found():
     """Claude Code 2.1.328 begins its first user message with three reminders, a part each."""
     blocks = [filled(REMINDER, f"state {n}") for n in range(3)]
     for joint, gap in itertools.product(("\n", "", "\n\n"), ("", "\n")):
@@ -527,7 +525,7 @@ def test_each_of_several_blocks_is_found() -> None:
         "It fails:\n```\nnpm test",  # never closed: what follows may be the client's
     ],
 )
-def test_what_is_no_fence_hides_nothing(opening: str) -> None:
+def test_what_is_no_fence_hides_nothing(opening):
     block = filled(REMINDER, "a mode")
     for role, words in (("user", block), ("system", "Current time: 10:05")):
         turn = canon().canonicalize(said(role, f"{opening}\n\n{words}"))
@@ -546,7 +544,7 @@ def test_what_is_no_fence_hides_nothing(opening: str) -> None:
         "\t```\n{}\n\t```",
     ],
 )
-def test_a_fence_may_stand_in_a_list(fenced: str) -> None:
+def test_a_fence_may_stand_in_a_list(fenced):
     for role, words in (
         ("user", filled(REMINDER, "a mode")),
         ("system", "  Today is Friday"),
@@ -559,7 +557,7 @@ def test_a_fence_may_stand_in_a_list(fenced: str) -> None:
         assert turn.canonical == text
 
 
-def test_a_fence_is_not_closed_by_the_beginning_of_another() -> None:
+def test_a_fence_is_not_closed_by_the_beginning_of_another():
     block = filled(REMINDER, "a mode")
     text = f"Compare:\n```\n```sh\n{block}\n```\nthese."
 
@@ -569,7 +567,7 @@ def test_a_fence_is_not_closed_by_the_beginning_of_another() -> None:
 
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
-def test_a_part_that_is_a_note_leaves_no_trace_between_two_texts(joint: str) -> None:
+def test_a_part_that_is_a_note_leaves_no_trace_between_two_texts(joint):
     """Claude Code puts one between "[Request interrupted by user]" and the next words."""
     note = part(filled(REMINDER, "a mode"))
     with_note = [part("[Request interrupted by user]"), note, part("do this")]
@@ -583,7 +581,7 @@ def test_a_part_that_is_a_note_leaves_no_trace_between_two_texts(joint: str) -> 
     assert turns[0].digest == turns[1].digest
 
 
-def test_a_field_ends_where_its_part_ends() -> None:
+def test_a_field_ends_where_its_part_ends():
     """gitStatus runs to the end of its text; what follows in a part of its own is not git's."""
     prompts = [
         said(
@@ -596,7 +594,7 @@ def test_a_field_ends_where_its_part_ends() -> None:
     assert [pinned.value for pinned in turn.pinned] == ["clean"]
 
 
-def test_fields_stand_where_they_are_in_the_joined_text() -> None:
+def test_fields_stand_where_they_are_in_the_joined_text():
     parts = ["You help.", "Current time: 10:05\nBe kind.", "", "Today is 2026-11-20."]
     turn = canon().canonicalize(said("system", [part(text) for text in parts]))
 
@@ -605,9 +603,7 @@ def test_fields_stand_where_they_are_in_the_joined_text() -> None:
     assert start_llm.mask_volatile(content, turn.pinned) == turn.canonical
 
 
-def test_notes_after_a_late_system_message_belong_to_the_question_that_follows() -> (
-    None
-):
+def test_notes_after_a_late_system_message_belong_to_the_question_that_follows():
     """Such a message stays if its rule is off, or if there is an image in it."""
     note = filled(REMINDER, "a mode")
     first = [said("user", "Hi"), said("assistant", "Yes?"), said("system", "Be brief.")]
@@ -623,9 +619,7 @@ def test_notes_after_a_late_system_message_belong_to_the_question_that_follows()
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
-def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
-    role: str, joint: str
-) -> None:
+def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(role, joint):
     """Templates that join parts by nothing made `a.txtb.txt` of two, and no line of a clock's."""
     parts = [part("You help."), part("Current time: 10:05")]
     turn = canon(joint).canonicalize(said(role, parts))
@@ -648,7 +642,7 @@ def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
     ],
     ids=range(6),
 )
-def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
+def test_a_long_text_takes_no_longer_than_its_length(text):
     """Each opener must not look through all that follows it: these took 5 to 25 s."""
     began = time.process_time()
     assert canon().canonicalize(said("user", text))
@@ -659,7 +653,7 @@ def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
 
 
 @pytest.mark.parametrize("field", WORDED, ids=lambda field: field.rule)
-def test_the_kind_of_a_rule_says_what_becomes_of_its_field(field: Field) -> None:
+def test_the_kind_of_a_rule_says_what_becomes_of_its_field(field):
     rule = rule_named(field.rule)
     message = field.messages_with(field.first_value)[-1]
     content = "\n".join(texts_of(message))
@@ -676,7 +670,7 @@ def test_the_kind_of_a_rule_says_what_becomes_of_its_field(field: Field) -> None
     assert [field.first_value in text for text in contents(plain)] == [True, True]
 
 
-def test_telemetry_does_not_take_an_image_along() -> None:
+def test_telemetry_does_not_take_an_image_along():
     """The model must see it."""
     line = "x-anthropic-billing-header: cc_version=2.1; cch=1;"
     image = f"\ufdd1{'ab' * 32}\ufdd2"
@@ -684,7 +678,7 @@ def test_telemetry_does_not_take_an_image_along() -> None:
     assert turn.original["content"] == f"{image} Be brief."
 
 
-def test_the_values_in_a_pinned_block_have_places_of_their_own() -> None:
+def test_the_values_in_a_pinned_block_have_places_of_their_own():
     section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
     text = f"Be brief.\n{section}Current time: 10:05\n"
     turn = canon().canonicalize(said("system", text))
@@ -729,9 +723,7 @@ def places_of(field: start_llm.VolatileField, text: str) -> range:
 
 @given(st.data(), volatile, prose)
 @QUICK
-def test_one_character_elsewhere_is_another_name(
-    data: st.DataObject, found: tuple[Field, str], filler: str
-) -> None:
+def test_one_character_elsewhere_is_another_name(data, found, filler):
     field, value = found
     canonicalizer = canon()
     message = field.messages_with(value)[-1]
@@ -758,7 +750,7 @@ def test_one_character_elsewhere_is_another_name(
     st.sampled_from(["\n", ""]),
 )
 @QUICK
-def test_any_mixture_is_stilled_once_and_for_all(mixture: list, joint: str) -> None:
+def test_any_mixture_is_stilled_once_and_for_all(mixture, joint):
     """And nothing of what is not volatile is missing from the name."""
     (first_field, _), _ = mixture[0]
     is_system = first_field.message["role"] in start_llm.SYSTEM_ROLES
@@ -786,7 +778,7 @@ def test_any_mixture_is_stilled_once_and_for_all(mixture: list, joint: str) -> N
 
 @given(st.text(max_size=60), st.sampled_from(["system", "user", "assistant", "tool"]))
 @QUICK
-def test_plain_text_is_its_own_canonical_copy(text: str, role: str) -> None:
+def test_plain_text_is_its_own_canonical_copy(text, role):
     turn = canon().canonicalize(said(role, text))
     wanted = text.lstrip("\n") if role == "assistant" else text
     assert turn.canonical == wanted
@@ -802,7 +794,7 @@ def test_plain_text_is_its_own_canonical_copy(text: str, role: str) -> None:
 )
 @example(["user", "assistant", "system", "user", "user"])
 @settings(max_examples=examples(400))
-def test_every_message_is_in_some_turn_once(roles: list) -> None:
+def test_every_message_is_in_some_turn_once(roles):
     """Whatever stands between them, and what is no note in the order in which it was said."""
     messages = [
         said("user", f"<system-reminder>\nw{n}w\n</system-reminder>")
@@ -879,21 +871,19 @@ SHAPE_PAIRS = [(shapes[0], other) for shapes in SHAPES for other in shapes[1:]]
 
 
 @pytest.mark.parametrize(("message", "reshaped"), SHAPE_PAIRS)
-def test_the_shape_of_a_message_is_not_its_name(message: dict, reshaped: dict) -> None:
+def test_the_shape_of_a_message_is_not_its_name(message, reshaped):
     assert names([*ASKED, message]) == names([*ASKED, reshaped])
 
 
 @pytest.mark.parametrize("echo", SHAPES[-1], ids=str)
-def test_thinking_is_found_wherever_it_is_and_blank_thinking_is_none(
-    echo: dict,
-) -> None:
+def test_thinking_is_found_wherever_it_is_and_blank_thinking_is_none(echo):
     turn = turns_of([*ASKED, echo])[-1]
     expected = "because" if "because" in str(echo) else ""
     assert turn.thinking == turn.original.get("reasoning_content", "") == expected
     assert turn.original["content"].rstrip() == "so it is"
 
 
-def test_every_message_has_a_name_of_its_own() -> None:
+def test_every_message_has_a_name_of_its_own():
     """The first of each shape, and the same words from another mouth."""
     different = [shapes[0] for shapes in SHAPES]
     different += [said("user", "so it is"), said("system", "so it is")]
@@ -910,7 +900,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
     assert len(all_names) == len(different)
 
 
-def test_a_tag_in_the_middle_of_an_answer_is_text() -> None:
+def test_a_tag_in_the_middle_of_an_answer_is_text():
     answer = "Close it with </think>, open it with <think>."
     turn = canon().canonicalize(reply(answer))
     assert turn.original["content"] == answer and not turn.thinking
@@ -944,7 +934,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize(("message", "note"), NOTES)
-def test_a_note_ends_the_message_before_it(message: dict, note: str) -> None:
+def test_a_note_ends_the_message_before_it(message, note):
     assert places([*STEP, message])[-1] == ("tool", (), (note,))
     assert names([*STEP, message]) == names(STEP)
     longer = [*STEP, reply("done"), said("user", "next")]
@@ -953,9 +943,7 @@ def test_a_note_ends_the_message_before_it(message: dict, note: str) -> None:
 
 
 @pytest.mark.parametrize(("message", "note"), NOTES)
-def test_a_note_behind_a_reply_is_a_message_of_the_users(
-    message: dict, note: str
-) -> None:
+def test_a_note_behind_a_reply_is_a_message_of_the_users(message, note):
     """Never in the model's own mouth."""
     turns = turns_of([*ASKED, reply("done"), message])
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
@@ -964,7 +952,7 @@ def test_a_note_behind_a_reply_is_a_message_of_the_users(
 
 
 @pytest.mark.parametrize(("message", "note"), NOTES)
-def test_a_note_does_not_part_a_call_from_its_result(message: dict, note: str) -> None:
+def test_a_note_does_not_part_a_call_from_its_result(message, note):
     """Templates refuse a user message there."""
     results = [RESULT, said("tool", "another", tool_call_id="call00001")]
 
@@ -978,12 +966,12 @@ def test_a_note_does_not_part_a_call_from_its_result(message: dict, note: str) -
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_a_late_system_message_without_text_is_dropped(text: str) -> None:
+def test_a_late_system_message_without_text_is_dropped(text):
     for messages in ([*ASKED], STEP, [*STEP, reply("done"), said("user", "next")]):
         assert places([*messages, said("system", text)]) == places(messages)
 
 
-def test_a_reminder_that_only_names_its_tag_is_tagged() -> None:
+def test_a_reminder_that_only_names_its_tag_is_tagged():
     text = "Never write <system-reminder> yourself."
     note = f"<system-reminder>\n{text}\n</system-reminder>"
 
@@ -991,9 +979,7 @@ def test_a_reminder_that_only_names_its_tag_is_tagged() -> None:
 
 
 @pytest.mark.parametrize("late", [NOTES[0], NOTES[-1]])
-def test_what_the_system_says_before_the_first_reply_heads_the_conversation(
-    late: tuple,
-) -> None:
+def test_what_the_system_says_before_the_first_reply_heads_the_conversation(late):
     """Then system prompt, tools and environment are one prefix for all sessions (L-43)."""
     message, note = late
     assert places([*ASKED, message])[-1] == ("user", (note,), ())
@@ -1003,16 +989,16 @@ def test_what_the_system_says_before_the_first_reply_heads_the_conversation(
     assert places(messages)[1:] == [("user", (note, second_note), ()), ("user", (), ())]
 
 
-def test_a_carrier_ends_even_the_first_message() -> None:
+def test_a_carrier_ends_even_the_first_message():
     assert places([*ASKED, said("user", CARRIER)])[-1] == ("user", (), (CARRIER,))
 
 
-def test_system_messages_at_the_head_are_no_notes() -> None:
+def test_system_messages_at_the_head_are_no_notes():
     messages = [said("system", "a"), said("developer", "b"), said("user", "hello")]
     assert [turn.role for turn in turns_of(messages)] == ["system", "developer", "user"]
 
 
-def test_a_message_that_says_more_than_a_note_is_a_turn() -> None:
+def test_a_message_that_says_more_than_a_note_is_a_turn():
     turns = turns_of([*STEP, said("user", [part(LATE), part("go on")])])
     assert [turn.role for turn in turns][-2:] == ["tool", "user"]
     assert [note.text for note in turns[-1].notes] == [LATE]
@@ -1021,7 +1007,7 @@ def test_a_message_that_says_more_than_a_note_is_a_turn() -> None:
     assert turns_of([*STEP, quoted])[-1].canonical == quoted["content"]
 
 
-def test_a_note_alone_is_a_conversation() -> None:
+def test_a_note_alone_is_a_conversation():
     for messages in (
         [said("user", LATE)],
         [said("system", "rules"), said("user", LATE)],
@@ -1029,7 +1015,7 @@ def test_a_note_alone_is_a_conversation() -> None:
         assert turns_of(messages)[-1].original["content"] == LATE
 
 
-def test_several_notes_keep_their_order() -> None:
+def test_several_notes_keep_their_order():
     notes = [said("system", "one"), said("user", CARRIER), said("system", "two")]
     tail = places([*STEP, *notes])[-1][2]
     assert [text.replace("<system-reminder>\n", "")[:3] for text in tail] == [
@@ -1047,8 +1033,8 @@ def test_several_notes_keep_their_order() -> None:
     ("n_kept", "is_safe"), [(1000, True), (900, True), (899, False), (0, False)]
 )
 def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(
-    n_kept: int, *, is_safe: bool, is_inline: bool
-) -> None:
+    n_kept, is_safe, is_inline
+):
     """The rest of a thousand letters is a note, in the message or after it."""
     messages = [said("user", "k" * n_kept)]
     n_note = 1000 - n_kept
@@ -1070,7 +1056,7 @@ def note_of(n_letters: int) -> str:
 # -- whole conversations ------------------------------------------------------------------
 
 
-def test_the_memo_stays_small_and_right() -> None:
+def test_the_memo_stays_small_and_right():
     canonicalizer = canon()
     canonicalizer.memo.max_bytes = 5_000
     for n in range(400):
@@ -1081,7 +1067,7 @@ def test_the_memo_stays_small_and_right() -> None:
 
 
 @pytest.mark.parametrize("n_words", [3, 3_000])
-def test_the_memo_knows_what_it_holds(n_words: int) -> None:
+def test_the_memo_knows_what_it_holds(n_words):
     canonicalizer = canon()
     tracemalloc.start()
     for n in range(150):
@@ -1091,14 +1077,14 @@ def test_the_memo_knows_what_it_holds(n_words: int) -> None:
     assert 0.7 * held < canonicalizer.memo.nbytes < 1.5 * held
 
 
-def test_a_value_that_is_too_large_leaves_the_others_in_the_memo() -> None:
+def test_a_value_that_is_too_large_leaves_the_others_in_the_memo():
     memo: start_llm.Memo[str] = start_llm.Memo(10_000)
     memo.get_or_make("short", lambda: "value", tenant="")
     assert memo.get_or_make("x" * 20_000, lambda: "long", tenant="") == "long"
     assert [*memo.entries] == [("", "short")]
 
 
-def test_the_memo_counts_what_another_thread_adds_meanwhile() -> None:
+def test_the_memo_counts_what_another_thread_adds_meanwhile():
     """The other one is played by the function that measures a value."""
 
     def measure(key: str, _value: str) -> int:
@@ -1112,7 +1098,7 @@ def test_the_memo_counts_what_another_thread_adds_meanwhile() -> None:
     assert memo.nbytes == 2 * (1_000 + memo.ENTRY_BYTES)
 
 
-def test_the_sender_in_a_wrapper_is_text() -> None:
+def test_the_sender_in_a_wrapper_is_text():
     text = f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files"
     other_id = text.replace('"ID"', '"OTHER"').replace("14:16", "14:17")
     other_sender = text.replace('"cli"', '"ann"')

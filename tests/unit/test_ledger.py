@@ -350,9 +350,7 @@ def is_turned_round(model: str, shape: Shape) -> bool:
     return "gemma" in model and has_text_and_calls
 
 
-def test_splicing_says_what_the_template_says(
-    any_model: str, conversations: tuple[Conversation, ...]
-) -> None:
+def test_splicing_says_what_the_template_says(any_model, conversations):
     for conversation in conversations:
         ids = conversation.truth.ids.tolist()[: conversation.end + 1]
         verdict = conversation.verdict(conversation.drafted(ids, ids[-1]))
@@ -360,9 +358,7 @@ def test_splicing_says_what_the_template_says(
         assert verdict == ("WRONG" if is_wrong else "ok"), conversation.shape.name
 
 
-def test_a_model_may_stop_at_another_token(
-    any_model: str, conversations: tuple[Conversation, ...]
-) -> None:
+def test_a_model_may_stop_at_another_token(any_model, conversations):
     """Qwen's <|endoftext|>, GLM's <|user|> before a result: what the template prints there wins."""
     for conversation in conversations:
         if is_turned_round(any_model, conversation.shape):
@@ -374,8 +370,8 @@ def test_a_model_may_stop_at_another_token(
 
 
 def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(
-    conversations: tuple[Conversation, ...],
-) -> None:
+    conversations,
+):
     for conversation in conversations:
         ids = conversation.truth.ids.tolist()[: conversation.n_tokens]
         verdict = conversation.verdict(conversation.drafted(ids, None))
@@ -384,8 +380,8 @@ def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(
 
 
 def test_a_reply_that_ended_with_its_call_is_replayed(
-    any_model: str, conversations: tuple[Conversation, ...], pytestconfig: pytest.Config
-) -> None:
+    any_model, conversations, pytestconfig
+):
     """The end token was never generated, and perhaps not all that comes before it (L-120).
 
     By day one end in three, and the last.
@@ -407,9 +403,7 @@ def test_a_reply_that_ended_with_its_call_is_replayed(
         assert conversation.verdict(draft) == "ok", name
 
 
-def test_positions_are_those_of_the_whole_prompt(
-    any_model: str, conversations: tuple[Conversation, ...]
-) -> None:
+def test_positions_are_those_of_the_whole_prompt(any_model, conversations):
     """Checkpoints are taken there. Only of templates and shapes that leave the past as it was."""
     n_compared = 0
     for conversation in conversations:
@@ -436,7 +430,7 @@ def test_positions_are_those_of_the_whole_prompt(
     assert n_compared >= len(conversations) / 5
 
 
-def test_our_own_words_in_a_message_are_never_misread(model: str) -> None:
+def test_our_own_words_in_a_message_are_never_misread(model):
     """An agent that edits this server reads them in a file."""
     words = f"zq0q {start_llm._NONCE} zq1q"
     for old, new in (
@@ -550,7 +544,7 @@ NEXT = said("user", "next")
 SECOND_REQUEST = [SYSTEM, USER, FINE, NEXT]
 
 
-def test_generated_tokens_are_replayed_not_rendered_again(model: str) -> None:
+def test_generated_tokens_are_replayed_not_rendered_again(model):
     """Over many turns, whatever the model wrote; and the whole history is in each prompt."""
     server = Server(model)
     messages = [SYSTEM, USER]
@@ -577,7 +571,7 @@ def modes_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
+def test_a_note_said_again_after_another_is_told_again(is_late):
     """The client keeps all three where they are: the mode that holds is the last (L-84)."""
     server = Server()
     messages = [SYSTEM]
@@ -596,9 +590,7 @@ def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_note_in_force_again_behind_a_kept_one_is_told_again(
-    *, is_kept: bool
-) -> None:
+def test_a_note_in_force_again_behind_a_kept_one_is_told_again(is_kept):
     """The first has gone from where it was, but the second was told behind it (L-96)."""
     server = Server()
     first = [SYSTEM, said("user", f"task 1\n\n{note('MODE plan')}")]
@@ -614,7 +606,7 @@ def test_a_note_in_force_again_behind_a_kept_one_is_told_again(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_note_that_moves_is_told_once(*, late: bool) -> None:
+def test_a_note_that_moves_is_told_once(late):
     """Also where late system messages, another rule's, stay behind it: Claude Code's plan mode."""
     server = Server()
     past = [SYSTEM]
@@ -629,9 +621,7 @@ def test_a_note_that_moves_is_told_once(*, late: bool) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_text_of_the_user_that_reads_like_a_note_is_in_the_prompt(
-    *, is_kept: bool
-) -> None:
+def test_a_text_of_the_user_that_reads_like_a_note_is_in_the_prompt(is_kept):
     """The system says it after every question; then it is the user's question."""
     words = "<system-reminder>a</system-reminder> x"
     server = Server()
@@ -653,7 +643,7 @@ def test_a_text_of_the_user_that_reads_like_a_note_is_in_the_prompt(
 
 
 @pytest.mark.parametrize("place", ["system", "developer", "reminder"])
-def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> None:
+def test_a_note_in_force_again_at_its_own_place_is_told_again(place):
     """CLAUDE.md changed and changed back, where the client's first message shows it (L-98)."""
     server = Server()
     past = []
@@ -672,9 +662,7 @@ def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> Non
 
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("place", ["system", "developer", "reminder"])
-def test_a_note_in_front_of_a_question_costs_no_reply(
-    place: str, *, stays: bool
-) -> None:
+def test_a_note_in_front_of_a_question_costs_no_reply(place, stays):
     """Retrieved text, a memory, a mode: told before the question, and gone with the answer."""
     server = Server()
     past = [SYSTEM, said("user", "hello"), FINE]
@@ -696,9 +684,7 @@ def test_a_note_in_front_of_a_question_costs_no_reply(
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_note_behind_a_reply_stays_the_turn_that_was_answered(
-    *, is_answered: bool
-) -> None:
+def test_a_note_behind_a_reply_stays_the_turn_that_was_answered(is_answered):
     """A wake-up call of the system's: what follows its answer finds it where it was."""
     server = Server()
     past = [SYSTEM, said("user", "hello"), FINE, said("system", "wake up")]
@@ -717,7 +703,7 @@ def users_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
     return re.findall(r"The user is (\w+)", server.text(draft))
 
 
-def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
+def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed():
     """Ann and Bob begin with the same words at different times; Bob's past is newer (L-99)."""
     server = Server()
     hello = said("assistant", "Hello! How can I help?")
@@ -735,7 +721,7 @@ def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
     assert times == ["08:00", "08:00"]
 
 
-def test_an_argument_is_looked_for_before_what_repeats_it() -> None:
+def test_an_argument_is_looked_for_before_what_repeats_it():
     """Several lines, printed as JSON in the call and as they are in a result behind it."""
     lines = "first line\nsecond line"
     messages = [asks(lines), result("written"), asks("again"), result(lines)]
@@ -747,7 +733,7 @@ def test_an_argument_is_looked_for_before_what_repeats_it() -> None:
     assert not start_llm._find_losses(messages, text)
 
 
-def test_results_may_stand_before_the_text_of_their_reply() -> None:
+def test_results_may_stand_before_the_text_of_their_reply():
     """gemma-4 prints them so (L-200); what is nowhere is lost all the same."""
     messages = [asks("x", content="I look."), result("found it"), said("user", "on")]
     messages[0]["tool_calls"][0]["function"] = {"name": "look", "arguments": {"q": "x"}}
@@ -755,7 +741,7 @@ def test_results_may_stand_before_the_text_of_their_reply() -> None:
     assert start_llm._find_losses(messages, "I look. look x on") == ["tool messages"]
 
 
-def test_new_messages_that_cannot_fit_are_neither_spliced_nor_tokenized() -> None:
+def test_new_messages_that_cannot_fit_are_neither_spliced_nor_tokenized():
     """Replies are not counted before they are rendered (L-129)."""
     server = Server()
     server.answer([SYSTEM, USER], FINE)
@@ -770,7 +756,7 @@ def test_new_messages_that_cannot_fit_are_neither_spliced_nor_tokenized() -> Non
     assert not plan.rendered.ids.size
 
 
-def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
+def test_a_past_with_another_conversations_notes_is_none_of_ours():
     """Ann and Bob begin with the same words and get the same reply (L-85)."""
     server = Server()
     hello = said("assistant", "Hello! How can I help?")
@@ -790,9 +776,7 @@ def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     ("first", "second", "is_replayed"),
     [("s1", "s2", False), ("s1", "", False), ("", "s2", False), ("s1", "s1", True)],
 )
-def test_a_note_of_another_session_is_in_no_prompt(
-    first: str, second: str, *, is_replayed: bool
-) -> None:
+def test_a_note_of_another_session_is_in_no_prompt(first, second, is_replayed):
     """Bob sends no note at all (L-216). Without any name, nobody can tell them apart."""
     server = Server()
     question = said("user", f"{note('The user is Ann')}\nhi")
@@ -814,9 +798,7 @@ def test_a_note_of_another_session_is_in_no_prompt(
     ],
 )
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_a_command_in_another_folder_is_another_one(
-    sent: list[str], *, is_nested: bool, is_replayed: bool
-) -> None:
+def test_a_command_in_another_folder_is_another_one(sent, is_nested, is_replayed):
     """Claude Code may leave out the folder, and changes it never (L-216)."""
 
     def asks_for(commands: list[str]) -> dict:
@@ -833,7 +815,7 @@ def test_a_command_in_another_folder_is_another_one(
 
 
 @pytest.mark.parametrize("call_id", ["call_1", ""])
-def test_a_call_that_was_not_made_here_says_nothing_of_who_asks(call_id: str) -> None:
+def test_a_call_that_was_not_made_here_says_nothing_of_who_asks(call_id):
     """Ann's and Bob's beginnings come from another server, which calls every call the same."""
     server = Server()
     called = asks("ls")
@@ -850,9 +832,7 @@ def test_a_call_that_was_not_made_here_says_nothing_of_who_asks(call_id: str) ->
 
 
 @pytest.mark.parametrize("session", ["", "shared"])
-def test_of_two_pasts_the_one_with_fewer_notes_of_others_is_replayed(
-    session: str,
-) -> None:
+def test_of_two_pasts_the_one_with_fewer_notes_of_others_is_replayed(session):
     """Two sub-agents with one task and one first reply; the other's is newer (L-96)."""
     server = Server()
     fine = said("assistant", "I will read it.")
@@ -879,7 +859,7 @@ class Everywhere:
         return True
 
 
-def test_a_guess_counts_if_the_whole_past_says_the_same(model: str) -> None:
+def test_a_guess_counts_if_the_whole_past_says_the_same(model):
     """What is used in the end is what is rendered behind all messages, guessed at or not."""
     server = Server(model)
     sure = Server(model)
@@ -910,7 +890,7 @@ def test_a_guess_counts_if_the_whole_past_says_the_same(model: str) -> None:
     assert (n_guesses > 4) != n_wrong
 
 
-def test_a_guess_does_not_print_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guess_does_not_print_the_tools(monkeypatch):
     """They take longer than all else (L-225); its check prints them, as they are in the prompt."""
     server = Server()
     messages = [SYSTEM, USER]
@@ -934,7 +914,7 @@ def test_a_guess_does_not_print_the_tools(monkeypatch: pytest.MonkeyPatch) -> No
     assert printed == [["look"]]
 
 
-def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
+def test_a_retry_is_rendered_behind_the_past_before(model):
     """A full resend has no new message behind its longest past; the same tokens all the same."""
     server = Server(model)
     past = server.answer([SYSTEM, USER], FINE)
@@ -955,7 +935,7 @@ def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
     assert interrupted.transcript is first.transcript
 
 
-def test_a_request_may_end_in_a_reply(model: str) -> None:
+def test_a_request_may_end_in_a_reply(model):
     """To be continued, or by mistake: nothing follows its longest past, so a shorter one serves."""
     server = Server(model)
     past = server.answer([SYSTEM, USER], FINE)
@@ -974,7 +954,7 @@ CUTS = CHATML.replace(
 )
 
 
-def test_what_cannot_be_verified_is_rendered_as_sent() -> None:
+def test_what_cannot_be_verified_is_rendered_as_sent():
     """And counted, with its reason for the log."""
     assert CUTS != CHATML
     server = Server()
@@ -999,7 +979,7 @@ BEFORE_BARE = "'bare' in (messages[loop.index] | default({'content': ''})).conte
 CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
 
 
-def test_what_closes_a_reply_may_depend_on_what_follows_it() -> None:
+def test_what_closes_a_reply_may_depend_on_what_follows_it():
     """It is read off this very conversation; a whole reply keeps the end that was generated."""
     assert CHANGES != CHATML
 
@@ -1026,7 +1006,7 @@ THINKS_AFTER_RESULTS = """\
 {%- endif %}"""
 
 
-def test_an_end_token_of_a_new_message_does_not_close_the_reply() -> None:
+def test_an_end_token_of_a_new_message_does_not_close_the_reply():
     """As gpt-oss: past texts end by another token than replies, calls by one of these."""
     server = Server()
     tokenizer = server.speaker.tokenizer
@@ -1043,7 +1023,7 @@ def test_an_end_token_of_a_new_message_does_not_close_the_reply() -> None:
     assert starts_with(draft, past)
 
 
-def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> None:
+def test_a_system_message_that_is_merged_into_a_result_is_no_last_message():
     server = Server(rules_off="late_system")
     server.speaker = spoken(
         "chatml/tiny", THINKS_AFTER_RESULTS, rules_off="late_system"
@@ -1060,7 +1040,7 @@ def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> N
     assert replayed.rendered.starts_in_reasoning
 
 
-def test_another_world_is_another_past() -> None:
+def test_another_world_is_another_past():
     """Tools, system prompt and an edited message; not the order of what a client resends."""
     server = Server()
     messages = [SYSTEM, USER, FINE, NEXT]
@@ -1077,7 +1057,7 @@ def test_another_world_is_another_past() -> None:
         assert not server.draft(edited, tools=TOOLS).transcript
 
 
-def test_one_key_has_up_to_four_pasts() -> None:
+def test_one_key_has_up_to_four_pasts():
     server = Server()
     messages = [SYSTEM, USER, FINE, NEXT]
     pasts = []
@@ -1096,7 +1076,7 @@ def test_one_key_has_up_to_four_pasts() -> None:
     assert starts_with(server.draft(messages, user="nobody"), newest)
 
 
-def test_equal_alternatives_are_one() -> None:
+def test_equal_alternatives_are_one():
     """Whoever says "hi" four times pushes nobody's transcript out."""
     server = Server()
     past = server.answer([SYSTEM, USER], FINE, words="own", session="own", user="own")
@@ -1135,7 +1115,7 @@ def leave(server: Server, draft: start_llm.PromptPlan) -> list[list[int]]:
     return [[*ids_of(draft), *ids[: end.n_tokens]] for end in ends]
 
 
-def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model: str) -> None:
+def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model):
     server, asked = Server(model), [SYSTEM, USER]
     pasts = leave(server, server.draft(asked))
     texts = ["I have", "I have looked.", "I have looked. It is"]
@@ -1164,16 +1144,14 @@ def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model: str) -> Non
     ],
     ids=str,
 )
-def test_of_a_left_reply_nothing_is_replayed_to_a_client_with_another_text(
-    echo: dict,
-) -> None:
+def test_of_a_left_reply_nothing_is_replayed_to_a_client_with_another_text(echo):
     server, asked = Server(), [SYSTEM, USER]
     leave(server, server.draft(asked))
     news = result("r") if "tool_calls" in echo else NEXT
     assert server.draft([*asked, echo, news]).transcript is None
 
 
-def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
+def test_a_left_reply_to_another_persons_note_is_not_replayed():
     server = Server()
     asked = [SYSTEM, said("user", f"{note('The user is Bob')}\nhello")]
     leave(server, server.draft(asked, user="bob"))
@@ -1187,9 +1165,7 @@ def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
 
 
 @pytest.mark.parametrize(("words", "rule"), [("hi", "session_line"), ("", "")])
-def test_a_private_value_is_named_only_where_it_alone_withholds_a_reply(
-    words: str, rule: str
-) -> None:
+def test_a_private_value_is_named_only_where_it_alone_withholds_a_reply(words, rule):
     """Without these words the request has a note, too, that the reply's prompt lacks."""
 
     def asked(agent: str, words: str) -> list[dict]:
@@ -1205,7 +1181,7 @@ def test_a_private_value_is_named_only_where_it_alone_withholds_a_reply(
     assert ledger.find_withheld(draft.conversation, n_past=0) == rule
 
 
-def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
+def test_a_left_reply_that_follows_another_reply_is_no_part_of_that():
     """It lies under the key of its prompt, which is that of a whole conversation."""
     server = Server()
     leave(server, server.draft([SYSTEM, USER, FINE]))
@@ -1217,7 +1193,7 @@ def test_a_left_reply_that_follows_another_reply_is_no_part_of_that() -> None:
 THOUGHT = said("assistant", "fine", reasoning_content="because of it")
 
 
-def test_thinking_that_the_client_dropped_is_replayed(model: str) -> None:
+def test_thinking_that_the_client_dropped_is_replayed(model):
     server = Server(model)
     past = server.answer([SYSTEM, USER], THOUGHT)
     echoes = [
@@ -1231,7 +1207,7 @@ def test_thinking_that_the_client_dropped_is_replayed(model: str) -> None:
         assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
 
 
-def test_a_reply_whose_end_was_trimmed_is_replayed(model: str) -> None:
+def test_a_reply_whose_end_was_trimmed_is_replayed(model):
     """As opencode sends it back; its thinking is healed, too (L-92)."""
     server = Server(model)
     reply = said("assistant", "All done. \n\n", reasoning_content="why")
@@ -1245,7 +1221,7 @@ def test_a_reply_whose_end_was_trimmed_is_replayed(model: str) -> None:
     assert ids_of(server.draft(echoed)) == ids_of(cold)
 
 
-def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
+def test_thinking_that_the_client_changed_refuses_the_past(model):
     """What it sends is what the model must see; a past before it may still be replayed."""
     server = Server(model)
     first = server.answer([SYSTEM, USER], FINE)
@@ -1261,7 +1237,7 @@ def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
     assert invented.transcript is None
 
 
-def test_thinking_is_put_back_into_a_reply_after_the_replayed_past() -> None:
+def test_thinking_is_put_back_into_a_reply_after_the_replayed_past():
     server = Server()
     server.answer([SYSTEM, USER], FINE)
     messages = [SYSTEM, USER, FINE, NEXT]
@@ -1276,7 +1252,7 @@ def test_thinking_is_put_back_into_a_reply_after_the_replayed_past() -> None:
     assert "because of it" in server.text(draft)
 
 
-def test_two_thoughts_under_one_reply_are_told_apart() -> None:
+def test_two_thoughts_under_one_reply_are_told_apart():
     server = Server()
     draft = server.draft([SYSTEM, USER])
     pasts = {}
@@ -1295,7 +1271,7 @@ LONG = "a long thought " * 30
 @pytest.mark.parametrize(
     "name", ["qwen3/tiny", "demo/tiny", at_night("glm-4.7-flash/glm-4")]
 )
-def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
+def test_thinking_is_not_preserved_when_so_configured(name):
     """It stays within a tool loop, where templates print it, and is gone at the next user turn."""
     server = Server(name, preserve_thinking=False)
     messages = [SYSTEM, USER]
@@ -1319,7 +1295,7 @@ def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
     assert counts["exact_key_rejected_by_model_lcp"] == 0  # it was set, so is no fault
 
 
-def test_thinking_that_was_put_back_is_in_the_transcript() -> None:
+def test_thinking_that_was_put_back_is_in_the_transcript():
     """The prompt has it, so a client that sends it after all may have it replayed."""
     server = Server("demo/tiny")
     server.answer([SYSTEM, USER], THOUGHT)
@@ -1333,7 +1309,7 @@ def test_thinking_that_was_put_back_is_in_the_transcript() -> None:
     assert not server.draft(messages).transcript
 
 
-def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
+def test_a_prompt_that_does_not_fit_goes_without_past_thinking():
     """And without nothing else: all that fits is told, notes and current values too."""
     server = Server()
     reply = said("assistant", "fine", reasoning_content=LONG)
@@ -1369,7 +1345,7 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
     assert starts_with(again, past)
 
 
-def test_a_prompt_without_past_thinking_begins_as_all_others_do() -> None:
+def test_a_prompt_without_past_thinking_begins_as_all_others_do():
     """Its head stays as first rendered, so a new id in it moves nothing (L-38)."""
     server = Server()
     reply = said("assistant", "fine", reasoning_content=LONG)
@@ -1387,7 +1363,7 @@ def test_a_prompt_without_past_thinking_begins_as_all_others_do() -> None:
     assert restated(server.text(plans[1])) == ["id-2"]
 
 
-def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent() -> None:
+def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent():
     server = Server()
     reply = {**FINE, "reasoning_content": "思考🙂" * 50}
     server.answer([SYSTEM, USER], reply, words="思考🙂" * 50)
@@ -1413,7 +1389,7 @@ def restated(text: str) -> list[str]:
     return re.findall(r"\[message_id is now ([\w-]+)\]", text)
 
 
-def test_a_new_id_in_the_head_moves_nothing(model: str) -> None:
+def test_a_new_id_in_the_head_moves_nothing(model):
     """The first value stays; each other is told once, in the message that was newest then."""
     if model == "system-behind/tiny":
         pytest.skip("its head stands in the newest message, too")
@@ -1444,7 +1420,7 @@ def test_a_new_id_in_the_head_moves_nothing(model: str) -> None:
         assert restated(server.text(draft)) == values
 
 
-def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
+def test_a_head_is_shared_by_all_who_begin_alike(model):
     server = Server(model)
     first = server.draft([head_with("id-1"), USER])
     second = server.draft([head_with("id-2"), said("user", "Something else.")])
@@ -1470,7 +1446,7 @@ def turned(value: Any) -> Any:
     return value
 
 
-def test_the_same_tools_in_another_order_move_nothing(model: str) -> None:
+def test_the_same_tools_in_another_order_move_nothing(model):
     """Nor in another order of their keys: they are told as they were first."""
     server = Server(model)
     tools = [named("look"), named("list"), named("write")]
@@ -1499,7 +1475,7 @@ def test_the_same_tools_in_another_order_move_nothing(model: str) -> None:
     assert ids_of(backwards) != ids_of(first)
 
 
-def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) -> None:
+def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model):
     """The conversation's tools are told, since it used them; who never called one has none."""
     server = Server(model)
     offered = [named("f"), named("other")]
@@ -1521,7 +1497,7 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) ->
         assert ids_of(draft) == ids_of(cold)
 
 
-def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
+def test_tools_that_do_not_fit_are_not_told_unasked(model):
     """Where the context is full a summary may be asked for without them: it must not be refused."""
     server = Server(model)
     offered = [named("f", description="many words " * 200)]
@@ -1556,7 +1532,7 @@ Treat it as authoritative metadata.
 """
 
 
-def test_a_section_that_comes_and_goes_moves_nothing() -> None:
+def test_a_section_that_comes_and_goes_moves_nothing():
     """Told whole when the head as first rendered has none of it or another, and then no more."""
     sections = {
         "": "",
@@ -1583,7 +1559,7 @@ def test_a_section_that_comes_and_goes_moves_nothing() -> None:
             past = server.say(draft, said("assistant", "so"), session="s")
 
 
-def test_who_has_no_section_is_told_nobody_elses() -> None:
+def test_who_has_no_section_is_told_nobody_elses():
     """A head is shared by those who have the same blocks in it (L-93, L-106)."""
     server = Server()
     day = "Current date: 2026-11-20\n"
@@ -1652,9 +1628,7 @@ def say_to(server: Server, messages: list, sender: str, session: str) -> dict:
 @pytest.mark.parametrize("place", PRIVATE)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("senders", SENDERS)
-def test_nothing_of_one_sender_is_in_the_prompt_of_another(
-    place: str, ids: tuple[str, str], senders: tuple[str, str]
-) -> None:
+def test_nothing_of_one_sender_is_in_the_prompt_of_another(place, ids, senders):
     """Neither head nor transcript nor thinking: as if the first had never been here."""
     first, second = senders
     first_id, second_id = ids
@@ -1672,7 +1646,7 @@ def test_nothing_of_one_sender_is_in_the_prompt_of_another(
         assert ids_of(draft) == ids_of(cold)
 
 
-def test_the_name_of_an_anonymous_session_is_no_session_id() -> None:
+def test_the_name_of_an_anonymous_session_is_no_session_id():
     """The status page shows it, so anybody may send it."""
     server = Server()
     hello = say_to(server, begun_by("alice", "inbound context"), "alice", "")
@@ -1705,9 +1679,7 @@ WHOSE = [
 
 
 @pytest.mark.parametrize(("session", "has_id", "changes", "may_replay"), WHOSE)
-def test_whose_transcript_may_be_replayed(
-    session: str | None, has_id: bool, changes: list[str], may_replay: bool
-) -> None:
+def test_whose_transcript_may_be_replayed(session, has_id, changes, may_replay):
     """The table of LEDGER, part 4; the id of the last call stands for a session (L-103)."""
     server = Server()
 
@@ -1745,7 +1717,7 @@ def test_whose_transcript_may_be_replayed(
     assert (n_messages == 6) == may_replay
 
 
-def test_a_value_that_changes_inside_a_session_moves_nothing() -> None:
+def test_a_value_that_changes_inside_a_session_moves_nothing():
     """A group: the session is the chat. And after a restart of the conversation, too."""
     server = Server()
     fields = {"user": "group"}
@@ -1764,9 +1736,7 @@ def test_a_value_that_changes_inside_a_session_moves_nothing() -> None:
     assert '"bob"' in server.text(anew)
 
 
-def test_a_section_that_is_absent_for_once_is_of_the_conversation_with_its_call() -> (
-    None
-):
+def test_a_section_that_is_absent_for_once_is_of_the_conversation_with_its_call():
     """OpenClaw sends no session id, and no section when a sub-agent has finished."""
     server = Server()
     called = asks("ls")
@@ -1781,7 +1751,7 @@ def test_a_section_that_is_absent_for_once_is_of_the_conversation_with_its_call(
     assert "alice" not in server.text(server.draft([head, begun[1], *unknown]))
 
 
-def test_tools_of_one_sender_are_not_shown_to_another() -> None:
+def test_tools_of_one_sender_are_not_shown_to_another():
     """Who asks for a summary without tools is shown those of his conversation (L-91)."""
     server = Server()
     called = asks("ls")
@@ -1796,7 +1766,7 @@ def test_tools_of_one_sender_are_not_shown_to_another() -> None:
         assert ("the secret of alice" in text) is is_shown
 
 
-def test_a_head_of_a_forgotten_session_is_for_who_had_it_alone() -> None:
+def test_a_head_of_a_forgotten_session_is_for_who_had_it_alone():
     server = Server()
     for name in "ab":
         draft = server.draft([head_with(f"id-{name}"), USER], user=name)
@@ -1817,7 +1787,7 @@ def started(server: Server, n: int, *, size: int = 0, **fields: Any) -> Any:
     return server.planner.plan(request, server.speaker.template, room=PLENTY)
 
 
-def test_a_request_that_is_not_accepted_leaves_nothing() -> None:
+def test_a_request_that_is_not_accepted_leaves_nothing():
     server = Server()
     ledger = server.planner.ledger
     plan = started(server, 1, user="group")
@@ -1831,7 +1801,7 @@ def test_a_request_that_is_not_accepted_leaves_nothing() -> None:
     assert not ledger._planned
 
 
-def test_what_prompts_begin_with_is_counted_and_bounded() -> None:
+def test_what_prompts_begin_with_is_counted_and_bounded():
     """By use, over heads, tools and transcripts together."""
     server = Server(ledger_max_bytes=60_000)
     ledger = server.planner.ledger
@@ -1846,7 +1816,7 @@ def test_what_prompts_begin_with_is_counted_and_bounded() -> None:
     assert 3 < shown["heads"] < 20 and 3 < shown["tools"] < 20
 
 
-def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session() -> None:
+def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session():
     server = Server(ledger_ttl_seconds=100.0)
     ledger = server.planner.ledger
     for n, session_id in enumerate(("one", "two")):
@@ -1861,7 +1831,7 @@ def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session() -> 
     assert ledger.snapshot() == EMPTY
 
 
-def test_thinking_that_a_client_sends_is_counted() -> None:
+def test_thinking_that_a_client_sends_is_counted():
     server = Server()
     thinking = "hm " * 100_000
     past = [SYSTEM, USER, {**FINE, "reasoning_content": thinking}, NEXT]
@@ -1873,7 +1843,7 @@ def carried(server: Server, job: str, messages: list) -> start_llm.PromptPlan:
     return server.draft([*messages, said("user", CARRIER.format(job))])
 
 
-def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
+def test_a_note_is_repeated_only_when_it_changed(model):
     """The carrier ends every request and is gone from the next one (OpenClaw 2026.9.6)."""
     server = Server(model)
     messages = [SYSTEM, USER]
@@ -1893,7 +1863,7 @@ def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["hello", "hello\n", "\nhello", "\n\nhello\n"])
-def test_a_reminder_that_moves_along_is_told_once(words: str) -> None:
+def test_a_reminder_that_moves_along_is_told_once(words):
     """`opencode run` ends a piped text in a line break, which the block has for its own (L-92)."""
     block = "<system-reminder>\nplan mode\n</system-reminder>"
     server = Server()
@@ -1929,7 +1899,7 @@ STYLED = {
 
 
 @pytest.mark.parametrize("place", STYLED)
-def test_a_switch_of_the_tail_or_the_head_keeps_the_past(place: str) -> None:
+def test_a_switch_of_the_tail_or_the_head_keeps_the_past(place):
     """One that changes what stands between them does not: that would be another prompt."""
     server = Server()
     server.speaker = spoken("chatml/tiny", STYLED[place])
@@ -1950,7 +1920,7 @@ def test_a_switch_of_the_tail_or_the_head_keeps_the_past(place: str) -> None:
     ("model", "statement"),
     [("qwen3/tiny", ""), ("gemma-4/tiny", "[thinking is now off]")],
 )
-def test_thinking_may_be_switched_in_mid_session(model: str, statement: str) -> None:
+def test_thinking_may_be_switched_in_mid_session(model, statement):
     """Qwen3 prints the switch in the generation prompt, gemma-4 in the head (L-190)."""
     server = Server(model)
     past = server.answer([SYSTEM, USER], FINE, user="s", enable_thinking=True)
@@ -1967,9 +1937,7 @@ EFFORT_MODELS = ["qwen3.8/tiny", "gpt-oss/tiny", at_night("qwen3.8/qwen3.5")]
 
 
 @pytest.mark.parametrize("model", EFFORT_MODELS)
-def test_an_effort_that_stands_at_the_head_may_change_in_mid_session(
-    model: str,
-) -> None:
+def test_an_effort_that_stands_at_the_head_may_change_in_mid_session(model):
     """What was rendered stays, the newest message states the new one, once (L-190)."""
     first, asked, taken = HEAD_EFFORTS[model.partition("/")[0]]
     server = Server(model)
@@ -1994,9 +1962,7 @@ def test_an_effort_that_stands_at_the_head_may_change_in_mid_session(
 
 
 @pytest.mark.parametrize("model", EFFORT_MODELS)
-def test_other_sessions_are_rendered_with_the_effort_that_they_ask_for(
-    model: str,
-) -> None:
+def test_other_sessions_are_rendered_with_the_effort_that_they_ask_for(model):
     first, asked, _ = HEAD_EFFORTS[model.partition("/")[0]]
     server = Server(model)
     server.answer([SYSTEM, USER], FINE, user="s", reasoning_effort=first)
@@ -2008,7 +1974,7 @@ def test_other_sessions_are_rendered_with_the_effort_that_they_ask_for(
     assert same.transcript is not None
 
 
-def test_who_sends_no_session_id_may_change_the_effort_after_a_call() -> None:
+def test_who_sends_no_session_id_may_change_the_effort_after_a_call():
     """The id of the last call, which only this client was given, stands for a session."""
     server = Server("qwen3.8/tiny")
     loop = [SYSTEM, USER]
@@ -2039,7 +2005,7 @@ def counted(book: start_llm.Ledger) -> int:
     return sum(record.nbytes for record in {*held})
 
 
-def test_ledger_counts_as_many_bytes_as_its_records_take() -> None:
+def test_ledger_counts_as_many_bytes_as_its_records_take():
     ledger = start_llm.Ledger(start_llm.Config())
     tracemalloc.start()
     for n in range(2_000):
@@ -2052,7 +2018,7 @@ def test_ledger_counts_as_many_bytes_as_its_records_take() -> None:
     assert ledger.nbytes == pytest.approx(n_bytes, rel=0.15)
 
 
-def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
+def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently():
     server = Server(ledger_max_bytes=40_000)
     conversations = [fill(server, 0)]
     for n in range(1, 40):
@@ -2066,7 +2032,7 @@ def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> Non
     assert 10 < shown["transcripts"] < 40
 
 
-def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
+def test_what_transcripts_share_counts_until_the_last_of_them_is_gone():
     """Each question is shared by what goes on from it, which outlives its first record."""
     server = Server()
     base = [SYSTEM, said("user", "a long question " * 1_000)]
@@ -2084,7 +2050,7 @@ def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
     assert server.n_bytes() == 0
 
 
-def test_what_is_too_large_leaves_what_has_its_key() -> None:
+def test_what_is_too_large_leaves_what_has_its_key():
     server = Server(ledger_max_bytes=40_000)
     ledger = server.planner.ledger
     messages = [SYSTEM, said("user", "Hi")]
@@ -2101,7 +2067,7 @@ def test_what_is_too_large_leaves_what_has_its_key() -> None:
     assert ledger.find_thinking(FINE, context) == "short"
 
 
-def test_a_conversation_that_is_too_large_leaves_the_others() -> None:
+def test_a_conversation_that_is_too_large_leaves_the_others():
     """Each of its records is small, but is held with all that it continues."""
     question = said("user", "a long question " * 300)
     server = Server()
@@ -2119,7 +2085,7 @@ def test_a_conversation_that_is_too_large_leaves_the_others() -> None:
     assert server.planner.ledger.snapshot()["transcripts"] == 3 + 2
 
 
-def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
+def test_no_past_is_forgotten_before_those_that_go_on_from_it():
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
@@ -2128,8 +2094,8 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
 
 
 def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     server = Server()
     server.restart(tmp_path / "records")
     for n in range(3):
@@ -2146,7 +2112,7 @@ def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_i
 EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "healing": 0, "bytes": 0}
 
 
-def test_a_past_expires_unless_it_is_used() -> None:
+def test_a_past_expires_unless_it_is_used():
     server = Server(ledger_ttl_seconds=100.0)
     messages = fill(server, 1)
     for _ in range(3):
@@ -2158,7 +2124,7 @@ def test_a_past_expires_unless_it_is_used() -> None:
     assert server.planner.ledger.snapshot() == EMPTY
 
 
-def test_each_transcript_under_a_key_expires_by_its_own_use() -> None:
+def test_each_transcript_under_a_key_expires_by_its_own_use():
     server = Server(ledger_ttl_seconds=100.0)
     for name in ("ann", "bob"):
         server.answer([SYSTEM, USER], FINE, words=f"for {name}", user=name)
@@ -2169,7 +2135,7 @@ def test_each_transcript_under_a_key_expires_by_its_own_use() -> None:
     assert "for bob" in server.text(draft)
 
 
-def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() -> None:
+def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was():
     server = Server(ledger_ttl_seconds=100.0)
     ledger = server.planner.ledger
     conversations = [fill(server, n) for n in range(2)]
@@ -2185,7 +2151,7 @@ def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() ->
     assert ledger.snapshot() == EMPTY
 
 
-def test_zero_seconds_are_for_ever() -> None:
+def test_zero_seconds_are_for_ever():
     server = Server(ledger_ttl_seconds=0.0)
     messages = fill(server, 1)
     server.now += 10**9
@@ -2300,8 +2266,8 @@ class Client:
 @given(seed=st.integers(0, 10**6))
 @FEW
 def test_whatever_a_client_does_nothing_is_lost_and_nothing_fed_twice(
-    model_of_sessions: str, seed: int
-) -> None:
+    model_of_sessions, seed
+):
     client = Client(Server(model_of_sessions), seed)
     for _ in range(5):
         client.turn()
@@ -2316,8 +2282,8 @@ def model_of_sessions(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("seed", by_day(1, of=12))
 def test_ledger_is_the_same_after_a_restart_between_any_two_turns(
-    model_of_sessions: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_of_sessions, seed, tmp_path, monkeypatch
+):
     """What the client above checks holds: its thinking, notes, values and tokens survive."""
     monkeypatch.setattr(start_llm, "_SAVE_DELAY_SECONDS", 0.001)
     server = Server(model_of_sessions)
@@ -2336,7 +2302,7 @@ def test_ledger_is_the_same_after_a_restart_between_any_two_turns(
     assert after["bytes"] == pytest.approx(before["bytes"], rel=0.2)
 
 
-def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path: Path) -> None:
+def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path):
     server = Server()
     server.restart(tmp_path / "records")
     server.answer([SYSTEM, USER], FINE)
@@ -2348,7 +2314,7 @@ def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path: Path) -
     assert saved.last_used == pytest.approx(50.0, abs=1.0)
 
 
-def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None:
+def test_forgotten_session_is_not_in_the_file_of_records(tmp_path):
     server = Server()
     server.restart(tmp_path / "records")
     for session in ("a", "b"):
@@ -2365,7 +2331,7 @@ def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None
     assert server.planner.ledger.snapshot()["transcripts"] == 1
 
 
-def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path: Path) -> None:
+def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path):
     """A new time and a new reminder in each question, as agents send (L-215)."""
     server = Server()
     server.restart(tmp_path / "records")
@@ -2388,7 +2354,7 @@ def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path: Path) -> None
     assert len(draft.transcript.stated().notes) == 40
 
 
-def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path: Path) -> None:
+def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path):
     """Its tokens stay for that session; it is not found, and has no name any more."""
     server = Server()
     server.restart(tmp_path / "records")
@@ -2415,9 +2381,7 @@ def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path: Path) -
     assert server.records.of_tenant("").load() == []
 
 
-def test_a_file_that_was_erased_has_the_whole_conversation_again(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_was_erased_has_the_whole_conversation_again(tmp_path):
     server = Server()
     server.restart(tmp_path / "records")
     messages = fill(server, 0)
@@ -2430,8 +2394,8 @@ def test_a_file_that_was_erased_has_the_whole_conversation_again(
 
 
 def test_replies_around_the_loss_of_the_file_are_there_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """The first reply after it is in the new file before those that it continues."""
     monkeypatch.setattr(start_llm, "_RETRY_SECONDS", 0.01)
     server = Server()
@@ -2449,7 +2413,7 @@ def test_replies_around_the_loss_of_the_file_are_there_after_a_restart(
     assert starts_with(server.draft([*longer, FINE, NEXT]), past)
 
 
-def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None:
+def test_what_continues_a_damaged_record_is_not_replayed(tmp_path):
     """Nor is it read again and again."""
     server = Server()
     server.restart(tmp_path / "records")
@@ -2464,7 +2428,7 @@ def test_what_continues_a_damaged_record_is_not_replayed(tmp_path: Path) -> None
     assert server.records.of_tenant("").load() == []
 
 
-def test_a_conversation_of_any_length_is_let_go() -> None:
+def test_a_conversation_of_any_length_is_let_go():
     """Its records hold each other, one after the other."""
     server = Server()
     ledger = server.planner.ledger
@@ -2479,7 +2443,7 @@ def test_a_conversation_of_any_length_is_let_go() -> None:
     del record
 
 
-def test_eight_clients_share_a_ledger() -> None:
+def test_eight_clients_share_a_ledger():
     server = Server()
 
     def work(seed: int) -> int:
@@ -2496,7 +2460,7 @@ def test_eight_clients_share_a_ledger() -> None:
     assert server.n_fallbacks() == 0
 
 
-def test_requests_that_are_planned_at_once_begin_alike() -> None:
+def test_requests_that_are_planned_at_once_begin_alike():
     """Sub-agents start together: none of them is accepted when the last is planned."""
     server = Server()
     plans = [
@@ -2514,7 +2478,7 @@ def test_requests_that_are_planned_at_once_begin_alike() -> None:
     assert [restated(text) for text in texts] == [[], ["id-1"]]
 
 
-def test_requests_of_a_session_that_are_planned_at_once_have_one_head() -> None:
+def test_requests_of_a_session_that_are_planned_at_once_have_one_head():
     """Whatever private values they send."""
     server = Server()
     heads = [begun_by(name, "inbound context") for name in ("alice", "bob", "alice")]
@@ -2530,7 +2494,7 @@ def test_requests_of_a_session_that_are_planned_at_once_have_one_head() -> None:
     assert len(plans[0].starts) == 2 and len(plans[1].starts) == 1  # not under bob's
 
 
-def test_what_is_dropped_is_counted() -> None:
+def test_what_is_dropped_is_counted():
     server = Server()
     billing = "x-anthropic-billing-header: cc_version=2.1.121.dd4; cch=0d3a3;\n"
     talk = [said("system", billing + "Be brief."), said("user", "hi")]

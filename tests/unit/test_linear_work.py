@@ -81,7 +81,7 @@ def notes_after_a_reply(n: int) -> list:
 
 
 @pytest.mark.parametrize("shape", [users_then_notes, notes_alone, notes_after_a_reply])
-def test_twice_the_messages_take_twice_the_steps(shape: Callable[[int], list]) -> None:
+def test_twice_the_messages_take_twice_the_steps(shape):
     def canonicalize(n: int) -> Callable[[], object]:
         messages = chat(shape(n)).messages
         return lambda: s.canonicalize_messages(messages, canonicalizer())
@@ -93,7 +93,7 @@ def test_twice_the_messages_take_twice_the_steps(shape: Callable[[int], list]) -
     assert n_steps_of_160 < 2.1 * n_steps_of_80
 
 
-def test_reminders_of_one_message_are_masked_in_one_pass() -> None:
+def test_reminders_of_one_message_are_masked_in_one_pass():
     text = reminders(300)
     message = canonicalizer().canonicalize(said("user", text))
     counted = Counted(text)
@@ -103,7 +103,7 @@ def test_reminders_of_one_message_are_masked_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize("form", [str, json.dumps])
-def test_texts_are_looked_for_near_those_before_them(form: Callable) -> None:
+def test_texts_are_looked_for_near_those_before_them(form):
     """Each is printed in one of two forms, the other is nowhere."""
 
     def count_searched(n: int) -> int:
@@ -118,7 +118,7 @@ def test_texts_are_looked_for_near_those_before_them(form: Callable) -> None:
     assert count_searched(8_000) < 2.3 * count_searched(4_000)
 
 
-def test_lost_texts_are_not_looked_for_again_and_again() -> None:
+def test_lost_texts_are_not_looked_for_again_and_again():
     messages = [{"role": "user", "content": f"lost {i}"} for i in range(500)]
     text = Counted("x" * 10_000)
 
@@ -126,7 +126,7 @@ def test_lost_texts_are_not_looked_for_again_and_again() -> None:
     assert text.n_characters < 100 * len(text)
 
 
-def test_canonicalization_is_left_when_the_client_has_gone() -> None:
+def test_canonicalization_is_left_when_the_client_has_gone():
     def leave() -> None:
         raise s.ClientGone
 
@@ -182,6 +182,6 @@ def read_hostile_texts() -> Iterator[Callable[[re.Pattern[str], str], None]]:
 
 @pytest.mark.parametrize(("pattern", "example"), LINEAR)
 def test_each_rule_reads_a_hostile_text_in_linear_work(
-    pattern: re.Pattern[str], example: str, read_hostile_texts: Callable
-) -> None:
+    pattern, example, read_hostile_texts
+):
     read_hostile_texts(pattern, example)

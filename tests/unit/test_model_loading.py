@@ -93,9 +93,7 @@ def sentence(error: ModelError) -> str:
 # -- folders ---------------------------------------------------------------------
 
 
-def test_a_complete_folder_is_taken_as_it_is(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_folder_is_taken_as_it_is(tiny, monkeypatch):
     assert resolve_model(Config(model_path=str(tiny))) == tiny
     monkeypatch.setenv("HOME", str(tiny.parent))
     assert resolve_model(Config(model_path="~/tiny-qwen3")) == tiny
@@ -121,9 +119,7 @@ def write_answer(program: Path, answer: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["org/tiny", "demo", "-x", "~/nothing/here"])
-def test_what_is_no_folder_is_for_the_script(
-    script: Path, tiny: Path, name: str
-) -> None:
+def test_what_is_no_folder_is_for_the_script(script, tiny, name):
     arguments = write_answer(script, tiny)
     assert resolve_model(Config(model_path=name)) == tiny
 
@@ -132,9 +128,7 @@ def test_what_is_no_folder_is_for_the_script(
     assert json.loads(arguments.read_text()) == expected
 
 
-def test_a_draft_model_is_named_and_fetched_as_the_model_is(
-    script: Path, tiny: Path, copy: Path
-) -> None:
+def test_a_draft_model_is_named_and_fetched_as_the_model_is(script, tiny, copy):
     arguments = write_answer(script, copy)
     page = "https://huggingface.co/org/draft/tree/main"
 
@@ -152,22 +146,20 @@ def test_a_draft_model_is_named_and_fetched_as_the_model_is(
 
 
 @pytest.mark.parametrize("rest", ["/", "/tree/main", "?library=mlx#files"])
-def test_a_page_of_the_hub_names_its_repository(script: Path, rest: str) -> None:
+def test_a_page_of_the_hub_names_its_repository(script, rest):
     script.write_text("import sys; print(sys.argv[-1])")
     page = f"https://huggingface.co/org/tiny{rest}"
     assert resolve_model(Config(model_path=page)) == Path("org/tiny")
 
 
-def test_the_demo_is_the_one_beside_the_server(script: Path, copy: Path) -> None:
+def test_the_demo_is_the_one_beside_the_server(script, copy):
     demo = script.parents[2] / "models" / "demo"
     shutil.copytree(copy, demo)
     assert resolve_model(Config(model_path="demo")) == demo
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
-def test_an_incomplete_folder_is_for_the_script(
-    script: Path, copy: Path, name: str
-) -> None:
+def test_an_incomplete_folder_is_for_the_script(script, copy, name):
     assert resolve_model(Config(model_path=str(copy))) == copy
 
     script.write_text("raise SystemExit(7)")
@@ -177,23 +169,19 @@ def test_an_incomplete_folder_is_for_the_script(
 
 
 @pytest.mark.parametrize("program", ["", "print()"])
-def test_a_fetch_that_names_no_folder_is_refused_in_a_sentence(
-    script: Path, program: str
-) -> None:
+def test_a_fetch_that_names_no_folder_is_refused_in_a_sentence(script, program):
     script.write_text(program)
     assert refusal("org/tiny") == "MODEL_PATH=org/tiny: what fetches it named no folder"
 
 
-def test_copied_alone_the_server_asks_the_hub_itself(
-    script: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copied_alone_the_server_asks_the_hub_itself(script, copy, monkeypatch):
     hub = f"def snapshot_download(name):\n    return {str(copy)!r} if name == 'own/er' else ''\n"
     (script.parent / "huggingface_hub.py").write_text(hub)
     monkeypatch.setenv("PYTHONPATH", str(script.parent))
     assert resolve_model(Config(model_path="own/er")) == copy
 
 
-def test_without_a_setting_the_script_chooses_the_model(script: Path) -> None:
+def test_without_a_setting_the_script_chooses_the_model(script):
     chooser = script.with_name("choose_model.py")
     arguments = write_answer(chooser, "/a folder/b")
     stop = threading.Event()
@@ -208,7 +196,7 @@ def test_without_a_setting_the_script_chooses_the_model(script: Path) -> None:
     assert start_llm.choose_model(Config(), stop) == "demo"
 
 
-def test_an_order_to_stop_ends_the_question(script: Path) -> None:
+def test_an_order_to_stop_ends_the_question(script):
     script.with_name("choose_model.py").write_text("import time; time.sleep(600)")
     stop = threading.Event()
     stop.set()
@@ -216,9 +204,7 @@ def test_an_order_to_stop_ends_the_question(script: Path) -> None:
     assert start_llm.choose_model(Config(), stop) == "demo"
 
 
-def test_the_demo_stands_in_for_a_chosen_model_that_cannot_be_had(
-    script: Path, copy: Path
-) -> None:
+def test_the_demo_stands_in_for_a_chosen_model_that_cannot_be_had(script, copy):
     demo = script.parents[2] / "models" / "demo"
     shutil.copytree(copy, demo)
     script.write_text("raise SystemExit(2)")
@@ -229,14 +215,14 @@ def test_the_demo_stands_in_for_a_chosen_model_that_cannot_be_had(
         resolve_model(config)
 
 
-def test_copied_alone_without_a_model_it_asks_for_one(script: Path) -> None:
+def test_copied_alone_without_a_model_it_asks_for_one(script):
     assert refusal("") == "no model is named, and no demo is here: start with --model"
 
 
 # -- loading -------------------------------------------------------------------------------
 
 
-def test_the_facts_of_a_model(loaded: LoadedModel, tiny: Path) -> None:
+def test_the_facts_of_a_model(loaded, tiny):
     from mlx_lm.utils import get_total_parameters
 
     vocab = json.loads((tiny / "tokenizer.json").read_text())["added_tokens"]
@@ -260,7 +246,7 @@ def test_the_facts_of_a_model(loaded: LoadedModel, tiny: Path) -> None:
     assert loaded.hidden_ids == {ids[name] for name in special}
 
 
-def test_the_smaller_of_model_and_setting_limits_the_context(tiny: Path) -> None:
+def test_the_smaller_of_model_and_setting_limits_the_context(tiny):
     model = load_model(
         tiny, Config(model_path=str(tiny), max_kv_size=1000, model_family="glm4")
     )
@@ -269,12 +255,12 @@ def test_the_smaller_of_model_and_setting_limits_the_context(tiny: Path) -> None
     assert model.family == "glm4"
 
 
-def test_the_id_clients_see(tiny: Path) -> None:
+def test_the_id_clients_see(tiny):
     for name in ("org/tiny", "demo"):
         assert load_model(tiny, Config(model_path=name)).model_id == name
 
 
-def test_an_unknown_type_is_named(copy: Path) -> None:
+def test_an_unknown_type_is_named(copy):
     for kind, reason in (
         ("from_the_future", "Model type from_the_future not supported."),
         ("cache", "module 'mlx_lm.models.cache' has no attribute 'Model'"),
@@ -304,8 +290,8 @@ class CountingCache(OwnCache):
 
 @pytest.mark.parametrize("cache_class", [OwnCache, CountingCache])
 def test_a_class_of_caches_that_is_not_known_must_go_on_from_a_copy(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, cache_class: type
-) -> None:
+    copy, monkeypatch, cache_class
+):
     """Before a request comes: each one would be answered from another's past."""
 
     def make_cache(model: qwen3.Model) -> list[Any]:
@@ -319,7 +305,7 @@ def test_a_class_of_caches_that_is_not_known_must_go_on_from_a_copy(
     assert measure_kv(loaded.model).is_opaque
 
 
-def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:
+def test_code_that_comes_with_a_model_runs_only_when_trusted(copy):
     edit_config(copy, model_file="custom.py")
     (copy / "custom.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs")
     refused = load_refusal(copy)
@@ -329,7 +315,7 @@ def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None
     assert load_model(copy, config).model_id == "copy"
 
 
-def test_the_demo_is_read_as_it_is_also_where_code_is_trusted() -> None:
+def test_the_demo_is_read_as_it_is_also_where_code_is_trusted():
     """Its tokenizer names null as its code (L-59), which transformers would look up."""
     demo = Path(start_llm.__file__).parent / "models" / "demo"
     for trusts in (False, True):
@@ -342,7 +328,7 @@ def test_the_demo_is_read_as_it_is_also_where_code_is_trusted() -> None:
     "damage",
     ["garbage", "truncated", "header", "missing", "tokenizer", "config", "a list"],
 )
-def test_a_damaged_model_is_one_sentence(copy: Path, damage: str) -> None:
+def test_a_damaged_model_is_one_sentence(copy, damage):
     file = copy / "model-00002-of-00002.safetensors"
     content = file.read_bytes()
     if damage == "garbage":
@@ -362,7 +348,7 @@ def test_a_damaged_model_is_one_sentence(copy: Path, damage: str) -> None:
     assert f"The model in {copy} cannot be loaded by mlx-lm 0." in load_refusal(copy)
 
 
-def test_the_revision_names_the_weights(loaded: LoadedModel, copy: Path) -> None:
+def test_the_revision_names_the_weights(loaded, copy):
     config = Config(model_path=str(copy))
     original = load_model(copy, config).revision
     assert load_model(copy, config).revision == original
@@ -404,9 +390,7 @@ def test_the_revision_names_the_weights(loaded: LoadedModel, copy: Path) -> None
         ),
     ],
 )  # fmt: skip
-def test_the_context_length(
-    facts: dict[str, Any], tokenizer_length: int, expected: int
-) -> None:
+def test_the_context_length(facts, tokenizer_length, expected):
     assert start_llm._context_length(facts, tokenizer_length) == expected
 
 
@@ -421,7 +405,7 @@ def spoken(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     return [detokenizer.feed(token) for token in ids] + [detokenizer.finish()]
 
 
-def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded: LoadedModel) -> None:
+def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded):
     ids = loaded.tokenizer.encode(" " + TEXT, add_special_tokens=False)
     pieces = spoken(detokenizer_of(loaded), ids)
     assert "".join(pieces) == " " + TEXT  # with its leading space
@@ -429,9 +413,7 @@ def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded: LoadedModel) 
     assert sum(piece != "" for piece in pieces) > len(TEXT) // 4  # it streams
 
 
-def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(
-    loaded: LoadedModel,
-) -> None:
+def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(loaded):
     rng = random.Random(7)
     hidden = loaded.hidden_ids
     for _ in range(500):
@@ -441,7 +423,7 @@ def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(
         assert "".join(spoken(detokenizer_of(loaded), ids)) == want
 
 
-def test_bytes_that_are_no_character_do_not_end_a_reply() -> None:
+def test_bytes_that_are_no_character_do_not_end_a_reply():
     """Behind a whole emoji in bytes a cut one (L-95)."""
     pieces = ["a", "b", *(f"<0x{byte:02X}>" for byte in (0xF0, 0x9F, 0x98, 0x80))]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -454,7 +436,7 @@ def test_bytes_that_are_no_character_do_not_end_a_reply() -> None:
     assert text == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
 
 
-def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
+def test_hidden_ids_make_no_text_and_markup_does(loaded):
     encode = loaded.tokenizer.convert_tokens_to_ids
     ids = [
         encode(name)
@@ -467,7 +449,7 @@ def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
     )  # a padding row of the head
 
 
-def test_a_character_cut_off_at_the_end_is_told_once(loaded: LoadedModel) -> None:
+def test_a_character_cut_off_at_the_end_is_told_once(loaded):
     ids = loaded.tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
     detokenizer = detokenizer_of(loaded)
     assert "".join(detokenizer.feed(token) for token in ids) == "a"
@@ -475,7 +457,7 @@ def test_a_character_cut_off_at_the_end_is_told_once(loaded: LoadedModel) -> Non
     assert detokenizer.finish() == ""
 
 
-def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
+def test_special_tokens_that_a_tool_parser_reads_are_not_hidden():
     from mlx_lm.tool_parsers.kimi_k2 import parse_tool_call
 
     Token = namedtuple("Token", "content special")
@@ -513,9 +495,7 @@ def write_banner(
     return start_llm._write_banner(state)
 
 
-def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(
-    loaded: LoadedModel, tiny: Path
-) -> None:
+def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(loaded, tiny):
     text = write_banner(loaded)
 
     assert text.startswith(f"start-llm {start_llm.VERSION} ")
@@ -539,7 +519,7 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(
         assert 8 <= n_lines <= 13
 
 
-def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> None:
+def test_the_addresses_of_the_banner_can_be_opened_here(loaded):
     text = write_banner(loaded, mlx_host="::1", mlx_port=9)
     assert "http://[::1]:9/v1\n" in text
     assert "launch claude --url http://[::1]:9\n" in text
@@ -550,14 +530,12 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> 
     assert "Responses" not in text
 
 
-def test_the_device_has_memory() -> None:
+def test_the_device_has_memory():
     assert start_llm.memory_limit(Config()) > 100_000_000
     assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
 
 
-def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(monkeypatch):
     def device_info(device: Any = None) -> dict[str, int]:
         return {"free_memory": 10_000} if device is None else {}
 
@@ -565,9 +543,7 @@ def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(
     assert start_llm.memory_limit(Config(mlx_backend="cpu")) > 100_000_000
 
 
-def test_what_other_programs_hold_of_a_gpu_is_not_ours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_other_programs_hold_of_a_gpu_is_not_ours(monkeypatch):
     """What the server holds of it already is."""
     device = {"total_memory": 24_000, "free_memory": 10_000}
     monkeypatch.setattr(mx, "device_info", lambda _=None: device)
@@ -576,7 +552,7 @@ def test_what_other_programs_hold_of_a_gpu_is_not_ours(
     assert start_llm.memory_limit(Config()) == 10_800
 
 
-def test_marks_that_mlx_lm_does_not_know(tiny: Path) -> None:
+def test_marks_that_mlx_lm_does_not_know(tiny):
     """Magistral's thoughts: special tokens, which would not be shown either."""
     tokenizer = mlx_lm.utils.load_tokenizer(tiny)
     start_llm._teach_tags(tokenizer)
@@ -718,15 +694,13 @@ def sampling_of(model: LoadedModel, **fields: Any) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_a_model_samples_as_its_makers_say(
-    copy: Path, made: object, expected: dict, source: str
-) -> None:
+def test_a_model_samples_as_its_makers_say(copy, made, expected, source):
     model = sampled(copy, made)
     assert sampling_of(model) == expected
     assert model.sampling[True].describe().endswith(f"({source})")
 
 
-def test_what_was_sent_wins_then_the_settings_then_the_makers(copy: Path) -> None:
+def test_what_was_sent_wins_then_the_settings_then_the_makers(copy):
     model = sampled(copy, QWEN, default_top_k=7)
     assert sampling_of(model) == {"top_p": 0.95, "top_k": 7}
     sent = {"temperature": 0.5, "top_k": 9}
@@ -734,7 +708,7 @@ def test_what_was_sent_wins_then_the_settings_then_the_makers(copy: Path) -> Non
     assert model.sampling[True].source == "DEFAULT_TOP_K, generation_config.json"
 
 
-def test_a_qwen_that_is_told_not_to_think_samples_in_its_other_way(copy: Path) -> None:
+def test_a_qwen_that_is_told_not_to_think_samples_in_its_other_way(copy):
     model = sampled(copy, QWEN, has_switch=True)
     assert sampling_of(model, enable_thinking=True) == {"top_p": 0.95, "top_k": 20}
     expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}

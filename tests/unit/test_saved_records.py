@@ -18,6 +18,21 @@ def open_records(path: Path, ttl_seconds: float = 0.0) -> s.RecordFile:
     return records
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def file(path: Path) -> s.RecordFile:
+    return open_records(path)
+
+
+@pytest.fixture
+def records(file: s.RecordFile) -> s.TenantRecords:
+    return file.of_tenant("")
+
+
 def put(
     records: s.TenantRecords,
     name: str,
@@ -58,10 +73,7 @@ def loaded(path: Path, tenant: str = "") -> dict[str, str]:
     return {record.id.decode(): record.value.decode() for record in records}
 
 
-def test_records_are_there_for_the_next_server(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
-    records = file.of_tenant("")
+def test_records_are_there_for_the_next_server(path, file, records):
     put(records, "a", "one")
     put(records, "b", "two", parent="a")
     put(records, "c", "three", parent="a")
@@ -78,9 +90,7 @@ def test_records_are_there_for_the_next_server(tmp_path: Path) -> None:
     assert (fourth.id, fourth.parent_id, fourth.value) == (b"d", b"c", b"four")
 
 
-def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
+def test_tenants_do_not_see_each_other(path, file):
     put(file.of_tenant("x"), "a", "of x")
     put(file.of_tenant("y"), "b", "of y")
     assert file.flush(10.0)
@@ -90,10 +100,7 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     assert sorted(file.tenants()) == ["x", "y"]
 
 
-def test_age_survives(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
-    records = file.of_tenant("")
+def test_age_survives(path, file, records):
     put(records, "new", "new", age=10.0)
     put(records, "old", "old", age=100.0)
     put(records, "used", "used", age=100.0)
@@ -108,11 +115,8 @@ def test_age_survives(tmp_path: Path) -> None:
     assert 35.0 < ages[2] - ages[0] < 45.0
 
 
-def test_what_was_not_used_for_too_long_is_dropped_at_the_start(tmp_path: Path) -> None:
+def test_what_was_not_used_for_too_long_is_dropped_at_the_start(path, file, records):
     """But for parents of what was used, however far up."""
-    path = tmp_path / "records"
-    file = open_records(path)
-    records = file.of_tenant("")
     put(records, "first", "first of the new", age=1e6)
     put(records, "second", "second", parent="first", age=1e6)
     put(records, "new", "new", parent="second")
@@ -129,10 +133,7 @@ def test_what_was_not_used_for_too_long_is_dropped_at_the_start(tmp_path: Path) 
     assert b"first of the new" in path.read_bytes()
 
 
-def test_forgotten_text_is_nowhere_in_the_folder(tmp_path: Path) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
-    records = file.of_tenant("")
+def test_forgotten_text_is_nowhere_in_the_folder(tmp_path, file, records):
     put(records, "a", "a secret that somebody has told " * 1_000)
     put(records, "b", "stays")
     put(records, "c", "a forgotten name in a row")
@@ -150,11 +151,7 @@ def test_forgotten_text_is_nowhere_in_the_folder(tmp_path: Path) -> None:
     assert b"stays" in left
 
 
-def test_record_that_cannot_be_written_is_left_out_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
+def test_record_that_cannot_be_written_is_left_out_alone(caplog, path, file):
     put(file.of_tenant("half \ud83d"), "a", "of a tenant without a name")
     put(file.of_tenant(""), "b", "whole")
     assert file.flush(10.0)
@@ -163,26 +160,16 @@ def test_record_that_cannot_be_written_is_left_out_alone(
     assert "one is not saved" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "no database",
-        "cut",
-        "another version",
-        "the first version",
-        "a page",
-        "a folder",
-    ],
-)
-def test_file_that_cannot_be_read_is_begun_anew(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "records"
+DAMAGES = ["no database", "cut", "another version", "the first version", "a page"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "a folder"])
+def test_file_that_cannot_be_read_is_begun_anew(damage, caplog, path):
     if damage == "a folder":
         path.mkdir()
     else:
         file = open_records(path)
-        for number in range(200):
+        for number in range(30):
             put(file.of_tenant(""), str(number), f"text {number}" * 999)
         assert file.flush(10.0)
         with sqlite3.connect(path) as database:
@@ -213,15 +200,12 @@ def test_file_that_cannot_be_read_is_begun_anew(
     assert ("is begun anew" in caplog.text) == (damage != "a folder")
 
 
-def test_flush_waits_for_who_still_reads_what_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_waits_for_who_still_reads_what_was_removed(tmp_path, monkeypatch, path):
     """While somebody reads, SQLite keeps it in its journal."""
     connect = sqlite3.connect
     monkeypatch.setattr(  # else each attempt takes ten seconds
         sqlite3, "connect", lambda path, **_fields: connect(path, timeout=0.01)
     )
-    path = tmp_path / "records"
     file = open_records(path)
     records = file.of_tenant("")
     put(records, "a", "a secret that somebody has told " * 1_000)
@@ -239,13 +223,12 @@ def test_flush_waits_for_who_still_reads_what_was_removed(
     assert b"a secret" not in left
 
 
-def test_link_stays_and_its_file_is_used_and_erased(tmp_path: Path) -> None:
+def test_link_stays_and_its_file_is_used_and_erased(tmp_path, path):
     target = tmp_path / "disk" / "of another name"
     target.parent.mkdir()
     before = open_records(target)
     put(before.of_tenant(""), "a", "a secret")
     assert before.flush(MAX_WAIT_SECONDS)
-    path = tmp_path / "records"
     path.symlink_to(target)
 
     file = open_records(path)
@@ -259,11 +242,7 @@ def test_link_stays_and_its_file_is_used_and_erased(tmp_path: Path) -> None:
     assert loaded(target) == {"b": "new"}
 
 
-def test_file_that_is_only_locked_or_full_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "records"
-    file = open_records(path)
+def test_file_that_is_only_locked_or_full_is_not_deleted(monkeypatch, path, file):
     put(file.of_tenant(""), "a", "one")
     assert file.flush(10.0)
 
@@ -293,12 +272,8 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite3, "connect", connect_to_full)
 
 
-def test_what_cannot_be_saved_now_is_saved_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_saved_now_is_saved_later(monkeypatch, caplog, path, file):
     monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
-    path = tmp_path / "records"
-    file = open_records(path)
     put(file.of_tenant(""), "a", "one")
     put(file.of_tenant(""), "b", "two")
     assert file.flush(10.0)
@@ -320,13 +295,11 @@ def test_what_cannot_be_saved_now_is_saved_later(
 
 
 def test_file_that_cannot_be_saved_for_long_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch, caplog, path, file
+):
     """Or what people have forgotten meanwhile would be there at the next start."""
     monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(s, "_MAX_WAITING_CHANGES", 3)
-    path = tmp_path / "records"
-    file = open_records(path)
     put(file.of_tenant(""), "a", "one")
     assert file.flush(10.0)
 
@@ -343,9 +316,7 @@ def test_file_that_cannot_be_saved_for_long_is_begun_anew(
     assert loaded(path) == {"c": "three"}
 
 
-def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(s, "_SAVE_DELAY_SECONDS", 0.5)
     file = open_records(tmp_path / "records")
     put(file.of_tenant(""), "a", "one")
@@ -362,11 +333,8 @@ def test_flush_does_not_wait_for_a_file_that_is_erased_meanwhile(
     assert loaded(tmp_path / "records") == {}
 
 
-def test_everything_is_forgotten_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_forgotten_on_a_full_disk(tmp_path, monkeypatch, path):
     monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
-    path = tmp_path / "records"
     put(open_records(path).of_tenant(""), "a", "a secret of one")
     file = open_records(path)
     put(file.of_tenant("x"), "b", "a secret of two")
@@ -388,15 +356,13 @@ def test_everything_is_forgotten_on_a_full_disk(
     assert loaded(path) == {"c": "new"}
 
 
-def test_file_is_deleted_between_two_transactions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_deleted_between_two_transactions(tmp_path, monkeypatch):
     monkeypatch.setattr(s, "_SAVE_DELAY_SECONDS", 0.001)
     file = open_records(tmp_path / "records")
     records = file.of_tenant("")
     failures = []
 
-    for number in range(100):
+    for number in range(30):
         put(records, f"{number}", "x" * 100_000)
         time.sleep(number % 10 / 1000)
         file.erase()
@@ -408,9 +374,7 @@ def test_file_is_deleted_between_two_transactions(
     assert loaded(tmp_path / "records") == {"last": "one"}
 
 
-def test_folder_that_comes_back_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_comes_back_is_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -432,8 +396,7 @@ def test_folder_that_comes_back_is_used_again(
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to itself"])
-def test_what_is_no_file_is_replaced(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "records"
+def test_what_is_no_file_is_replaced(kind, path):
     if kind == "a pipe":
         os.mkfifo(path)
     else:
@@ -446,7 +409,7 @@ def test_what_is_no_file_is_replaced(kind: str, tmp_path: Path) -> None:
     assert loaded(path) == {"a": "one"}
 
 
-def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_file_is_for_its_owner_alone(tmp_path):
     file = open_records(tmp_path / "records")
     put(file.of_tenant(""), "a", "one")
     assert file.flush(10.0)
@@ -458,7 +421,7 @@ def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}, modes
 
 
-def test_nothing_is_saved_before_a_file_is_opened() -> None:
+def test_nothing_is_saved_before_a_file_is_opened():
     file = s.RecordFile()
     put(file.of_tenant(""), "a", "one")
 

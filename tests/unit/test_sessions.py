@@ -33,7 +33,7 @@ def context(session_id: str | None) -> SessionContext:
 ANONYMOUS = context(None)
 
 
-def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
+def test_only_the_last_turns_of_a_session_are_kept_in_order():
     index = SessionIndex(Config(prompt_cache_max_entries_per_session=3))
     for n in range(5):
         index.note("a", {"prompt": n}, now=float(n))
@@ -46,7 +46,7 @@ def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
     }
 
 
-def test_an_idle_session_is_forgotten_and_use_keeps_one_alive() -> None:
+def test_an_idle_session_is_forgotten_and_use_keeps_one_alive():
     index = SessionIndex(Config(prompt_cache_session_max_idle_seconds=60))
     index.note("idle", TURN, now=0.0)
     index.note("used", TURN, now=1.0)
@@ -62,8 +62,8 @@ def test_an_idle_session_is_forgotten_and_use_keeps_one_alive() -> None:
 
 
 def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(SessionIndex, "MAX_SESSIONS", 100)
     index = SessionIndex(Config())
     index.note("kept", TURN, now=0.0)
@@ -74,7 +74,7 @@ def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     assert set(session_ids(index, now=300.0)) == {"kept", *newest}
 
 
-def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session() -> None:
+def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session():
     tokens = list(range(1000))
     assert session_id_for(context("abc"), tokens) == "abc"
 
@@ -104,7 +104,7 @@ def times(index: SessionIndex, session_id: str | None = None) -> list[float]:
     return [request.answered_at for request in index.requests(session_id)]
 
 
-def test_the_last_chat_of_each_conversation_of_a_session_is_kept() -> None:
+def test_the_last_chat_of_each_conversation_of_a_session_is_kept():
     index = SessionIndex(Config())
     index.add(answered(1, "title", "u"))  # a title, often answered first
     index.add(answered(2, "sys", "u"))
@@ -118,7 +118,7 @@ def test_the_last_chat_of_each_conversation_of_a_session_is_kept() -> None:
     assert times(index) == [1.0, 3.0, 5.0, 6.0]
 
 
-def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> None:
+def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with():
     index = SessionIndex(Config())
     for n in range(1_000):
         index.add(answered(n))
@@ -127,7 +127,7 @@ def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> 
 
 
 @pytest.mark.parametrize("what", ("a field", "messages as they were sent"))
-def test_what_no_template_prints_counts_as_well(what: str) -> None:
+def test_what_no_template_prints_counts_as_well(what):
     """A field that nobody knows has no token, and takes memory (L-128)."""
     index = SessionIndex(Config())
     message = CanonicalMessage("user", {"unknown": [[]] * 20_000}, {}, b"digest")
@@ -141,7 +141,7 @@ def test_what_no_template_prints_counts_as_well(what: str) -> None:
     assert 10 < len(times(index)) < 100
 
 
-def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
+def test_a_request_is_forgotten_a_while_after_its_answer():
     index = SessionIndex(Config(ledger_ttl_seconds=10))
     for n in range(5):
         index.add(answered(n))
@@ -149,7 +149,7 @@ def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
     assert times(index) == [3.0, 4.0]
 
 
-def test_a_request_that_is_too_large_leaves_those_of_other_sessions() -> None:
+def test_a_request_that_is_too_large_leaves_those_of_other_sessions():
     index = SessionIndex(Config())
     index.add(answered(1))
     index.add(answered(2, session_id="huge"))
@@ -158,7 +158,7 @@ def test_a_request_that_is_too_large_leaves_those_of_other_sessions() -> None:
     assert times(index) == [1.0]
 
 
-def test_a_session_that_is_forgotten_leaves_no_request() -> None:
+def test_a_session_that_is_forgotten_leaves_no_request():
     index = SessionIndex(Config())
     for session_id in ("one", "two"):
         index.note(session_id, TURN, now=1.0)
@@ -171,7 +171,7 @@ def test_a_session_that_is_forgotten_leaves_no_request() -> None:
     assert "one" in index  # its figures are nobody's words
 
 
-def test_of_equally_near_requests_the_newest_is_compared_with() -> None:
+def test_of_equally_near_requests_the_newest_is_compared_with():
     index = SessionIndex(Config())
     for n in range(3):
         index.add(answered(n))
@@ -210,14 +210,14 @@ def why(request: SentRequest, *, cached_tokens: int, matched_tokens: int) -> str
     return reason.sentence if reason else ""
 
 
-def test_tokens_of_the_same_messages_are_read_again_if_rendered_otherwise() -> None:
+def test_tokens_of_the_same_messages_are_read_again_if_rendered_otherwise():
     roles = ("system", "user", "assistant", "user")
     for n_same, n_reread in ((100, 1_900), (2_000, 0), (2_050, 0)):
         request = sent(*roles, tokens=rendered(n_same))
         assert count_reread_tokens(EARLIER, request, cached_tokens=n_same) == n_reread
 
 
-def test_a_reply_is_blamed_only_for_its_own_tokens() -> None:
+def test_a_reply_is_blamed_only_for_its_own_tokens():
     came_back = ("system", "user", "assistant", "user")
     deleted = ("system", "user", "user")
     for roles, n_same, words in (
@@ -229,7 +229,7 @@ def test_a_reply_is_blamed_only_for_its_own_tokens() -> None:
         assert words in why(request, cached_tokens=n_same, matched_tokens=n_same)
 
 
-def test_what_changed_since_an_earlier_request_has_anthropics_words() -> None:
+def test_what_changed_since_an_earlier_request_has_anthropics_words():
     """No tokens are told where a setting of the template changed, or nothing is known."""
     same = sent("system", "user", "assistant", "user", tokens=rendered(2_000))
     edited = sent("system", "assistant", tokens=rendered(1_500))
@@ -249,7 +249,7 @@ def test_what_changed_since_an_earlier_request_has_anthropics_words() -> None:
     assert diagnose_miss(EARLIER, sent("system", tokens=rendered(9))) is None
 
 
-def test_of_two_causes_both_are_given() -> None:
+def test_of_two_causes_both_are_given():
     request = sent("system", "user", "assistant", tokens=np.arange(2_200))
     for cached, matched, is_state, is_kv in (
         (100, 2_050, True, False),
@@ -260,7 +260,7 @@ def test_of_two_causes_both_are_given() -> None:
         assert ("checkpoint" in sentence, "evicted" in sentence) == (is_state, is_kv)
 
 
-def test_tokens_that_were_never_read_are_not_read_again() -> None:
+def test_tokens_that_were_never_read_are_not_read_again():
     """A deadline ended the earlier request after 300 tokens of its prompt."""
     cut = sent("system", "user", tokens=np.arange(300))
     request = sent("system", "user", tokens=np.arange(3_224))
@@ -279,13 +279,8 @@ def test_tokens_that_were_never_read_are_not_read_again() -> None:
     roles=st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=4),
 )
 def test_what_is_read_again_was_read_before_and_is_read_now(  # noqa: PLR0913 - drawn
-    n_earlier: int,
-    n_same: int,
-    n_prompt: int,
-    n_reply: int,
-    share: float,
-    roles: list[str],
-) -> None:
+    n_earlier, n_same, n_prompt, n_reply, share, roles
+):
     earlier = sent("system", "user", "assistant", tokens=np.arange(n_earlier))
     tokens = np.arange(n_prompt + n_reply)
     tokens[n_same:] += 10_000

@@ -3,7 +3,6 @@
 import copy
 import json
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,9 +66,7 @@ def js_text(value: Any) -> str:
 
 @given(objects, st.sampled_from([None, 1, 4]), st.booleans())
 @QUICK
-def test_a_javascript_round_trip_changes_no_arguments(
-    arguments: dict, indent: int | None, ascii_only: bool
-) -> None:
+def test_a_javascript_round_trip_changes_no_arguments(arguments, indent, ascii_only):
     """White space, escapes, the order of keys and the spelling of numbers: none of it is a name."""
     generated = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
     name = start_llm.canonical_json(generated)
@@ -108,7 +105,7 @@ ECHOED = (
         ("null", "{}"),
     ],
 )
-def test_what_clients_were_seen_to_rewrite(written: str, echoed: str) -> None:
+def test_what_clients_were_seen_to_rewrite(written, echoed):
     assert start_llm.canonical_json(written) == start_llm.canonical_json(echoed)
     assert start_llm.canonical_json(None) == start_llm.canonical_json("{}")
 
@@ -128,7 +125,7 @@ def test_what_clients_were_seen_to_rewrite(written: str, echoed: str) -> None:
         ('{"new": "False"}', "{}"),
     ],
 )
-def test_what_is_something_else(arguments: str, changed: str) -> None:
+def test_what_is_something_else(arguments, changed):
     assert start_llm.canonical_json(arguments) != start_llm.canonical_json(changed)
 
 
@@ -137,7 +134,7 @@ def test_what_is_something_else(arguments: str, changed: str) -> None:
     | st.sampled_from(["[" * 500, "NaN", "1e999", "-", '{"a": 1e400}', '"\\ud800"'])
 )
 @QUICK
-def test_text_that_is_no_json_is_its_own_name(text: str) -> None:
+def test_text_that_is_no_json_is_its_own_name(text):
     """A model may write anything; it gets a name, the same each time, and nothing is raised."""
     name = start_llm.canonical_json(text)
     assert name == start_llm.canonical_json(text)
@@ -181,14 +178,14 @@ class Store:
         return self.ledger.snapshot()["healing"]
 
 
-def test_a_reply_without_thinking_is_not_kept() -> None:
+def test_a_reply_without_thinking_is_not_kept():
     store = Store()
     store.remember(reply("x"), ASKED)
     store.remember(reply("y", reasoning_content=""), ASKED)
     assert len(store) == 0
 
 
-def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone() -> None:
+def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone():
     text = "a long thought " * 1_000
     context = start_llm.ReplyContext(b"all messages", b"the last one")
     store = Store(ledger_ttl_seconds=0.0)
@@ -228,7 +225,7 @@ def as_parsed(message: dict) -> dict:
         said("assistant", [{"type": "text", "text": "so it is"}]),
     ],
 )
-def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
+def test_thinking_comes_back_however_it_was_dropped(echo):
     store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
     [healed] = start_llm.heal_messages(
@@ -237,7 +234,7 @@ def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
     assert healed == reply("so it is", thought="because")
 
 
-def test_a_call_without_words_is_healed_through_its_arguments() -> None:
+def test_a_call_without_words_is_healed_through_its_arguments():
     store = Store()
     store.remember(reply("", '{"n": 2.0, "1": "\\u00e9"}', thought="because"), ASKED)
     echo = reply("", '{"1":"é","n":2}')
@@ -253,7 +250,7 @@ def test_a_call_without_words_is_healed_through_its_arguments() -> None:
         reply("<think>\nI say otherwise\n</think>\n\nso it is"),
     ],
 )
-def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
+def test_what_the_client_thinks_is_never_replaced(echo):
     store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
     [healed] = start_llm.heal_messages(
@@ -262,9 +259,7 @@ def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
     assert healed["reasoning_content"] == "I say otherwise"
 
 
-def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since() -> (
-    None
-):
+def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since():
     store = Store()
     for thought in ("the sky is blue", "two is even"):
         store.remember(reply("yes", thought=thought), ASKED)
@@ -276,7 +271,7 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
     )
 
 
-def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
+def test_the_same_words_said_to_something_else_stay_without_thinking():
     """A client's own examples are full of "yes"; no thought of ours led to them."""
     store = Store()
     thoughts = {b"is the sky blue?": "it is day", b"is two even?": "two halves"}
@@ -297,9 +292,7 @@ def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
     ]
 
 
-def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_since() -> (
-    None
-):
+def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_since():
     store = Store()
     for conversation in (b"Ann's", b"Bob's"):
         store.remember(
@@ -312,7 +305,7 @@ def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_si
 
 
 @pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, None])
-def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
+def test_a_signature_that_is_none_finds_nothing(name):
     """Fields that a client adds come as they are."""
     store = Store()
     store.remember(
@@ -322,7 +315,7 @@ def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
     assert store.find_thinking(reply, [b""]) == ""
 
 
-def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
+def test_only_replies_are_healed_and_the_originals_stay_as_they_are():
     store = Store()
     store.remember(reply("same words", thought="because"), ASKED)
     messages = [
@@ -350,9 +343,7 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     ]
 
 
-def test_thinking_in_use_keeps_no_other_that_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_thinking_in_use_keeps_no_other_that_is_not(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
     store = Store(ledger_ttl_seconds=100.0)
@@ -369,8 +360,8 @@ def test_thinking_in_use_keeps_no_other_that_is_not(
 
 
 def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Each has its own record, under the same signature only the last one."""
     sessions = ("one", "two")
     for has_restarted in (False, True):

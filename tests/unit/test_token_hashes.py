@@ -29,7 +29,7 @@ def oracle(tokens: Tokens, size: int, root: bytes) -> list[bytes]:
 
 
 @given(token_lists, sizes, st.binary(max_size=40))
-def test_hashes_are_the_chain_they_say(tokens: Tokens, size: int, root: bytes) -> None:
+def test_hashes_are_the_chain_they_say(tokens, size, root):
     names = block_hashes(tokens, size, root=root)
 
     assert names == oracle(tokens, size, root)
@@ -39,7 +39,7 @@ def test_hashes_are_the_chain_they_say(tokens: Tokens, size: int, root: bytes) -
 
 
 @given(token_lists, sizes, st.integers(0, 80))
-def test_a_chain_goes_on_where_it_was_left(tokens: Tokens, size: int, cut: int) -> None:
+def test_a_chain_goes_on_where_it_was_left(tokens, size, cut):
     names = block_hashes(tokens, size, root=b"r")
     resumed = block_hashes(tokens, size, root=b"r", first_hashes=names[:cut])
     assert resumed == names

@@ -61,7 +61,7 @@ def waits(work: Work) -> bool:
     return not work.has_memory.is_set()
 
 
-def test_no_more_is_reserved_than_there_is_and_each_has_its_turn() -> None:
+def test_no_more_is_reserved_than_there_is_and_each_has_its_turn():
     budget = s.WorkBudget(10)
     first = Work(budget.reserve, 6)
     assert has_turn(first)
@@ -77,7 +77,7 @@ def test_no_more_is_reserved_than_there_is_and_each_has_its_turn() -> None:
     assert budget.n_free == 10
 
 
-def test_who_has_gone_leaves_the_queue() -> None:
+def test_who_has_gone_leaves_the_queue():
     budget = s.WorkBudget(10)
     first = Work(budget.reserve, 10)
     assert has_turn(first)
@@ -92,14 +92,14 @@ def test_who_has_gone_leaves_the_queue() -> None:
     third.end()
 
 
-def test_what_is_larger_than_all_of_it_has_its_turn_alone() -> None:
+def test_what_is_larger_than_all_of_it_has_its_turn_alone():
     budget = s.WorkBudget(10)
     with budget.reserve(1_000, s.assume_client):
         assert budget.n_free == 0
         assert waits(Work(budget.reserve, 1))
 
 
-def test_what_a_body_did_not_need_is_given_back_at_once() -> None:
+def test_what_a_body_did_not_need_is_given_back_at_once():
     budget = s.WorkBudget(10)
     with budget.reserve(8, s.assume_client) as reservation:
         reservation.shrink(20)
@@ -109,7 +109,7 @@ def test_what_a_body_did_not_need_is_given_back_at_once() -> None:
     assert budget.n_free == 10
 
 
-def test_small_bodies_wait_for_no_large_one() -> None:
+def test_small_bodies_wait_for_no_large_one():
     budget = s.BodyBudget(3_200)
     large = Work(budget.reserve, 100_000)
     assert has_turn(large)
@@ -122,7 +122,7 @@ def test_small_bodies_wait_for_no_large_one() -> None:
     large.end()
 
 
-def test_of_both_sizes_together_no_more_is_reserved_than_there_is() -> None:
+def test_of_both_sizes_together_no_more_is_reserved_than_there_is():
     budget = s.BodyBudget(3_200)
     with ExitStack() as stack:
         for _ in range(8):
@@ -131,7 +131,7 @@ def test_of_both_sizes_together_no_more_is_reserved_than_there_is() -> None:
         assert budget.for_small.n_free + budget.for_large.n_free == 0
 
 
-def test_a_tenth_of_the_limit_is_for_bodies() -> None:
+def test_a_tenth_of_the_limit_is_for_bodies():
     for limit in (4_000_000_000, 100_000_000_000):
         memory = s.BodyMemory(limit)
         budgets = [memory.work, memory.held]
