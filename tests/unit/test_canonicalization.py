@@ -594,15 +594,6 @@ def test_a_field_ends_where_its_part_ends():
     assert [pinned.value for pinned in turn.pinned] == ["clean"]
 
 
-def test_fields_stand_where_they_are_in_the_joined_text():
-    parts = ["You help.", "Current time: 10:05\nBe kind.", "", "Today is 2026-11-20."]
-    turn = canon().canonicalize(said("system", [part(text) for text in parts]))
-
-    content = turn.original["content"]
-    assert [content[p.start : p.end] for p in turn.pinned] == ["10:05", "2026-11-20"]
-    assert start_llm.mask_volatile(content, turn.pinned) == turn.canonical
-
-
 def test_notes_after_a_late_system_message_belong_to_the_question_that_follows():
     """Such a message stays if its rule is off, or if there is an image in it."""
     note = filled(REMINDER, "a mode")
@@ -676,20 +667,6 @@ def test_telemetry_does_not_take_an_image_along():
     image = f"\ufdd1{'ab' * 32}\ufdd2"
     turn = canon().canonicalize(said("system", f"{line} {image} Be brief."))
     assert turn.original["content"] == f"{image} Be brief."
-
-
-def test_the_values_in_a_pinned_block_have_places_of_their_own():
-    section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
-    text = f"Be brief.\n{section}Current time: 10:05\n"
-    turn = canon().canonicalize(said("system", text))
-
-    content = turn.original["content"]
-    block, message_id, clock = turn.pinned
-    assert content[block.start : block.end] == block.block == section
-    assert block.value == section.replace("868237f5", "__STABLE_MESSAGE_ID__")
-    assert content[message_id.start : message_id.end] == message_id.value == "868237f5"
-    assert content[clock.start : clock.end] == "10:05"
-    assert turn.canonical == "Be brief.\nCurrent time: __STABLE_CURRENT_TIME__\n"
 
 
 def contents(turn: start_llm.CanonicalMessage) -> tuple[str, str]:
@@ -1015,55 +992,23 @@ def test_a_note_alone_is_a_conversation():
         assert turns_of(messages)[-1].original["content"] == LATE
 
 
-def test_several_notes_keep_their_order():
-    notes = [said("system", "one"), said("user", CARRIER), said("system", "two")]
-    tail = places([*STEP, *notes])[-1][2]
-    assert [text.replace("<system-reminder>\n", "")[:3] for text in tail] == [
-        "one",
-        "<<<",
-        "two",
-    ]
-
-
 # -- how much of a text is volatile --------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_inline", [True, False])
-@pytest.mark.parametrize(
-    ("n_kept", "is_safe"), [(1000, True), (900, True), (899, False), (0, False)]
-)
-def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(
-    n_kept, is_safe, is_inline
-):
-    """The rest of a thousand letters is a note, in the message or after it."""
-    messages = [said("user", "k" * n_kept)]
-    n_note = 1000 - n_kept
-    if n_note and is_inline:
-        messages[0]["content"] += "\n" + note_of(n_note - 1)
-    elif n_note:
-        messages.append(said("user", note_of(n_note)))
-    turns = turns_of(messages)
+@pytest.mark.parametrize(("n_kept", "is_safe"), [(900, True), (899, False), (0, False)])
+def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(n_kept, is_safe):
+    """The rest of a thousand letters is a note after the message."""
+    tags = ("<system-reminder>", "</system-reminder>")
+    n_letters = 1000 - n_kept - len("".join(tags))
+    turns = turns_of(
+        [said("user", "k" * n_kept), said("user", ("n" * n_letters).join(tags))]
+    )
 
     assert [len(turn.canonical) for turn in turns] == [n_kept]
     assert start_llm.keeps_most_text(turns) is is_safe
 
 
-def note_of(n_letters: int) -> str:
-    block = "<system-reminder>{}</system-reminder>"
-    return block.format("n" * (n_letters - len(block.format(""))))
-
-
-# -- whole conversations ------------------------------------------------------------------
-
-
-def test_the_memo_stays_small_and_right():
-    canonicalizer = canon()
-    canonicalizer.memo.max_bytes = 5_000
-    for n in range(400):
-        message = said("user", f"[Fri 2026-11-20 14:16 UTC] {n % 300} " * 3)
-        assert canonicalizer.canonicalize(message) == canon().canonicalize(message)
-        remembered = canonicalizer.memo.entries.values()
-        assert sum(len(str(turn.original)) for turn in remembered) < 12_000
+# -- the memo ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_words", [3, 3_000])

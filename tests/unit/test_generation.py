@@ -68,25 +68,6 @@ def test_generation_feeds_what_it_has_sampled(plain):
         tokens.append(following.token_id)
 
 
-def test_processors_read_the_context_and_each_token(plain):
-    _, model = plain
-    read = []
-
-    def note(tokens, logits):
-        read.append(tokens.tolist())
-        return logits
-
-    prompt = [11, 12, 13]
-    generator = started(
-        model, prompt, processors=[note], context=TokenBuffer(prompt[:-1])
-    )
-    first, second = [generator.step()[0].token_id for _ in range(2)]
-
-    assert read[0] == prompt
-    assert read[1] == [*prompt, first]
-    assert read[2:] == [[*prompt, first, second]]
-
-
 def mlx_lms_own(model, tokens, cache, choices):
     """GenerationBatch, whose steps are what ours have to be."""
     n_rows = len(choices)

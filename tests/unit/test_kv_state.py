@@ -145,21 +145,6 @@ def test_a_batch_has_no_single_offset():
         s.kv_cache_offset(batch, recorded=4)
 
 
-def test_reserving_keeps_the_content_and_spares_the_next_growth():
-    cache = [kv_leaf(100)]
-    s.reserve_tokens(cache, 60, capacity=1000)
-    assert cache[0].keys.shape[2] < 1000, "there was room enough"
-
-    s.reserve_tokens(cache, 300, capacity=1000)
-    buffer = cache[0].keys
-    assert buffer.shape[2] >= 1000
-    assert tokens_of(buffer, 100) == list(range(100))
-
-    next_keys = mx.ones((1, 1, 800, 1))
-    cache[0].update_and_fetch(next_keys, next_keys)
-    assert cache[0].keys.shape == buffer.shape
-
-
 def test_a_row_of_a_batch_is_its_own():
     lengths = (5, 9, 7)
     rows = [[kv_leaf(n), recurrent_leaf(float(n))] for n in lengths]

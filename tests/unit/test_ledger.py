@@ -455,14 +455,19 @@ class Server:
         self.config = config
         self.planner = planner(**config)
         self.records: start_llm.RecordFile | None = None
+        self.path = Path()
         self.now = 0.0
 
-    def restart(self, path: Path) -> None:
+    def flush(self) -> None:
+        assert self.records and self.records.flush(60.0)
+
+    def restart(self, path: Path | None = None) -> None:
         """End, and begin again with what was saved in this file, if there is one."""
         if self.records is not None:
-            assert self.records.flush(60.0)
+            self.flush()
+        self.path = path or self.path
         self.records = start_llm.RecordFile()
-        self.records.open(path, ttl_seconds=0.0)
+        self.records.open(self.path, ttl_seconds=0.0)
         self.planner = planner(self.records.of_tenant(""), **self.config)
 
     def draft(
@@ -519,6 +524,14 @@ class Server:
 
     def n_bytes(self) -> int:
         return self.planner.ledger.snapshot()["bytes"]
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Server:
+    """One whose records are saved."""
+    server = Server()
+    server.restart(tmp_path / "records")
+    return server
 
 
 def transcripts(records: Iterable[Any]) -> list[start_llm.Transcript]:
@@ -681,22 +694,6 @@ def test_a_note_in_front_of_a_question_costs_no_reply(place, stays):
 
     told_words = re.findall(r"(?:MEMO|task) \d", server.text(draft))
     assert told_words == [f"{kind} {n}" for n in range(4) for kind in ("MEMO", "task")]
-
-
-@pytest.mark.parametrize("is_answered", [False, True])
-def test_a_note_behind_a_reply_stays_the_turn_that_was_answered(is_answered):
-    """A wake-up call of the system's: what follows its answer finds it where it was."""
-    server = Server()
-    past = [SYSTEM, said("user", "hello"), FINE, said("system", "wake up")]
-    first = server.draft(past)
-    server.say(first, FINE)
-    if is_answered:
-        past.append(FINE)
-    draft = server.draft([*past, said("user", "more")])
-    assert bool(draft.transcript) == is_answered
-
-    words = re.findall("hello|wake up|more", server.text(draft))
-    assert words == ["hello", "wake up", "more"]
 
 
 def users_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
@@ -1317,15 +1314,8 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking():
     server.answer(head, reply, words=LONG)
     loop = asks("x", reasoning_content="of this turn")
     late = [LATE, said("user", CARRIER.format("a job"))]
-    messages = [
-        head_with("id-2"),
-        USER,
-        FINE,
-        said("user", "look"),
-        loop,
-        result("r"),
-        *late,
-    ]
+    step = [said("user", "look"), loop, result("r")]
+    messages = [head_with("id-2"), USER, FINE, *step, *late]
 
     full = server.draft(messages)
     assert LONG in server.text(full)
@@ -1361,20 +1351,6 @@ def test_a_prompt_without_past_thinking_begins_as_all_others_do():
     texts = [server.text(plan).partition("[message_id")[0].strip() for plan in plans]
     assert texts[0].startswith(texts[1])
     assert restated(server.text(plans[1])) == ["id-2"]
-
-
-def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent():
-    server = Server()
-    reply = {**FINE, "reasoning_content": "思考🙂" * 50}
-    server.answer([SYSTEM, USER], reply, words="思考🙂" * 50)
-    request = chat(SECOND_REQUEST)
-    without_thinking = server.speaker.template.render_prompt(request)
-
-    for echo in (FINE, reply):
-        messages = [SYSTEM, USER, echo, NEXT]
-        n_full = len(server.draft(messages).rendered.ids)
-        bare = server.draft(messages, room=n_full - 100)
-        assert ids_of(bare) == without_thinking.ids.tolist()
 
 
 # -- pinned fields and notes -------------------------------------------------------------
@@ -1831,14 +1807,6 @@ def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session():
     assert ledger.snapshot() == EMPTY
 
 
-def test_thinking_that_a_client_sends_is_counted():
-    server = Server()
-    thinking = "hm " * 100_000
-    past = [SYSTEM, USER, {**FINE, "reasoning_content": thinking}, NEXT]
-    server.answer(past, said("assistant", "done"))
-    assert server.n_bytes() > len(thinking)
-
-
 def carried(server: Server, job: str, messages: list) -> start_llm.PromptPlan:
     return server.draft([*messages, said("user", CARRIER.format(job))])
 
@@ -1889,9 +1857,6 @@ def test_a_reminder_that_moves_along_is_told_once(words):
 STYLED = {
     "tail": CHATML + "{{ reasoning_effort if add_generation_prompt }}",
     "head": "<|im_start|>{{ reasoning_effort }}<|im_end|>" + CHATML,
-    "tools": CHATML.replace(
-        "(tools | tojson)", "(tools | tojson) + (reasoning_effort or '')"
-    ),
     "calls": CHATML.replace(
         "c.function.name", "c.function.name + (reasoning_effort or '')"
     ),
@@ -2085,23 +2050,13 @@ def test_a_conversation_that_is_too_large_leaves_the_others():
     assert server.planner.ledger.snapshot()["transcripts"] == 3 + 2
 
 
-def test_no_past_is_forgotten_before_those_that_go_on_from_it():
-    server = Server(ledger_max_bytes=20_000)
-    for n in range(12):
-        fill(server, n, turns=3 + n % 5)
-        found = {*server.planner.ledger._by_use}
-        assert all(found.issuperset(record.lineage()) for record in found)
-
-
-def test_after_a_restart_too_no_past_is_forgotten_before_those_that_go_on_from_it(
-    tmp_path,
-):
-    server = Server()
-    server.restart(tmp_path / "records")
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_no_past_is_forgotten_before_those_that_go_on_from_it(saving, is_restarted):
     for n in range(3):
-        fill(server, n, turns=4)
-    server.restart(tmp_path / "records")
-    ledger = server.planner.ledger
+        fill(saving, n, turns=3 + n)
+    if is_restarted:
+        saving.restart()
+    ledger = saving.planner.ledger
     assert ledger.snapshot()["transcripts"] == 12
     while ledger._by_use:
         found = {*ledger._by_use}
@@ -2302,130 +2257,114 @@ def test_ledger_is_the_same_after_a_restart_between_any_two_turns(
     assert after["bytes"] == pytest.approx(before["bytes"], rel=0.2)
 
 
-def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path):
-    server = Server()
-    server.restart(tmp_path / "records")
-    server.answer([SYSTEM, USER], FINE)
-    server.now = 50.0
-    assert server.draft([SYSTEM, USER, FINE, NEXT]).transcript
+def test_a_transcript_that_is_replayed_is_as_young_in_the_file(saving):
+    saving.answer([SYSTEM, USER], FINE)
+    saving.now = 50.0
+    assert saving.draft([SYSTEM, USER, FINE, NEXT]).transcript
 
-    assert server.records
-    (saved,) = server.records.of_tenant("").load()
+    (saved,) = saving.records.of_tenant("").load()
     assert saved.last_used == pytest.approx(50.0, abs=1.0)
 
 
-def test_forgotten_session_is_not_in_the_file_of_records(tmp_path):
-    server = Server()
-    server.restart(tmp_path / "records")
+def test_forgotten_session_is_not_in_the_file_of_records(saving, tmp_path):
     for session in ("a", "b"):
         words = [SYSTEM, said("user", f"the secret of {session}")]
         reply = said("assistant", f"told {session}", reasoning_content=f"hm {session}")
-        server.answer(words, reply, session=session)
-    server.planner.ledger.forget("a")
-    assert server.records.flush(60.0)
+        saving.answer(words, reply, session=session)
+    saving.planner.ledger.forget("a")
+    saving.flush()
 
     saved = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert b"hm b" in saved
     assert b"hm a" not in saved
-    server.restart(tmp_path / "records")
-    assert server.planner.ledger.snapshot()["transcripts"] == 1
+    saving.restart()
+    assert saving.planner.ledger.snapshot()["transcripts"] == 1
 
 
-def test_a_row_does_not_grow_with_what_its_prompt_states(tmp_path):
+def test_a_row_does_not_grow_with_what_its_prompt_states(saving):
     """A new time and a new reminder in each question, as agents send (L-215)."""
-    server = Server()
-    server.restart(tmp_path / "records")
     messages = [SYSTEM]
     for n in range(40):
         time_and_note = f"[Fri 2026-11-20 14:{n:02} UTC] more\n{note(f'now {n} ' * 50)}"
         messages.append(said("user", time_and_note))
-        server.answer(messages, FINE)
+        saving.answer(messages, FINE)
         messages.append(FINE)
 
-    assert server.records
-    sizes = [len(row.value) for row in server.records.of_tenant("").load()]
+    sizes = [len(row.value) for row in saving.records.of_tenant("").load()]
     assert sizes[-1] < 1.5 * sizes[5]
-    before = server.n_bytes()
-    server.restart(tmp_path / "records")
-    assert server.n_bytes() == pytest.approx(before, rel=0.1)
-    draft = server.draft([*messages, NEXT])
+    before = saving.n_bytes()
+    saving.restart()
+    assert saving.n_bytes() == pytest.approx(before, rel=0.1)
+    draft = saving.draft([*messages, NEXT])
     assert draft.transcript
-    assert server.text(draft).count("now 0 ") == 50
+    assert saving.text(draft).count("now 0 ") == 50
     assert len(draft.transcript.stated().notes) == 40
 
 
-def test_what_another_session_continues_is_nobodys_in_the_file(tmp_path):
+def test_what_another_session_continues_is_nobodys_in_the_file(saving, tmp_path):
     """Its tokens stay for that session; it is not found, and has no name any more."""
-    server = Server()
-    server.restart(tmp_path / "records")
     asked = [SYSTEM, said("user", "of somebody")]
-    server.answer(asked, asks("x"), user="the first")
+    saving.answer(asked, asks("x"), user="the first")
     messages = [*asked, asks("x"), result("r")]
-    past = server.answer(messages, FINE, user="the second")
-    assert starts_with(server.draft([*messages, FINE, NEXT], user="the second"), past)
+    past = saving.answer(messages, FINE, user="the second")
+    assert starts_with(saving.draft([*messages, FINE, NEXT], user="the second"), past)
 
-    server.planner.ledger.forget("the first")
-    assert server.records and server.records.flush(60.0)
+    saving.planner.ledger.forget("the first")
+    saving.flush()
     saved = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert b"the first" not in saved
     for _ in range(2):
-        assert server.n_bytes() == counted(server.planner.ledger)
-        assert server.planner.ledger.snapshot()["transcripts"] == 1
-        again = server.draft([*messages, FINE, NEXT], user="the second")
+        assert saving.n_bytes() == counted(saving.planner.ledger)
+        assert saving.planner.ledger.snapshot()["transcripts"] == 1
+        again = saving.draft([*messages, FINE, NEXT], user="the second")
         assert starts_with(again, past)
-        assert not server.draft(messages, user="the second").transcript
-        server.restart(tmp_path / "records")
+        assert not saving.draft(messages, user="the second").transcript
+        saving.restart()
 
-    server.planner.ledger.forget("the second")
-    assert server.n_bytes() == 0
-    assert server.records.of_tenant("").load() == []
+    saving.planner.ledger.forget("the second")
+    assert saving.n_bytes() == 0
+    assert saving.records.of_tenant("").load() == []
 
 
-def test_a_file_that_was_erased_has_the_whole_conversation_again(tmp_path):
-    server = Server()
-    server.restart(tmp_path / "records")
-    messages = fill(server, 0)
-    assert server.records and server.records.flush(60.0)
-    server.records.erase()
-    past = server.answer(messages, FINE)
+def test_a_file_that_was_erased_has_the_whole_conversation_again(saving):
+    messages = fill(saving, 0)
+    saving.flush()
+    saving.records.erase()
+    past = saving.answer(messages, FINE)
 
-    server.restart(tmp_path / "records")
-    assert starts_with(server.draft([*messages, FINE, NEXT]), past)
+    saving.restart()
+    assert starts_with(saving.draft([*messages, FINE, NEXT]), past)
 
 
 def test_replies_around_the_loss_of_the_file_are_there_after_a_restart(
-    tmp_path, monkeypatch
+    saving, monkeypatch
 ):
     """The first reply after it is in the new file before those that it continues."""
     monkeypatch.setattr(start_llm, "_RETRY_SECONDS", 0.01)
-    server = Server()
-    server.restart(tmp_path / "records")
-    messages = fill(server, 0)
-    assert server.records and server.records.flush(60.0)
+    messages = fill(saving, 0)
+    saving.flush()
 
-    (tmp_path / "records").unlink()
-    server.answer(messages, FINE)
-    wait_until(lambda: server.records.number > 1)
+    saving.path.unlink()
+    saving.answer(messages, FINE)
+    wait_until(lambda: saving.records.number > 1)
     longer = [*messages, FINE, NEXT]
-    past = server.answer(longer, FINE)
-    server.restart(tmp_path / "records")
+    past = saving.answer(longer, FINE)
+    saving.restart()
 
-    assert starts_with(server.draft([*longer, FINE, NEXT]), past)
+    assert starts_with(saving.draft([*longer, FINE, NEXT]), past)
 
 
-def test_what_continues_a_damaged_record_is_not_replayed(tmp_path):
+def test_what_continues_a_damaged_record_is_not_replayed(saving):
     """Nor is it read again and again."""
-    server = Server()
-    server.restart(tmp_path / "records")
-    messages = fill(server, 0)
-    assert server.records and server.records.flush(60.0)
-    with sqlite3.connect(tmp_path / "records") as database:
+    messages = fill(saving, 0)
+    saving.flush()
+    with sqlite3.connect(saving.path) as database:
         database.execute("UPDATE records SET value = x'00' WHERE parent = x''")
 
-    server.restart(tmp_path / "records")
-    assert not server.draft(messages).transcript
-    assert server.planner.ledger.snapshot() == EMPTY
-    assert server.records.of_tenant("").load() == []
+    saving.restart()
+    assert not saving.draft(messages).transcript
+    assert saving.planner.ledger.snapshot() == EMPTY
+    assert saving.records.of_tenant("").load() == []
 
 
 def test_a_conversation_of_any_length_is_let_go():

@@ -255,17 +255,10 @@ def test_the_smaller_of_model_and_setting_limits_the_context(tiny):
     assert model.family == "glm4"
 
 
-def test_the_id_clients_see(tiny):
-    for name in ("org/tiny", "demo"):
-        assert load_model(tiny, Config(model_path=name)).model_id == name
-
-
 def test_an_unknown_type_is_named(copy):
     for kind, reason in (
         ("from_the_future", "Model type from_the_future not supported."),
-        ("cache", "module 'mlx_lm.models.cache' has no attribute 'Model'"),
         ("../models/qwen3", "Model type ../models/qwen3 not supported."),
-        (None, "Model type None not supported."),
     ):
         edit_config(copy, model_type=kind)
         refused = load_refusal(copy)
@@ -366,7 +359,6 @@ def test_the_revision_names_the_weights(loaded, copy):
     ("facts", "tokenizer_length", "expected"),
     [
         ({"max_position_embeddings": 40960}, 131072, 40960),
-        ({"n_positions": 1024}, 10**30, 1024),
         ({}, 8192, 8192),
         ({}, 10**30, 32768),
         ({"model_type": "gemma3_text"}, 10**30, 131072),
@@ -375,12 +367,6 @@ def test_the_revision_names_the_weights(loaded, copy):
              "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                               "original_max_position_embeddings": 32768}},
             10**30, 131072,
-        ),
-        (
-            {"max_position_embeddings": 163840,
-             "rope_scaling": {"type": "yarn", "factor": 40,
-                              "original_max_position_embeddings": 4096}},
-            10**30, 163840,
         ),
         (
             {"max_position_embeddings": 131072,
@@ -421,6 +407,7 @@ def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(loaded):
         shown = [token for token in ids if token not in hidden]
         want = loaded.tokenizer.decode(shown, skip_special_tokens=False)
         assert "".join(spoken(detokenizer_of(loaded), ids)) == want
+    assert detokenizer_of(loaded).feed(len(loaded.tokenizer) + 5) == ""  # padding
 
 
 def test_bytes_that_are_no_character_do_not_end_a_reply():
@@ -434,27 +421,6 @@ def test_bytes_that_are_no_character_do_not_end_a_reply():
     text = "".join(spoken(Detokenizer(backend, frozenset()), tokens))
 
     assert text == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
-
-
-def test_hidden_ids_make_no_text_and_markup_does(loaded):
-    encode = loaded.tokenizer.convert_tokens_to_ids
-    ids = [
-        encode(name)
-        for name in ("<|im_start|>", "<think>", "<|im_end|>", "<tool_call>")
-    ]
-
-    assert "".join(spoken(detokenizer_of(loaded), ids)) == "<think><tool_call>"
-    assert (
-        detokenizer_of(loaded).feed(len(loaded.tokenizer) + 5) == ""
-    )  # a padding row of the head
-
-
-def test_a_character_cut_off_at_the_end_is_told_once(loaded):
-    ids = loaded.tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
-    detokenizer = detokenizer_of(loaded)
-    assert "".join(detokenizer.feed(token) for token in ids) == "a"
-    assert set(detokenizer.finish()) == {"\ufffd"}
-    assert detokenizer.finish() == ""
 
 
 def test_special_tokens_that_a_tool_parser_reads_are_not_hidden():
@@ -528,11 +494,6 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded):
     assert "http://127.0.0.1:8080/v1\n" in text
     assert "0.0.0.0" not in text
     assert "Responses" not in text
-
-
-def test_the_device_has_memory():
-    assert start_llm.memory_limit(Config()) > 100_000_000
-    assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
 
 
 def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(monkeypatch):

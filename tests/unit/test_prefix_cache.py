@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
-from nights import by_day
+from nights import at_night, by_day
 
 ROOT = b"root"
 BLOCK = 16
@@ -267,16 +267,6 @@ def converse(cache, tokens, reply):
     return end(cache, row, reply), reuse
 
 
-def test_a_growing_conversation_keeps_one_line_and_its_buffers():
-    cache = make_cache()
-    past, _ = converse(cache, list(range(1, 600)), [7, 7])
-    for turn in range(5):
-        question = range(1000 + turn * 50, 1040 + turn * 50)
-        past, reuse = converse(cache, [*past, *question], [9, 9])
-        assert reuse.hit_kind == "line"
-        assert len(cache.entries) == 1
-
-
 def test_branches_hold_their_prefix_once():
     cache = make_cache()
     prefix = list(range(1, 4001))
@@ -295,33 +285,6 @@ def test_branches_hold_their_prefix_once():
         end(cache, row, [1])
         check(cache, [])
     assert cache.nbytes <= 1.1 * n_unique_bytes
-
-
-def test_a_tail_another_conversation_owns_survives_a_divergence_before_it():
-    cache = make_cache()
-    first, _ = converse(cache, list(range(1, 1001)), [3] * 40)
-    converse(cache, [*first[:900], *range(2000, 2050)], [4] * 5)
-    _, reuse = begin(cache, [*first, 8, 8])
-    assert reuse.cached_tokens == len(first)
-
-
-def test_a_lent_line_is_visible_and_promises_what_it_will_hold():
-    cache = make_cache()
-    row, _ = begin(cache, list(range(1, 2001)))
-    advance(cache, row, 500)
-    twin = [*range(1, 1501), 9, 9, 9]
-    reuse = cache.find(prompt_of(twin))
-    assert reuse.cached_tokens == 500
-    assert reuse.pending_tokens == 1500
-
-    advance(cache, row, 1500)
-    twin_row, reuse = begin(cache, twin)
-    assert reuse.cached_tokens == 1500
-
-    end(cache, row)
-    advance(cache, twin_row, 100)
-    end(cache, twin_row)
-    check(cache, [])
 
 
 def test_another_root_shares_nothing():
@@ -507,20 +470,6 @@ def test_idle_lines_go_after_their_ttl_and_not_before():
     cache.evict_idle()
     assert not cache.entries
     assert cache.nbytes == 0
-
-
-def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
-    cache = make_cache(has_state=True, max_bytes=800)
-    row, _ = begin(cache, list(range(1, 40)))
-    for _ in range(39):
-        advance(cache, row, 1, checkpoint=True)
-    end(cache, row, [1])
-
-    (line,) = cache.entries
-    n_bytes = sum(checkpoint.nbytes for checkpoint in line.checkpoints.values())
-    assert n_bytes <= 200 < 8 * 40
-    assert min(line.checkpoints) == 1
-    assert max(line.checkpoints) == 40
 
 
 def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):
@@ -774,32 +723,6 @@ def test_nothing_is_evicted_while_memory_is_free():
 
     for past in pasts:
         assert cached_tokens(cache, [*past, 1]) == len(past)
-
-
-@pytest.mark.parametrize("has_state", [True, at_night(False)])
-@pytest.mark.parametrize("seed", by_day(1, of=3))
-def test_a_lookup_that_passes_entries_over_finds_what_a_full_one_does(seed, has_state):
-    """Sessions that share a head, some whole, some cut short, some running."""
-    rng = random.Random(seed)
-    cache = make_cache(has_state=has_state)
-    full = make_cache(has_state=has_state, cache_use_block_index=False)
-    pasts = []
-
-    for _ in range(150):
-        tokens = continuation(rng, pasts)
-        key = prompt_of(tokens)
-        found = cache.find(key)
-        expected = full.find(key)
-        assert found.rank == expected.rank
-        assert found.matched_tokens == expected.matched_tokens
-        runs_on = rng.random() < 0.1
-        n_read = rng.choice([30, 300, 10_000])
-        for filled_cache in (cache, full):
-            row, _ = begin(filled_cache, tokens)
-            advance(filled_cache, row, n_read, checkpoint=True)
-            if not runs_on:
-                end(filled_cache, row, [3])
-        pasts.append(tokens)
 
 
 # -- counters --------------------------------------------------------------------------------------

@@ -100,24 +100,6 @@ def test_mlx_lm_takes_top_p_of_the_tokens_that_it_is_given(top_p, n_kept):
     assert kept.sum() == n_kept
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000])
-def test_a_penalty_looks_back_on_as_many_tokens_as_it_says(size):
-    """On none, too: upstream would look back on all of them then."""
-    sampling = s.SamplingParams(
-        repetition_penalty=2.0,
-        repetition_context_size=size,
-    )
-    tokens = [5, 6, 7]
-    logits = mx.ones((1, 10))
-
-    for process in s.make_processors(sampling, ()):
-        logits = process(mx.array(tokens), logits)
-
-    penalized = np.flatnonzero(np.array(logits[0]) < 1)
-    n_penalized = min(size, 3)
-    assert penalized.tolist() == tokens[3 - n_penalized :]
-
-
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
 @pytest.mark.parametrize("size", [0, 1, 256])
 def test_a_look_back_of_none_is_that_of_the_repetition_penalty_alone(name, size):

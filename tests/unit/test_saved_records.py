@@ -1,6 +1,5 @@
 """SAVED RECORDS: what was put is there after any end, and what was removed is not."""
 
-import os
 import sqlite3
 import stat
 import time
@@ -223,25 +222,6 @@ def test_flush_waits_for_who_still_reads_what_was_removed(tmp_path, monkeypatch,
     assert b"a secret" not in left
 
 
-def test_link_stays_and_its_file_is_used_and_erased(tmp_path, path):
-    target = tmp_path / "disk" / "of another name"
-    target.parent.mkdir()
-    before = open_records(target)
-    put(before.of_tenant(""), "a", "a secret")
-    assert before.flush(MAX_WAIT_SECONDS)
-    path.symlink_to(target)
-
-    file = open_records(path)
-    assert [record.value for record in file.of_tenant("").load()] == [b"a secret"]
-    file.erase()
-    assert not any(b"a secret" in p.read_bytes() for p in target.parent.iterdir())
-    put(file.of_tenant(""), "b", "new")
-    assert file.flush(MAX_WAIT_SECONDS)
-
-    assert path.is_symlink()
-    assert loaded(target) == {"b": "new"}
-
-
 def test_file_that_is_only_locked_or_full_is_not_deleted(monkeypatch, path, file):
     put(file.of_tenant(""), "a", "one")
     assert file.flush(10.0)
@@ -395,20 +375,6 @@ def test_folder_that_comes_back_is_used_again(tmp_path, monkeypatch):
     assert loaded(folder / "records") == {"b": "two"}
 
 
-@pytest.mark.parametrize("kind", ["a pipe", "a link to itself"])
-def test_what_is_no_file_is_replaced(kind, path):
-    if kind == "a pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(path)
-
-    file = open_records(path)
-    put(file.of_tenant(""), "a", "one")
-
-    assert file.flush(10.0)
-    assert loaded(path) == {"a": "one"}
-
-
 def test_file_is_for_its_owner_alone(tmp_path):
     file = open_records(tmp_path / "records")
     put(file.of_tenant(""), "a", "one")
@@ -419,11 +385,3 @@ def test_file_is_for_its_owner_alone(tmp_path):
     }
 
     assert set(modes.values()) == {0o600}, modes
-
-
-def test_nothing_is_saved_before_a_file_is_opened():
-    file = s.RecordFile()
-    put(file.of_tenant(""), "a", "one")
-
-    assert file.flush(1.0)
-    assert file.of_tenant("").load() == []

@@ -73,16 +73,6 @@ def test_policy_reads_unlike_lengths_together_where_padding_costs_less_than_a_ca
     assert companions(40, 75, 110, free_padding=60) == [75, 110]
 
 
-def test_policy_reads_rests_together_only_of_prompts_of_like_lengths():
-    chosen = Prefill(0.0, 40, n_cached=2000)
-    cold = Prefill(0.0, 40)
-    alike = Prefill(0.0, 44, n_cached=2100)
-
-    found = s.choose_companions(chosen, [cold, alike], max_tokens=400, max_padding=0.25)
-
-    assert found == [alike]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_joint_call_keeps_to_its_tokens_and_its_padding(seed):
     rng = random.Random(seed)
@@ -96,14 +86,6 @@ def test_a_joint_call_keeps_to_its_tokens_and_its_padding(seed):
 
 
 # -- which one -------------------------------------------------------------------------
-
-
-def test_policy_first_prefills_what_ends_first():
-    policy = s.SchedulingPolicy()
-    old = Prefill(0.0, 5000)
-    short = Prefill(9.0, 300)
-
-    assert policy.next_prefill([old, short], is_decoding=False) is short
 
 
 def test_policy_gives_the_oldest_a_ninth_of_the_time():
@@ -141,22 +123,6 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
     assert now < longest_start + 3 * seconds * (1 + seconds / s.SOON_SECONDS)
 
 
-def test_policy_does_not_ask_a_lone_prefill_to_pay_for_its_past():
-    """A long time alone takes nothing from anybody; it has had one slice, though."""
-    policy = s.SchedulingPolicy()
-    old = Prefill(0.0, 10**6)
-    for _ in range(100):
-        run_slice(policy, [old], seconds=0.4)
-
-    short = Prefill(50.0, 3000)
-    n_before_old = 0
-    while run_slice(policy, [old, short], seconds=0.2) is short:
-        n_before_old += 1
-
-    one_slice = s.SLICE_SECONDS * s.MAX_OTHERS_SHARE  # what it has had in advance
-    assert n_before_old == pytest.approx(one_slice / 0.2, abs=1)
-
-
 def test_policy_reads_equal_prompts_one_after_the_other():
     """In turns, all would end last (L-71)."""
     policy = s.SchedulingPolicy()
@@ -175,22 +141,6 @@ def test_policy_reads_equal_prompts_one_after_the_other():
 # -- beside decoding -------------------------------------------------------------------
 
 
-def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
-    policy = s.SchedulingPolicy()
-    long = Prefill(0.0, 10**6)
-    seconds = {"prefill": 0.0, "decode": 0.0}
-
-    for _ in range(2000):
-        policy.charge_decode(0.03)
-        seconds["decode"] += 0.03
-        if policy.may_prefill(long, is_decoding=True):
-            charge(policy, READER, 0.2)
-            seconds["prefill"] += 0.2
-
-    share = seconds["decode"] / seconds["prefill"]
-    assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
-
-
 @pytest.mark.parametrize("n_tokens", [int(SPEED * s.SOON_SECONDS) - 1, s.SHORT_TOKENS])
 def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     """why(L-68)"""
@@ -204,15 +154,6 @@ def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
 
     assert n_slices == pytest.approx(s.BURST_SECONDS / 0.2, abs=1)
     assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
-
-
-@pytest.mark.parametrize("step_seconds", [0.001, 0.03, 0.1, 0.2, 0.3])
-def test_policy_pauses_decoding_for_no_more_than_a_second_and_a_half(step_seconds):
-    policy = s.SchedulingPolicy()
-    policy.charge_decode(step_seconds)
-
-    assert policy.pause_seconds >= s.SOON_SECONDS
-    assert policy.pause_seconds + 2 * step_seconds <= 1.5
 
 
 # -- how long --------------------------------------------------------------------------
@@ -266,13 +207,6 @@ def test_affordable_tokens_fall_with_depth_where_attention_keeps_scores():
 
     assert at_1000 == pytest.approx(6_000_000 / (2 * 3000))
     assert at_9000 == pytest.approx(6_000_000 / (2 * 19_000))
-
-
-def test_affordable_tokens_of_a_shallow_prompt_are_bounded_after_deep_ones():
-    """A steep line is below 0 there: it once allowed as many tokens as bytes."""
-    costs = [s.SliceCost(10_000, 1e6), s.SliceCost(20_000, 5e6)]
-
-    assert s.affordable_tokens(costs, 0, working_bytes=4 * 10**9) == 2000.0
 
 
 # -- what a prompt would cost ----------------------------------------------------------
@@ -337,28 +271,6 @@ def test_nothing_is_claimed_before_a_slice_was_timed():
 # -- memory and states -----------------------------------------------------------------
 
 
-def test_memory_shares_add_up_to_what_the_model_leaves():
-    rng = random.Random(1)
-    for _ in range(200):
-        limit = rng.randrange(1 << 20, 1 << 36)
-        model_bytes = rng.randrange(limit)
-        max_kv_bytes = rng.choice([0, rng.randrange(1, limit)])
-        has_vision = rng.random() < 0.5
-
-        shares = s.divide_memory(
-            limit,
-            model_bytes=model_bytes,
-            max_kv_bytes=max_kv_bytes,
-            has_vision=has_vision,
-        )
-
-        _, kv, features, working = shares
-        assert kv + features + working == limit - model_bytes
-        assert kv + features <= s.KV_SHARE * (limit - model_bytes)
-        assert not max_kv_bytes or kv + features <= max_kv_bytes
-        assert features == 0 or has_vision
-
-
 def test_request_times_name_the_seconds_of_each_activity():
     queue = s.WaitCause("queue")
     unseen = s.RequestTimes(10.0)
@@ -372,19 +284,6 @@ def test_request_times_name_the_seconds_of_each_activity():
     assert waiting.seconds(20.0) == {queue: 10.0}
     assert prefilling.seconds(20.0) == {queue: 2.0, "prefill": 8.0}
     assert decoding.seconds(20.0) == {queue: 2.0, "prefill": 5.0, "decode": 3.0}
-
-
-def test_request_times_of_a_second_try_add_up():
-    """What was read at first is no wait, also if the request had never waited before."""
-    queue = s.WaitCause("queue")
-    times = s.RequestTimes(10.0).begin("prefill", 10.5)
-
-    times = times.begin(None, 14.0)
-    times = times.begin(queue, 14.5)
-    times = times.begin("prefill", 15.0)
-
-    assert times.wait_seconds(16.0) == {queue: 1.0}
-    assert times.seconds(16.0) == {None: 0.5, queue: 1.0, "prefill": 4.5}
 
 
 # -- memory that ran out ---------------------------------------------------------------

@@ -13,7 +13,6 @@ from start_llm import (
     count_reread_tokens,
     diagnose_miss,
     explain_miss,
-    find_nearest,
     session_id_for,
 )
 
@@ -149,15 +148,6 @@ def test_a_request_is_forgotten_a_while_after_its_answer():
     assert times(index) == [3.0, 4.0]
 
 
-def test_a_request_that_is_too_large_leaves_those_of_other_sessions():
-    index = SessionIndex(Config())
-    index.add(answered(1))
-    index.add(answered(2, session_id="huge"))
-    huge = np.zeros(SessionIndex.MAX_COST, np.int32)
-    index.add(answered(3, session_id="huge")._replace(tokens=huge))
-    assert times(index) == [1.0]
-
-
 def test_a_session_that_is_forgotten_leaves_no_request():
     index = SessionIndex(Config())
     for session_id in ("one", "two"):
@@ -169,15 +159,6 @@ def test_a_session_that_is_forgotten_leaves_no_request():
     index.forget(None)
     assert index.requests(None) == []
     assert "one" in index  # its figures are nobody's words
-
-
-def test_of_equally_near_requests_the_newest_is_compared_with():
-    index = SessionIndex(Config())
-    for n in range(3):
-        index.add(answered(n))
-    nearest = find_nearest(answered(9), index.requests("s"))
-    assert nearest and nearest.answered_at == 2.0
-    assert find_nearest(answered(9), []) is None
 
 
 # -- why not more --------------------------------------------------------------------------
