@@ -2034,7 +2034,7 @@ def test_what_is_too_large_leaves_what_has_its_key():
 
 def test_a_conversation_that_is_too_large_leaves_the_others():
     """Each of its records is small, but is held with all that it continues."""
-    question = said("user", "a long question " * 300)
+    question = said("user", "a long question " * 1_000)
     server = Server()
     server.answer([SYSTEM, question], FINE)
     n_bytes = server.n_bytes()  # a turn
