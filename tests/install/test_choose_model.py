@@ -322,7 +322,7 @@ def hub(monkeypatch):
     """A hub whose class has `gone`, the names that it does not know."""
     hub_class = type("OneHub", (Hub,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), hub_class) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.delenv("HF_HUB_OFFLINE")
         yield hub_class

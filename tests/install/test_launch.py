@@ -133,7 +133,7 @@ def answering(answers, *, key="", paths=None):
     server.answers = answers
     server.paths = [] if paths is None else paths
     server.key = key
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
 
     try:

@@ -390,6 +390,14 @@ class Talk:
         return new_talk
 
 
+def _look_often(server: s.LLMServer, poll_interval: float = 0.02) -> None:
+    """Accept connections; shutdown() waits for the next look, by default half a second."""
+    super(s.LLMServer, server).serve_forever(poll_interval)
+
+
+s.LLMServer.serve_forever = _look_often  # type: ignore[method-assign]
+
+
 class RunningServer:
     """A server in this process whose model has been loaded. Close it when done."""
 
