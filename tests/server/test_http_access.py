@@ -8,7 +8,6 @@ import re
 import resource
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from http_client import (
     request_bytes,
     status,
 )
+from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS, Served, user
 from tiny_models import DENSE, tiny_model
 
@@ -141,30 +141,12 @@ def test_every_route_needs_a_key_but_those_that_say_whether_it_lives(locked):
 def test_a_wrong_key_is_told_that_it_is_wrong_and_a_missing_one_that_it_is_needed(
     locked,
 ):
-    headers_text = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
     for missing in ({}, {"x-api-key": ""}, {"Authorization": "Basic YTpi"}):
-        _, _, body = answer(locked, **missing)
-        assert message_of(body) == f"a key is needed, as {headers_text}"
+        assert "a key is needed" in message_of(answer(locked, **missing)[2])
     for wrong in ({"x-api-key": "none"}, {"Authorization": "Bearer none"}):
-        _, _, body = answer(locked, **wrong)
-        assert message_of(body) == (
-            "the key that was sent is wrong: it is none of API_KEY. "
-            f"Send one of them, as {headers_text}"
-        )
-
-
-def test_a_refusal_has_the_shape_of_the_api(locked):
-    code, _, body = answer(locked, line="POST /v1/messages", body=b"{}")
-    assert code == 401
-
-    reply = json.loads(body)
-    assert reply["type"] == "error"
-    assert reply["error"]["type"] == "authentication_error"
-
-    _, _, body = answer(
-        locked, line="POST /v1/messages", body=b"{}", Host="evil.example"
-    )
-    assert json.loads(body)["error"]["type"] == "permission_error"
+        _, _, body = answer(locked, line="POST /v1/messages", body=b"{}", **wrong)
+        assert "wrong: it is none of API_KEY" in message_of(body)
+        assert json.loads(body)["error"]["type"] == "authentication_error"
 
 
 # Their last byte is a blank in Latin-1.
@@ -350,16 +332,6 @@ def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
     assert status(locked, Host="mac.lan", x_api_key=KEY) == 403
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="macOS has one loopback address")
-def test_another_loopback_address_is_its_own_name():
-    with (
-        listening(mlx_host="127.0.0.2") as port,
-        open_connection(port, "127.0.0.2") as connection,
-    ):
-        connection.sendall(request_bytes(port, Host=f"127.0.0.2:{port}"))
-        assert read_response(connection)[0] == 200
-
-
 # -- web pages -------------------------------------------------------------------------------------
 
 FOREIGN = [
@@ -471,59 +443,51 @@ def test_headers_that_are_echoed_cannot_become_others():
         assert "set-cookie" not in headers
 
 
-def test_a_stream_is_read_by_the_page_and_by_an_sdk_with_a_key(tmp_path_factory):
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    # the key of the SDK in Served
-    with closing(Served(folder, cors_origins=PAGE, api_key="none")) as served:
-        assert served.ask([user("Hello.")], max_tokens=3).n_generated == 3
-        chat = {"messages": [user("Hello.")], "max_tokens": 3, "stream": True}
+    with closing(Served(folder, cors_origins=PAGE)) as served:
+        yield served
+
+
+def test_a_stream_is_read_by_the_page(served):
+    chat = {"messages": [user("Hello.")], "max_tokens": 3, "stream": True}
+    fields = {"line": f"POST {CHAT}", "body": json.dumps(chat).encode()}
+    code, headers, body = answer(served.state.config.mlx_port, Origin=PAGE, **fields)
+    assert code == 200
+    assert headers["access-control-allow-origin"] == PAGE
+    assert headers["content-type"].startswith("text/event-stream")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(served):
+    port = served.state.config.mlx_port
+    chat = {"messages": [user("Hello.")], "max_tokens": 3}
+    chat_body = json.dumps(chat).encode()
+    stream_body = json.dumps({**chat, "stream": True}).encode()
+    for line, body in [
+        ("GET /health", b""),
+        (f"POST {CHAT}", chat_body),
+        (f"POST {CHAT}", stream_body),
+        ("POST /v1/messages", stream_body),
+    ]:
         fields = {
-            "body": json.dumps(chat).encode(),
-            "Authorization": "Bearer none",
-            "Origin": PAGE,
+            "line": line,
+            "body": body,
+            "Connection": "keep-alive",
+            "Expect": "100-continue",
         }
-        port = served.state.config.mlx_port
-        code, headers, body = answer(port, line=f"POST {CHAT}", **fields)
-        assert code == 200
-        assert headers["access-control-allow-origin"] == PAGE
-        assert headers["content-type"].startswith("text/event-stream")
-        assert body.endswith(b"data: [DONE]\n\n")
+        request = request_bytes(port, **fields).replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+        with open_connection(port) as connection:
+            connection.sendall(request)
+            response = read_all(connection)
 
-
-def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(
-    tmp_path_factory,
-):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder)) as served:
-        port = served.state.config.mlx_port
-        chat = {"messages": [user("Hello.")], "max_tokens": 3}
-        chat_body = json.dumps(chat).encode()
-        stream_body = json.dumps({**chat, "stream": True}).encode()
-        for line, body in [
-            ("GET /health", b""),
-            (f"POST {CHAT}", chat_body),
-            (f"POST {CHAT}", stream_body),
-            ("POST /v1/messages", stream_body),
-        ]:
-            fields = {
-                "line": line,
-                "body": body,
-                "Connection": "keep-alive",
-                "Expect": "100-continue",
-            }
-            request = request_bytes(port, **fields).replace(
-                b" HTTP/1.1", b" HTTP/1.0", 1
-            )
-            with open_connection(port) as connection:
-                connection.sendall(request)
-                response = read_all(connection)
-
-            head, _, content = response.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 ")
-            assert b"\r\nConnection: close" in head
-            assert b"Transfer-Encoding" not in head
-            assert content.startswith((b"data: {", b"event: message_start\n", b"{"))
-            assert content.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
+        head, _, content = response.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nConnection: close" in head
+        assert b"Transfer-Encoding" not in head
+        assert content.startswith((b"data: {", b"event: message_start\n", b"{"))
+        assert content.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
 
 
 # -- the gate --------------------------------------------------------------------------------------
@@ -561,68 +525,43 @@ def test_the_gate_checks_host_origin_length_and_key_in_this_order():
 # -- one request is one request --------------------------------------------------------------------
 
 SECOND = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-TWO_IN_ONE: list[dict[str, Any]] = [
-    {"body": SECOND},
-    {"line": "GET /nothing", "body": SECOND},
-    {"line": f"PUT {CHAT}", "body": SECOND},
-    {"line": f"POST {CHAT}", "body": SECOND, "Host": "evil.example"},
-    {"line": f"POST {CHAT}", "body": SECOND, "Origin": PAGE},
-    {
-        "line": "OPTIONS /",
-        "body": SECOND,
-        "Origin": "https://x",
-        "Access_Control_Request_Method": "",
-    },
-    {
-        "line": f"POST {CHAT}",
-        "body": SECOND,
-        "Content_Length": "0\r\nContent-Length: 44",
-    },
-    {"body": SECOND, "Content_Length": "0\r\nContent-Length: 44"},
-    {"line": f"POST {CHAT}", "body": SECOND, "Content_Length": "0, 44"},
-    {
-        "line": f"POST {CHAT}",
-        "body": SECOND,
-        "Content_Length": "0\r\nno header\r\nX: y",
-    },
-    {"body": SECOND, "Content_Length": None, "X": "y\r\nContent-Length : 44"},
-    {
-        "line": f"POST {CHAT}",
-        "body": SECOND,
-        "Content_Length": None,
-        "Transfer_Encoding": "gzip",
-    },
-    {"line": f"POST {CHAT}", "body": SECOND, "Transfer_Encoding": "identity"},
-    {
-        "line": f"POST {CHAT}",
-        "body": b"0\r\n\r\n" + SECOND,
-        "Transfer_Encoding": "chunked",
-    },
-    {
-        "body": b"0\r\n\r\n" + SECOND,
-        "Content_Length": None,
-        "Transfer_Encoding": "chunked",
-    },
+NO_LENGTH: dict[str, Any] = {"Content_Length": None}
+EMPTY_CHUNKS = {
+    **NO_LENGTH,
+    "body": b"0\r\n\r\n" + SECOND,
+    "Transfer_Encoding": "chunked",
+}
+TWO_IN_ONE: list[dict[str, Any]] = [  # of a POST with a body, what is otherwise
+    {"line": "GET /health"},
+    {"line": "GET /nothing"},
+    {"line": f"PUT {CHAT}"},
+    {"Host": "evil.example"},
+    {"Origin": PAGE},
+    {"line": "OPTIONS /", "Origin": "https://x", "Access_Control_Request_Method": ""},
+    {"Content_Length": "0\r\nContent-Length: 44"},
+    {"line": "GET /health", "Content_Length": "0\r\nContent-Length: 44"},
+    {"Content_Length": "0, 44"},
+    {"Content_Length": "0\r\nno header\r\nX: y"},
+    {**NO_LENGTH, "line": "GET /health", "X": "y\r\nContent-Length : 44"},
+    {**NO_LENGTH, "Transfer_Encoding": "gzip"},
+    {"Transfer_Encoding": "identity"},
+    {**EMPTY_CHUNKS, "Content_Length": 44},
+    {**EMPTY_CHUNKS, "line": "GET /health"},
 ]
 
 
+@pytest.fixture(scope="module")
+def open_to_x() -> Iterator[int]:
+    with listening(cors_origins="https://x") as port:
+        yield port
+
+
 @pytest.mark.parametrize("fields", TWO_IN_ONE, ids=repr)
-def test_no_request_hides_in_another(fields):
-    with (
-        listening(cors_origins="https://x") as port,
-        open_connection(port) as connection,
-    ):
-        connection.sendall(request_bytes(port, **fields))
+def test_no_request_hides_in_another(open_to_x, fields):
+    fields = {"line": f"POST {CHAT}", "body": SECOND, **fields}
+    with open_connection(open_to_x) as connection:
+        connection.sendall(request_bytes(open_to_x, **fields))
         assert len(all_heard(connection)) == 1
-
-
-@pytest.mark.parametrize("tools", [3, [1], "x", [{"name": 1}], {"name": 1}])
-def test_what_nobody_can_explain_is_the_clients_fault(tools):
-    body = json.dumps({"messages": [user("Hello.")], "tools": tools}).encode()
-    with listening() as port:
-        code, _, reply = answer(port, line="POST /v1/cache/explain", body=body)
-    assert code == 400
-    assert json.loads(reply)["error"]["type"] == "invalid_request_error"
 
 
 CHUNKED_BODIES = {  # how a chunked body may be written: whether it can be read
@@ -663,7 +602,7 @@ def test_a_chunked_body_is_read_and_the_connection_closes_after_it(body):
         "Chunked": 200,
     }.items(),
 )
-@pytest.mark.parametrize("has_length", [False, True])
+@pytest.mark.parametrize("has_length", [at_night(False), True])
 def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_length):
     length = {"Content_Length": 0} if has_length else {}
     with listening() as port:
@@ -738,7 +677,12 @@ def dribble(connection: socket.socket, sent: bytes) -> None:
             assert time.monotonic() - began < 15, "it is never cut off"
 
 
-@pytest.mark.parametrize("name", SLOW)
+SLOW_BY_DAY = ("headers", "body", "one, then another")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SLOW_BY_DAY else at_night(name) for name in SLOW]
+)
 def test_a_byte_now_and_then_holds_no_slot_for_ever(name):
     sent = SLOW[name]
     n_at_once = sent.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in sent else 5
@@ -769,7 +713,7 @@ def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
         listening(idle_connection_seconds=IDLE) as port,
         open_connection(port) as connection,
     ):
-        for _ in range(3):  # each request has its own time
+        for _ in range(2):  # each request has its own time
             request = request_bytes(port)
             for start in range(0, len(request), 10):
                 connection.sendall(request[start : start + 10])
@@ -777,6 +721,7 @@ def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
             assert read_response(connection)[0] == 200
 
 
+@pytest.mark.slow
 def test_the_time_of_a_request_is_not_that_of_the_wait_for_it():
     idle = 2.0  # a slow machine has 0.6 s to spare until it begins, then 1.6 s
     with (
@@ -843,7 +788,9 @@ def test_a_fault_of_ours_that_ends_a_connection_is_an_error_in_the_log(
     assert record.exc_info is not None
 
 
-@pytest.mark.parametrize("leave", [stay, say_no_more, socket.socket.close, reset])
+@pytest.mark.parametrize(
+    "leave", [stay, *map(at_night, (say_no_more, socket.socket.close)), reset]
+)
 def test_every_broken_request_gives_its_slot_back(leave):
     with (
         listening(max_connections=2, idle_connection_seconds=IDLE) as port,

@@ -1,6 +1,7 @@
 """Several servers behind one LiteLLM (PROXY_REPLICAS), as processes; and a server being drained.
 
-Which server gets a request is tested in tests/unit/test_replica_choice.py; here are the real ones.
+Which server gets a request is tested in tests/unit/test_replica_choice.py; here, at night, are the
+real ones.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import start_llm
 import status_client
+from nights import at_night
 from program import CHAT, Program
 from server_fixture import MAX_WAIT_SECONDS, Served, free_port, wait_until
 from tiny_models import DENSE, tiny_model
@@ -211,7 +213,7 @@ class Farm:
                 server.end(signal.SIGTERM)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[at_night("three servers")])
 def farm(tmp_path_factory, model) -> Iterator[Farm]:
     if not LITELLM.exists():
         pytest.skip("LiteLLM is not installed")
@@ -271,21 +273,6 @@ def test_every_conversation_stays_where_its_prefix_is(farm, has_id):
         for talk in talks:
             assert talk.turn() <= MARGIN
     wait_until(lambda: all(replica["sessions"] > 0 for replica in farm.replicas()))
-
-
-def test_six_first_requests_of_a_session_land_on_one_server(farm):
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(
-            pool.map(
-                lambda number: farm.ask(
-                    chat_of(f"{status_client.words(40, 7)} {number}"),
-                    **{"x-claude-code-session-id": "at-once"},
-                ),
-                range(6),
-            )
-        )
-    assert [status for status, _ in answers] == [200] * 6
-    farm.server_of("at-once")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1beta/models/m:generateContent"])

@@ -89,6 +89,8 @@ def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
     second = start(model, port=first.port)
     second.wait_until_ready()
     assert converse(first.port, seed=1) == replies
+    second.process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: second.get("/health")[1].get("status") == "draining")
     assert second.end(signal.SIGTERM) == 0
     assert "Traceback" not in second.said
 
