@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import signal
 import socket
 import sys
@@ -14,6 +13,7 @@ from itertools import product
 
 import pytest
 import start_llm as s
+from nights import at_night
 from program import Program
 from server_fixture import (
     MAX_WAIT_SECONDS,
@@ -103,7 +103,7 @@ def test_500_clients_in_one_moment_all_wait_to_be_accepted():
             assert client.getpeername() == address  # raises if it is not connected
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, at_night(False)])
 def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
     accept = s.LLMServer.get_request
 
@@ -141,6 +141,7 @@ def requesting(served, body):
         yield
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
@@ -277,36 +278,19 @@ def test_a_rank_that_ends_while_the_server_starts_ends_it_with_a_sentence(
 PATIENT = {"SHUTDOWN_GRACE_SECONDS": "60"}
 
 
-class SharedProgram:
-    """One for several tests: the next one is started when a test has ended it."""
-
-    def __init__(self, folder, model):
-        self._folder = folder
-        self._model = model
-        self._programs = []
-
-    def start(self, **how):
-        program_folder = self._folder / f"program{len(self._programs)}"
-        program = Program(program_folder, self._model, **PATIENT, **how)
-        self._programs.append(program)
-        program.wait_until_ready()
-        return program
-
-    def running(self):
-        if self._programs and self._programs[-1].process.poll() is None:
-            return self._programs[-1]
-        return self.start()
-
-    def close(self):
-        for program in self._programs:
-            if program.process.poll() is None:
-                program.end(signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, folder):
-    with closing(SharedProgram(tmp_path_factory.mktemp("programs"), folder)) as shared:
-        yield shared
+def start_program(tmp_path_factory, folder):
+    programs = []
+
+    def start():
+        program_folder = tmp_path_factory.mktemp("program")
+        programs.append(Program(program_folder, folder, **PATIENT))
+        programs[-1].wait_until_ready()
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.process.kill()
 
 
 @contextmanager
@@ -335,10 +319,8 @@ def is_refused(port):
     return False
 
 
-@pytest.fixture(scope="module")
-def stop(shared, folder):
-    """What three clients and the console see of a program that is told to stop once."""
-    program = shared.running()
+def test_an_order_to_stop_lets_replies_end_and_serves_nobody_new(start_program, folder):
+    program = start_program()
     stop_id = served_end(folder)
     idle_client = http.client.HTTPConnection(
         "127.0.0.1", program.port, timeout=MAX_WAIT_SECONDS
@@ -354,21 +336,16 @@ def stop(shared, folder):
             wait_until(lambda: is_refused(program.port), seconds=30)
             late_request = json.dumps(chat(max_tokens=3))
             idle_client.request("POST", "/v1/chat/completions", late_request)
-            late_status = idle_client.getresponse().status
+            assert idle_client.getresponse().status == 503
         text = response.read()
 
-    return {
-        "text": text,
-        "late_status": late_status,
-        "exit_status": program.process.wait(timeout=MAX_WAIT_SECONDS),
-        "console": program.said,
-    }
-
-
-def test_a_running_reply_may_end_before_the_server_does(stop):
-    assert b'"finish_reason": "length"' in stop["text"]
-    assert stop["text"].rstrip().endswith(b"data: [DONE]")
-    assert stop["exit_status"] == 0
+    assert b'"finish_reason": "length"' in text
+    assert text.rstrip().endswith(b"data: [DONE]")
+    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
+    lines = program.said.splitlines()
+    assert lines[-1] == "stopped."
+    assert sum(line.startswith("Stopping ...") for line in lines) == 1
+    assert sum(line.startswith("start-llm ") for line in lines) == 2  # loading, banner
 
 
 def test_a_reply_that_takes_too_long_is_cut_with_an_error(
@@ -410,20 +387,8 @@ def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
         wait_until(lambda: not served.state.stores.live)
 
 
-def test_while_it_stops_nobody_new_is_served(stop):
-    """Its port was refused: the fixture waits for that."""
-    assert stop["late_status"] == 503
-
-
-def test_a_killed_server_leaves_its_port_free_at_once(shared, folder):
-    program = shared.running()
-    with streaming(program.port, 100_000, served_end(folder)):
-        program.end(signal.SIGKILL)
-        shared.start(port=program.port)
-
-
-def test_a_second_order_is_obeyed_at_once(shared, folder):
-    program = shared.running()
+def test_a_second_order_is_obeyed_at_once(start_program, folder):
+    program = start_program()
     with streaming(program.port, 100_000, served_end(folder)):
         program.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "Stopping ..." in program.said)
@@ -434,31 +399,3 @@ def test_a_second_order_is_obeyed_at_once(shared, folder):
 
 def served_end(folder):
     return Scribe(folder).end
-
-
-# -- two users -------------------------------------------------------------------------------------
-
-
-def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
-    assert "API_KEY" not in os.environ
-
-    with serving(folder, api_key="hush-hush") as served:
-        port = served.state.config.mlx_port
-        for key in ("hush-hush", "wrong-key"):
-            post(
-                port,
-                "/v1/chat/completions",
-                chat(max_tokens=2),
-                Authorization=f"Bearer {key}",
-            )
-
-    assert "hush-hush" not in caplog.text
-    assert "wrong-key" not in caplog.text
-
-
-def test_the_console_says_that_it_stops_and_that_it_has(stop):
-    assert stop["exit_status"] == 0
-    lines = stop["console"].splitlines()
-    assert lines[-1] == "stopped."
-    assert sum(line.startswith("Stopping ...") for line in lines) == 1
-    assert sum(line.startswith("start-llm ") for line in lines) == 2  # loading, banner
