@@ -58,12 +58,15 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
     for request in [*prefilling, *decoding]:
         assert request["prompt"] == n_prompt
         assert request["api"] == "chat"
+        assert request["max_tokens"] == 30
+        assert (request["first_token_seconds"] is None) == (request["out"] == 0)
         assert 0 <= request["cached"] <= request["done"] <= n_prompt
 
     n_done = [request["done"] for request in prefilling]
     assert n_done == sorted(n_done)
     assert len(set(n_done)) > 1
     assert any(request["tokens_per_second"] for request in decoding)
+    assert decoding[-1]["first_token_seconds"] > 0
 
     wait_until(lambda: not status(served)["requests"])
     last = status(served)["recent"][-1]
@@ -72,26 +75,6 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
     assert last["finish"] in ("stop", "length")
     assert last["match"] == "miss"
     assert decoding[0]["id"] == last["id"]
-
-
-def test_a_request_that_runs_has_its_first_token_and_the_limit_of_its_reply(served):
-    seen = []
-
-    def look(_fed):
-        replies = list(served.state.stores.live.values())
-        seen.extend(row() for row in replies)
-
-    with served.holding(look):
-        served.ask(opening(300), max_tokens=30)
-
-    assert all(request["max_tokens"] == 30 for request in seen)
-    times = [request["first_token_seconds"] for request in seen]
-    assert times[0] is None
-    assert times[-1] > 0
-    assert all(
-        (request["first_token_seconds"] is None) == (request["out"] == 0)
-        for request in seen
-    )
 
 
 @pytest.mark.covering(2)
@@ -196,7 +179,6 @@ def test_what_only_saves_time_goes_with_the_last_line(served):
     template = served.state.engine.model.template
     memos = (template._canonicalizer.memo, template._encoder.memo)
     served.ask(opening(300))
-    time.sleep(1.5)  # an idle engine looks each second
     assert all(memo.entries for memo in memos)
     ask(served, "DELETE", "/v1/cache")
     wait_until(lambda: not any(memo.entries for memo in memos))
@@ -245,21 +227,17 @@ def conversation(served, n=3, **fields):
     return talk
 
 
-def test_nothing_is_missing_where_all_is_reused(served):
-    talk = conversation(served)
-    body = explained(served, talk.messages)
-    assert body["why_not_more"] is None
-    exchange = served.ask(talk.messages)
-    assert exchange.n_cached == body["would_reuse"]
-    assert exchange.usage["prompt_tokens"] == body["prompt"]
-
-
-def test_explaining_runs_nothing_and_changes_nothing(served):
+def test_explaining_changes_nothing_and_nothing_is_missing_where_all_is_reused(served):
     talk = conversation(served)
     n_calls = len(served.recorder.fed)
-    bodies = [explained(served, talk.messages) for _ in range(3)]
-    assert bodies[0] == bodies[1] == bodies[2]
+    bodies = [explained(served, talk.messages) for _ in range(2)]
+    assert bodies[0] == bodies[1]
+    assert bodies[0]["why_not_more"] is None
     assert len(served.recorder.fed) == n_calls
+
+    exchange = served.ask(talk.messages)
+    assert exchange.n_cached == bodies[0]["would_reuse"]
+    assert exchange.usage["prompt_tokens"] == bodies[0]["prompt"]
 
 
 INBOUND = """\
@@ -342,18 +320,6 @@ def test_messages_are_counted_as_the_client_counts_them(served):
     assert cause["role"] == "user"
 
 
-def test_a_note_in_front_of_a_question_is_not_taken_for_it(served):
-    reply = {"role": "assistant", "content": "Yes."}
-    note = {"role": "system", "content": "Mind the gap."}
-    question = words(300, 1)
-    messages = [SYSTEM, user(words(300)), reply, note, note, user(question)]
-    served.ask(messages)
-
-    cause = cause_after_edit(served, messages, 5, f"EDITED {question}")
-    assert cause["message"] == 5
-    assert cause["role"] == "user"
-
-
 def test_other_tools_and_evicted_kv_are_causes_of_their_own(served):
     talk = conversation(served)
     other_tools = [{"type": "function", "function": {"name": "other"}}]
@@ -390,7 +356,10 @@ def test_what_a_session_sent_before_and_is_prefilled_again_is_told_once(served, 
     assert len(status(served)["divergences"]) == 1
 
 
-@pytest.mark.parametrize("body", [{}, {"messages": 7}, {"messages": []}, []])
+ODD_TOOLS = [{"messages": [user("Hello.")], "tools": odd} for odd in (3, [1], {"a": 1})]
+
+
+@pytest.mark.parametrize("body", [{"messages": 7}, {"messages": []}, [], *ODD_TOOLS])
 def test_what_cannot_be_explained_is_a_400(served, body):
     code, answer = ask(served, "POST", "/v1/cache/explain", body)
     assert code == 400
