@@ -20,7 +20,7 @@ At night, too:
   killed, its port taken, a server killed beside it (by day the keeper in a thread); ranks with
   other end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
-- a storm of 390 clients (130 by day), 30 bodies for each route (4), each body of each agent
+- a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent
   for each template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
 - three of four examples of hypothesis and of damaged calls; shapes of a past with the other
   templates, those of models with their own vocabulary, too; the ledger's other properties with all

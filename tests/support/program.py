@@ -37,7 +37,6 @@ class Program:
         model: str | Path,
         *,
         port: int | None = None,
-        open_files: int | None = None,
         stderr: Path | Connection | None = None,
         **more: str,
     ) -> None:
@@ -66,16 +65,9 @@ class Program:
             return
 
         command = [sys.executable, "start-llm.py"]
-        if open_files is not None:
-            limit = f'ulimit -n {open_files}; exec "$@"'
-            command = ["sh", "-c", limit, "sh", *command]
-
         with self._stderr.open("wb") as file:
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stderr=file,
+                command, cwd=folder, env=environment, stderr=file
             )
 
     @property
