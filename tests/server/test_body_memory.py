@@ -254,22 +254,6 @@ def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, po
     assert is_seen[-1] == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (QUESTION, 200),
-        ({"messages": 5}, 400),
-        (
-            {**QUESTION, "messages": [{"role": "user", "content": "word " * 50_000}]},
-            400,
-        ),
-    ],
-)
-def test_a_chunked_body_holds_what_it_has_sent(memory, port, body, code):
-    payload = json.dumps(body).encode()
-    assert chunked_status(port, payload) == code
-
-
 def test_a_client_that_leaves_in_its_body_leaves_no_memory_reserved(memory, port):
     n_connections = connections()
     with announced(port, N_UNHELD):

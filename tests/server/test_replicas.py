@@ -7,7 +7,6 @@ real ones.
 import contextlib
 import http.client
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,18 +19,11 @@ import pytest
 import start_llm
 import status_client
 from nights import at_night
-from program import CHAT, Program
+from program import CHAT, Program, copy_helpers
 from server_fixture import MAX_WAIT_SECONDS, Served, free_port, wait_until
 from tiny_models import DENSE, tiny_model
 
 LITELLM = Path(sys.executable).with_name("litellm")
-HELPERS = Path(start_llm.__file__).parent / "scripts" / "helpers"
-HELPER_NAMES = (
-    "litellm_beside.py",
-    "litellm_gate.py",
-    "replica_choice.py",
-    "translated_bodies.py",
-)
 KEY = "key-of-all"
 OWN_KEY = "key-of-the-third"
 
@@ -122,10 +114,7 @@ class Farm:
         self.model = model
         self.ports = [free_port() for _ in range(3)]
         self.proxy_port = free_port()
-        copies = folder / "server0" / "scripts" / "helpers"
-        copies.mkdir(parents=True)
-        for name in HELPER_NAMES:
-            shutil.copy(HELPERS / name, copies / name)
+        copy_helpers(folder / "server0")
         self.servers = [self.start(number) for number in (0, 1, 2)]
         for server in self.servers:
             server.wait_until_ready()

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import start_llm as s
-from forked_process import CONTEXT
+from forked_process import CONTEXT, ForkedProcess, run_program
 from nights import at_night
 from program import Program
-from server_fixture import MAX_WAIT_SECONDS, free_port
+from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 from tiny_models import DENSE, tiny_model
 
 ROOT = Path(s.__file__).parent
@@ -28,21 +29,17 @@ time.sleep(60)
 
 # The server with a model that is loaded for ever, inside MLX.
 ENDLESS_LOADING = """
-import importlib.util, sys
+import sys
 import mlx.core as mx
-spec = importlib.util.spec_from_file_location("start_llm", sys.argv[1])
-s = importlib.util.module_from_spec(spec)
-sys.modules["start_llm"] = s
-spec.loader.exec_module(s)
+import start_llm as s
 
 def load(*_):
     weights = mx.random.normal((1500, 1500))
-    print("inside", flush=True)
+    print("inside", file=sys.stderr, flush=True)
     while True:
         mx.eval(weights @ weights)
 
 s.load_model = load
-sys.argv = sys.argv[1:2]
 sys.stderr = s.ConsoleStream(sys.stderr)
 s.end_process(s.main())
 """
@@ -50,11 +47,8 @@ s.end_process(s.main())
 # Of two megabytes, how many bytes are in no part of the heap: before and after some were
 # freed, from when glibc would put as much into it.
 MAPPED_BUFFERS = """
-import ctypes, importlib.util, sys
-spec = importlib.util.spec_from_file_location("start_llm", sys.argv[1])
-s = importlib.util.module_from_spec(spec)
-sys.modules["start_llm"] = s
-spec.loader.exec_module(s)
+import ctypes, sys
+import start_llm as s
 
 def stop_here(*_):
     class Figures(ctypes.Structure):
@@ -66,12 +60,11 @@ def stop_here(*_):
     for _ in range(2):
         mapped_before = libc.mallinfo2().n4
         buffer = libc.malloc(2 << 20)
-        print(libc.mallinfo2().n4 - mapped_before)
+        print("mapped", libc.mallinfo2().n4 - mapped_before, file=sys.stderr)
         libc.free(buffer)
     raise s.ConfigError("that is all")
 
 s._read_config = stop_here
-sys.argv = sys.argv[1:2]
 s.end_process(s.main())
 """
 
@@ -93,10 +86,18 @@ def settings(tmp_path, **more):
     }
 
 
+def run_forked(tmp_path, code):
+    """A process that has start_llm loaded and runs this, and what it writes to."""
+    script = tmp_path / "program.py"
+    script.write_text(code, "utf-8")
+    console = tmp_path / "console"
+    return ForkedProcess(run_program, script, console, settings(tmp_path)), console
+
+
 # -- signals ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", at_night("SIGTERM")])
 def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path, name):
     package = tmp_path / "mlx"
     package.mkdir()
@@ -121,19 +122,12 @@ def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path
 def test_a_signal_while_the_model_is_inside_mlx_ends_the_program_quietly(
     tmp_path, number
 ):
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS_LOADING, str(ROOT / "start-llm.py")],
-        env=settings(tmp_path),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "inside\n"
-        process.send_signal(number)
-        _, console = process.communicate(timeout=MAX_WAIT_SECONDS)
+    process, console_file = run_forked(tmp_path, ENDLESS_LOADING)
+    wait_until(lambda: console_file.exists() and "inside" in console_file.read_text())
+    process.send_signal(number)
 
-    assert process.returncode == 0
+    assert process.wait(MAX_WAIT_SECONDS) == 0
+    console = console_file.read_text()
     assert console.splitlines()[-1] == "stopped."
     assert "terminate called" not in console
     assert "Traceback" not in console
@@ -207,18 +201,12 @@ def test_a_server_whose_stderr_nobody_reads_serves_on(start):
     reader.close()
 
 
-def test_a_server_whose_stderr_is_closed_starts_and_serves(start):
+@pytest.mark.slow  # by day: the console alone, below
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_server_whose_stderr_is_closed_or_full_starts_and_serves(start, is_full):
     reader, stderr = CONTEXT.Pipe(duplex=False)
     reader.close()
-    program = start(stderr=stderr)
-
-    flood(program, 3)
-
-    assert program.end(signal.SIGTERM) == 0
-
-
-def test_a_server_whose_stderr_is_full_starts_and_serves(start):
-    program = start(stderr=Path("/dev/full"))
+    program = start(stderr=Path("/dev/full") if is_full else stderr)
 
     flood(program, 3)
 
@@ -289,15 +277,13 @@ def test_nobody_waits_for_a_console(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc's malloc")
-def test_large_buffers_are_given_back_when_they_are_freed():
+def test_large_buffers_are_given_back_when_they_are_freed(tmp_path):
     """In the heap, what is behind them would keep them (L-210)."""
-    command = [sys.executable, "-c", MAPPED_BUFFERS, s.__file__]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=MAX_WAIT_SECONDS, check=False
-    )
+    process, console = run_forked(tmp_path, MAPPED_BUFFERS)
+    process.wait(MAX_WAIT_SECONDS)
 
-    assert "that is all" in process.stderr
-    n_mapped = [int(line) for line in process.stdout.split()]
+    assert "that is all" in console.read_text()
+    n_mapped = [int(n) for n in re.findall(r"mapped (\d+)", console.read_text())]
     assert len(n_mapped) == 2
     assert min(n_mapped) >= 2 << 20
 

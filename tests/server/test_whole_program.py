@@ -17,10 +17,9 @@ from typing import Any
 import nights
 import psutil
 import pytest
-import start_llm
 from litellm_stand_in import write_litellm_that_listens
 from nights import at_night
-from program import BODY_LIMIT, CHAT, FreshProgram, Program
+from program import BODY_LIMIT, CHAT, FreshProgram, Program, copy_helpers
 from refusals import WRONG, planted
 from server_fixture import (
     MAX_WAIT_SECONDS,
@@ -140,16 +139,7 @@ def is_up(port: int) -> bool:
 
 @pytest.mark.parametrize("ending", [at_night("killed"), "told twice"])
 def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ending):
-    helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
-    copies = tmp_path / "program0" / "scripts" / "helpers"
-    copies.mkdir(parents=True)
-    for name in (
-        "litellm_beside.py",
-        "litellm_gate.py",
-        "replica_choice.py",
-        "translated_bodies.py",
-    ):
-        shutil.copy(helpers / name, copies / name)
+    copy_helpers(tmp_path / "program0")
     port = free_port()
     python = write_litellm_that_listens(tmp_path)
     settings = {"ENABLE_PROXY": "true", "PROXY_PORT": str(port), "BESIDE": str(python)}

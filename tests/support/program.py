@@ -23,6 +23,16 @@ TTL_SECONDS = 3  # idle for so long, the cache is empty again
 CHAT = "/v1/chat/completions"
 
 
+def copy_helpers(folder: Path) -> None:
+    """What keeps LiteLLM beside a Program of this folder."""
+    helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
+    shutil.copytree(
+        helpers,
+        folder / "scripts" / "helpers",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+
+
 class Program:
     """start-llm.py, copied to a folder of its own, running there in a process.
 
