@@ -176,16 +176,19 @@ def test_what_has_waited_has_a_status_of_its_own(memory, port, body):
 def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
     """An object for each of them would take 18 times as much."""
     n = 60_000
-    stream = io.BufferedReader(io.BytesIO(chunks(*[b"abc"] * (n // 3)) + b"0\r\n\r\n"))
-    tracemalloc.start()
-    payload = bytearray()
-    for piece in s._read_chunks(stream, n):
-        payload += piece
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    body = chunks(*[b"abc"] * (n // 3)) + b"0\r\n\r\n"
+    peaks = []
+    for _ in range(5):  # other threads may need memory, too: the least counts
+        stream = io.BufferedReader(io.BytesIO(body))
+        tracemalloc.start()
+        payload = bytearray()
+        for piece in s._read_chunks(stream, n):
+            payload += piece
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
 
     assert payload == b"abc" * (n // 3)
-    assert peak < s.BodyMemory.HELD_BYTES * n + s._PIECE_BYTES * 2
+    assert min(peaks) < s.BodyMemory.HELD_BYTES * n + s._PIECE_BYTES * 2
 
 
 @pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"2\r\n{}"])
