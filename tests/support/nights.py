@@ -15,10 +15,10 @@ At night, too:
   (thinking left blank, moved, as text; arguments understood; two sessions; resent), and the bar of
   each rule but one of its class
 - joining, leaving and being left alone with drafts, on other kinds; heads of other models; models
-  of this year but Qwen3.8; other signals inside MLX; the command of a cluster with a killed rank
-- a restart of windows, of images on dense layers, of opaque families but deepseek_v4; LiteLLM
-  killed, its port taken, a server killed beside it (by day the keeper in a thread); ranks with
-  other end tokens, a rank that stops
+  of this year but Qwen3.8; other signals inside MLX; the command of a cluster with real servers
+- a restart of windows, of images on dense layers, of opaque families but deepseek_v4; a keeper
+  of LiteLLM told to end, a server killed beside it; ranks with other weights or end tokens, a rank
+  that stops
 - real clients (tests/clients), where they are installed
 - a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent
   for each template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
@@ -31,8 +31,9 @@ At night, too:
   counted; four of five steps in which an exception may come
 - scenarios of clients that another one has in it (billed, operator and late notes, a new session);
   packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
-- several servers by name behind the real LiteLLM, whole replies through it; ten
-  details of the page
+- servers behind the real LiteLLM, replicas and by name, and whole replies through it; the page in
+  light colours; slow and broken requests of other forms; a console that is closed or full; the
+  report of machine_report.py; other kinds of tiny models
 """
 
 from typing import Any
