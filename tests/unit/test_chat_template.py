@@ -48,12 +48,9 @@ ALTERNATING = """\
 {{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-MODELS = [
-    "chatml/tiny",
-    *(f"{name}/{'glm-4' if 'glm' in name else 'qwen3'}" for name in REAL),
-]
-WITH_OTHER_VOCABULARY = [
-    f"{name}/{'qwen3' if 'glm' in name else 'glm-4'}" for name in REAL
+MODELS = ["chatml/tiny", "qwen3/qwen3", *(f"{name}/tiny" for name in REAL)]
+AT_NIGHT = [
+    f"{name}/{vocabulary}" for name in REAL for vocabulary in ("qwen3", "glm-4")
 ]
 QWENS = [model for model in MODELS if "gemma" not in model]
 
@@ -94,7 +91,7 @@ def conversation(say: Callable[[str], str] = str) -> list:
 WORDS = ["rules1", "hello1", "reply1", "hello2", "ask1", "ask2", "result1", "result2"]
 
 
-@pytest.fixture(params=[*MODELS, *map(at_night, WITH_OTHER_VOCABULARY)])
+@pytest.fixture(params=[*MODELS, *map(at_night, AT_NIGHT)])
 def model(request: pytest.FixtureRequest) -> str:
     tokenizer_of(request.param)  # skips where it is absent
     return request.param
@@ -412,19 +409,15 @@ def test_boundaries_part_the_messages(model: str) -> None:
     cuts = [0, *message_starts, len(ids)]
     spans = [tokenizer.decode(ids[start:end]) for start, end in pairwise(cuts)]
     found = [[word for word in WORDS if word in span] for span in spans]
-    wanted = [
-        ["rules1"],
-        ["hello1"],
-        ["reply1"],
-        ["hello2"],
-        ["ask1", "ask2"],
-        ["result1"],
-        ["result2"],
-    ]
+    wanted = [["rules1"], ["hello1"], ["reply1"], ["hello2"], ["ask1", "ask2"]]
+    wanted += [["result1"], ["result2"]]
     assert [words for words in found if words] == wanted
 
     # messages and prompt; GLM and chatml have a head in two turns, gemma no prompt after a result
-    extra = {"glm-4.7-flash": 1, "chatml": 1, "gemma-4": -1}.get(model.split("/")[0], 0)
+    name, vocabulary = model.split("/")
+    extra = {"glm-4.7-flash": 1, "chatml": 1, "gemma-4": -1}.get(name, 0)
+    if "qwen" in name and vocabulary == "tiny":  # more tokens before <tool_response>
+        extra = 1
     assert len(message_starts) == len(messages) + 1 + extra
     start_ids = {ids[position] for position in message_starts}
     assert start_ids <= set(tokenizer.get_added_vocab().values())
@@ -491,11 +484,11 @@ def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
     ("model", "opens"),
     [
         ("chatml/tiny", True),
-        ("qwen3/qwen3", False),
-        ("qwen3-coder/qwen3", False),
-        ("qwen3.5/qwen3", True),
-        ("glm-4.7-flash/glm-4", True),
-        ("gemma-4/qwen3", False),
+        ("qwen3/tiny", False),
+        ("qwen3-coder/tiny", False),
+        ("qwen3.5/tiny", True),
+        ("glm-4.7-flash/tiny", True),
+        ("gemma-4/tiny", False),
     ],
 )
 def test_starts_in_reasoning(model: str, opens: bool) -> None:
@@ -536,7 +529,7 @@ def test_nothing_is_lost_and_nothing_said_about_it(
 
 
 @pytest.mark.parametrize(
-    ("model", "is_folded"), [("qwen3/qwen3", False), ("qwen3.5/qwen3", True)]
+    ("model", "is_folded"), [("qwen3/tiny", False), ("qwen3.5/tiny", True)]
 )
 def test_a_late_system_message_ends_the_one_before(model: str, is_folded: bool) -> None:
     messages = [*conversation(), said("system", "late1")]
@@ -551,7 +544,7 @@ def test_a_late_system_message_is_never_put_into_the_models_mouth() -> None:
         *conversation()[:3],
         said("system", "<system-reminder>late1</system-reminder>"),
     ]
-    text = template_of("qwen3.5/qwen3").render_prompt(chat(messages)).text
+    text = template_of("qwen3.5/tiny").render_prompt(chat(messages)).text
 
     assert (
         "<|im_start|>user\n<system-reminder>late1</system-reminder><|im_end|>" in text
@@ -660,7 +653,7 @@ def test_arguments_that_are_no_object_do_not_crash(model: str, arguments: str) -
     assert shown in text or json.dumps(shown)[1:-1] in text
 
 
-@pytest.mark.parametrize("depth", [100, 900, 1500, 3000, 20_000])
+@pytest.mark.parametrize("depth", [100, 1500, 20_000])
 def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
     deep = '{"q": ' + "[" * depth + "]" * depth + "}"
     messages = [said("user", "u"), said("assistant", "", tool_calls=[call(deep)])]
@@ -706,7 +699,7 @@ def test_a_switch_with_a_name_of_ours_is_no_crash(name: str) -> None:
 
 def test_past_thinking_stays_where_the_template_can() -> None:
     messages = [*conversation()[:3], said("user", "more")]
-    model = "glm-4.7-flash/glm-4"
+    model = "glm-4.7-flash/tiny"
     preserving = template_of(model)
     dropping = template_of(model, PRESERVE_THINKING="false")
 
@@ -715,37 +708,14 @@ def test_past_thinking_stays_where_the_template_can() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "wanted"),
-    [
-        ("{{ m.reasoning_content if clear_thinking is false }}", "clear_thinking"),
-        ("{{ m.reasoning_content if preserve_thinking }}", "preserve_thinking"),
-        ("{{ m.reasoning_content }}", None),
-        ("", None),
-    ],
-)
-def test_probe_preserve_thinking_support(source: str, wanted: str | None) -> None:
-    loop = (
-        "{% for m in messages %}<|im_start|>{{ m.content }}" + source + "{% endfor %}"
-    )
-    found = start_llm.probe_preserve_thinking_support(
-        make_template(tiny_tokenizer(loop))._renderer
-    )
-    assert list(found) == ([wanted] if wanted else [])
-
-
-@pytest.mark.parametrize(
     ("source", "kwargs_off", "kwargs_on"),
     [
-        (
-            "{{ 'T' if enable_thinking }}",
-            {"enable_thinking": False},
-            {"enable_thinking": True},
-        ),
+        ("{{ 'T' if enable_thinking }}", {"enable_thinking": False}, {"enable_thinking": True}),
         ("{{ 'T' if thinking }}", {"thinking": False}, {"thinking": True}),
         ("{{ reasoning_effort | default('medium') }}", {"reasoning_effort": "low"}, {}),
         ("", {}, {}),
     ],
-)
+)  # fmt: skip
 def test_thinking_switches(source: str, kwargs_off: dict, kwargs_on: dict) -> None:
     loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}" + source
     traits = make_template(tiny_tokenizer(loop)).traits
@@ -788,17 +758,6 @@ def test_written_contents_are_hidden_only_when_asked(
     assert "a.py" in text
     [record] = caplog.records
     assert "NORMALIZE_WRITE" in record.getMessage()
-
-
-def test_source_is_the_text_of_every_template() -> None:
-    assert make_template(tiny_tokenizer()).source == CHATML
-    assert make_template(tiny_tokenizer(None)).source == ""
-
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
-    source = make_template(tokenizer).source
-    assert CHATML in source
-    assert ALTERNATING in source
 
 
 def test_a_template_may_be_a_function() -> None:
@@ -849,15 +808,6 @@ def test_raw_takes_ids_of_the_vocabulary_only() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_completion_requests_are_counted_too() -> None:
-    body = {"prompt": [5, 6, 7]}
-    config = start_llm.Config()
-    request = start_llm.parse_completion_request(
-        body, config, request_id="r", headers={}
-    )
-    assert len(template_of("chatml/tiny").render_prompt(request).ids.tolist()) == 3
-
-
 def test_boundaries_are_positions_of_turn_tokens() -> None:
     template = template_of("chatml/tiny")
     [turn] = template.encode("<|im_start|>")
@@ -865,11 +815,3 @@ def test_boundaries_are_positions_of_turn_tokens() -> None:
     ids = np.array([1, turn, 2, 3, 4, turn, 5, 6, turn], np.int32)
     assert find(ids, template.traits) == (1, 5)  # the last is inside the one before
     assert find(ids[:0], template.traits) == ()
-
-
-@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
-def test_common_characters_are_counted(first: str, second: str) -> None:
-    expected = 0
-    while first[: expected + 1] == second[: expected + 1] and expected < len(first):
-        expected += 1
-    assert start_llm.count_common(first, second) == expected
