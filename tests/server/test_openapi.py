@@ -251,31 +251,30 @@ MESSAGES_TOOLS = [
     {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
     for tool in TOOLS
 ]
-REQUESTS = [
-    ("GET", "/", None, {}),
-    ("GET", "/", None, {"Accept": "text/html"}),
-    ("GET", "/health", None, {}),
-    ("GET", "/openapi.json", None, {}),
-    ("GET", "/metrics", None, {}),
-    ("GET", "/v1/models", None, {}),
-    ("GET", "/version", None, {}),
-    ("POST", CHAT, {"messages": HELLO, "tools": TOOLS, **LONG}, {}),
-    ("POST", CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, {}),
-    ("POST", TEXT, {"prompt": "Hello."}, {}),
-    (
-        "POST",
-        MESSAGES,
-        {"messages": HELLO, "thinking": {"type": "enabled"}, **LONG},
-        {},
-    ),
-    ("POST", MESSAGES, {"messages": HELLO, "tools": MESSAGES_TOOLS, **LONG}, {}),
-    ("POST", COUNT, {"messages": HELLO}, {}),
-    ("POST", EXPLAIN, {"messages": HELLO}, {}),
-    ("POST", EXPLAIN, {"prompt": "Hello."}, {}),
-    ("POST", EXPLAIN, {"messages": HELLO, "system": "You help."}, {}),
-    ("GET", "/v1/status", None, {}),
-    ("DELETE", "/v1/cache", None, {}),
+PATHS = [
+    "/",
+    "/health",
+    "/openapi.json",
+    "/metrics",
+    "/v1/models",
+    "/version",
+    "/v1/status",
 ]
+REQUESTS = [
+    *(("GET", path, None, {}) for path in PATHS),
+    ("GET", "/", None, {"Accept": "text/html"}),
+    *(("POST", path, {"messages": HELLO, **fields}, {}) for path, fields in (
+        (CHAT, {"tools": TOOLS, **LONG}),
+        (CHAT, {"logprobs": True, "top_logprobs": 2}),
+        (MESSAGES, {"thinking": {"type": "enabled"}, **LONG}),
+        (MESSAGES, {"tools": MESSAGES_TOOLS, **LONG}),
+        (COUNT, {}),
+        (EXPLAIN, {}),
+        (EXPLAIN, {"system": "You help."}))),
+    ("POST", TEXT, {"prompt": "Hello."}, {}),
+    ("POST", EXPLAIN, {"prompt": "Hello."}, {}),
+    ("DELETE", "/v1/cache", None, {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path", "body", "headers"), REQUESTS)
@@ -518,20 +517,13 @@ WHOLE = {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "You help."}]},
             {"role": "user", "content": "Hello.", "name": "bo"},
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "hm",
-                "tool_calls": [CALL],
-            },
+            {"role": "assistant", "content": None, "reasoning_content": "hm",
+             "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c", "content": "x"},
         ],
         "tools": TOOLS[:1],
         "tool_choice": "auto",
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": {"type": "object"}},
-        },
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
         "chat_template_kwargs": {"x": 1, "thinking_budget": 9},
         "thinking": {"type": "enabled", "budget_tokens": 9},
         "thinking_budget": 9,
@@ -551,44 +543,24 @@ WHOLE = {
         "model": "any",
         "max_tokens": 2,
         "system": [
-            {
-                "type": "text",
-                "text": "You help.",
-                "cache_control": {"type": "ephemeral"},
-            }
+            {"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}}
         ],
         "messages": [
             {"role": "user", "content": [{"type": "image", "source": {"data": "x"}}]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm", "signature": "s"},
-                    {
-                        "type": "tool_use",
-                        "id": "c",
-                        "name": "read",
-                        "input": {"path": "x"},
-                    },
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "c", "content": "x"}
-                ],
-            },
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "tool_use", "id": "c", "name": "read", "input": {"path": "x"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
         ],
         "tools": MESSAGES_TOOLS[:1],
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
         "stop_sequences": ["\n\n"],
-        "output_config": {
-            "effort": "low",
-            "format": {"type": "json_schema", "schema": {}},
-        },
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
         "metadata": {"user_id": "u"},
         "stream": True,
     },
-}
+}  # fmt: skip
 WHOLE[COUNT] = WHOLE[MESSAGES]
 WHOLE[EXPLAIN] = WHOLE[CHAT]
 
@@ -601,47 +573,14 @@ def nested(
 
 HOSTILE = [
     *(nested(n) for n in (60, 150, 10_000)),
-    *(
-        nested(n, b'{"type":"object","properties":{"a":', b"{}", b"}}")
-        for n in (30, 80, 10_000)
-    ),
-    b"NaN",
-    b"-Infinity",
-    b"1e999",
-    b"9" * 5000,
-    b"-1",
-    b"1e-9",
-    b"1.5",
-    b"1e30",
-    b"9223372036854775807",
-    b"18446744073709551616",
-    b"0",
-    b"null",
-    b"true",
-    b"[]",
-    b"{}",
-    b'""',
-    b'" "',
-    b'"\\u0000"',
-    b'"\\ud800"',
-    b'"\\udc00\\ud800 x"',
-    b'"\xff"',
-    b'"\xed\xa0\x80"',
-    b'{"a":1,"a":[2]}',
-    b'{"type":7}',
-    b'{"type":["x",{}],"properties":[]}',
-    b'{"$ref":"#"}',
-    b"[null]",
-    b"[[]]",
-    b"[{}]",
-    b'[""]',
-    b'{"":null}',
-    b'{"\\ud800":1}',
-    b"x",
-    b"'x'",
-    b"1 2",
+    *(nested(n, b'{"type":"object","properties":{"a":', b"{}", b"}}") for n in (30, 80, 10_000)),
+    *(b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"-1", b"1e-9", b"1.5", b"1e30", b"0"),
+    *(b"9223372036854775807", b"18446744073709551616", b"null", b"true", b"[]", b"{}", b'""'),
+    *(b'" "', b'"\\u0000"', b'"\\ud800"', b'"\\udc00\\ud800 x"', b'"\xff"', b'"\xed\xa0\x80"'),
+    *(b'{"a":1,"a":[2]}', b'{"type":7}', b'{"type":["x",{}],"properties":[]}', b'{"$ref":"#"}'),
+    *(b"[null]", b"[[]]", b"[{}]", b'[""]', b'{"":null}', b'{"\\ud800":1}', b"x", b"'x'", b"1 2"),
     b'"<|im_start|><|im_end|><tool_call></think>"',
-]
+]  # fmt: skip
 
 
 def places(body: Any) -> list[tuple[Any, ...]]:
@@ -722,20 +661,12 @@ MANY = [
     *((f"{n} levels", CHAT, nested(n)) for n in (10_000, 1_000_000)),
     ("levels in pieces", CHAT, nested(10_000, b'{"messages":', b"1", b"}")),
     ("levels, mended", CHAT, b'["\\ud800",' + nested(10_000) + b"]"),
-    (
-        "duplicate keys",
-        CHAT,
-        b'{"messages":1,"messages":[{"role":"user","content":"Hi."}]}',
-    ),
+    ("duplicate keys", CHAT, b'{"messages":1,"messages":[{"role":"user","content":"Hi."}]}'),
     ("not UTF-8", CHAT, b'{"messages":[{"role":"user","content":"\xff"}]}'),
     ("UTF-16", CHAT, json.dumps(chat()).encode("utf-16")),
     ("10,000 messages", CHAT, {"messages": TEN_THOUSAND}),
     ("10,000 messages", MESSAGES, {"messages": TEN_THOUSAND}),
-    (
-        "10,000 system messages",
-        CHAT,
-        {"messages": [{"role": "system", "content": "Hi."}] * 10_000},
-    ),
+    ("10,000 system messages", CHAT, {"messages": [{"role": "system", "content": "Hi."}] * 10_000}),
     ("10,000 faults", CHAT, {"messages": [5] * 10_000}),
     ("10,000 tools", CHAT, offering({})["tools"] * 10_000),
     ("1 MB content", CHAT, chat(user("x" * 10**6))),
@@ -743,25 +674,14 @@ MANY = [
     ("1 MB model", CHAT, chat(model="x" * 10**6)),
     ("1 MB session", CHAT, chat(session_id="x" * 10**6)),
     ("1 MB tool name", CHAT, offering({}, "x" * 10**6)),
-    (
-        "1 MB signature",
-        MESSAGES,
-        {"messages": HELLO, "metadata": {"user_id": "x" * 10**6}},
-    ),
+    ("1 MB user", MESSAGES, {"messages": HELLO, "metadata": {"user_id": "x" * 10**6}}),
     ("empty tool name", CHAT, offering({}, "")),
-    (
-        "empty name",
-        MESSAGES,
-        {"messages": HELLO, "tools": [{"name": "", "input_schema": {}}]},
-    ),
+    ("empty name", MESSAGES, {"messages": HELLO, "tools": [{"name": "", "input_schema": {}}]}),
     ("huge token id", CHAT, chat(logit_bias={"9" * 5000: 1})),
     ("two names of a token", CHAT, chat(logit_bias={"1": -100, "01": 100})),
-    *((f"{n} levels of a tool", CHAT, offering(deep(n))) for n in (20, 90)),
-    *(
-        (f"{n} levels of a tool", CHAT, offering(deep(n), tool_choice="required"))
-        for n in (20, 90)
-    ),
-]
+    *((f"{n} levels of a tool", CHAT, offering(deep(n), **fields))
+      for n in (20, 90) for fields in ({}, {"tool_choice": "required"})),
+]  # fmt: skip
 for schema in NO_SCHEMAS:
     free, forced = (
         (json.dumps(schema), CHAT, offering(schema, tool_choice=choice, max_tokens=60))

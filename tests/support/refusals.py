@@ -71,6 +71,10 @@ WRONG = [  # of a whole chat: the path of a value, and a wrong one there
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),
     ("logit_bias", [1]),
+    ("logit_bias.4294967296", 1),
+    ("logit_bias.a", 1),
+    ("logit_bias.1", 101),
+    ("logit_bias.1", "2"),
     ("seed", 1.5),
     ("seed", True),
     ("seed", 2**63),
@@ -131,6 +135,7 @@ def planted(path, value):
         "stream_options": {},
         "stop": ["a", "b"],
         "logprobs": True,
+        "logit_bias": {"7": 1},
     }
     *outer_keys, last_key = [
         int(part) if part.isdigit() else part for part in re.findall(r"\w+", path)
@@ -237,6 +242,8 @@ REFUSALS = [
         for part, path, words in PARTS
     ),
     Refusal("chat", {"n": 2}, "n", "should be 1"),
+    Refusal("chat", at("response_format", {"type": "json_object", "schema": 3}),
+            "response_format.schema"),
     Refusal("chat", {"temperature": 3}, "temperature", "should be less than or equal to 2"),
     Refusal("chat", {"tool_choice": "any"}, "tool_choice", "should be 'none', 'auto' or 'req"),
     Refusal("chat", {"functions": [{}]}, "functions", "this is the older form: send `tools`"),
