@@ -137,22 +137,6 @@ def test_there_is_no_third_try(bench):
     assert n_second_tries(b) == 1
 
 
-def test_what_a_first_try_reads_is_no_wait(bench):
-    b = bench("qwen3")
-
-    def read_and_fail(_rows):
-        b.model.before_call = lambda _rows: None
-        time.sleep(0.4)
-        raise planted()
-
-    b.model.before_call = read_and_fail
-    _, end, _ = b.ask(words(np.random.default_rng(10), 100))
-
-    assert n_second_tries(b) == 1
-    assert end.times.earlier[None] < 0.2
-    assert end.times.earlier["prefill"] >= 0.4
-
-
 def test_a_second_try_beside_others_waits_from_then_on(bench):
     """It began alone and never waited; what the model read for it at first is no wait."""
     b = bench("qwen3", prefill_step_size=64)
@@ -181,22 +165,6 @@ def test_a_second_try_beside_others_waits_from_then_on(bench):
     assert sum(waited.values()) < 0.3
     others[0].stop_reason = "cancelled"
     b.outcome(others[0])
-
-
-def test_each_request_that_a_failure_ends_has_an_error_of_its_own(bench):
-    """Connections raise theirs, each on a thread of its own; a traceback has one."""
-    b = bench("qwen3")
-    rng = np.random.default_rng(12)
-    prompts = [words(rng, 60) for _ in range(2)]
-    tickets = [b.submit(prompt, n=2000) for prompt in prompts]
-    wait_until(lambda: b.engine.report["groups"] == 1)
-    wait_until(lambda: b.engine.report["decoding"] == 2)
-    b.model.before_call = FailingOnce(planted())
-
-    errors = [b.outcome(ticket)[1] for ticket in tickets]
-
-    assert [type(error) for error in errors] == [s.GenerationFailed] * 2
-    assert errors[0] is not errors[1]
 
 
 def test_scheduler_tries_requests_that_failed_together_again_as_they_came(bench):

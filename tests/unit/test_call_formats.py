@@ -738,10 +738,8 @@ STAYS_OPEN: dict[str, list[str]] = {
         # A key is there twice: JSON keeps one value.
         hermes('{"path": "x", "path": "y"}'), hermes('{"items": [{"a": 1, "a": 2}]}'),
         # The reply ends in a text, a word, a number, a key.
-        *(hermes(text, "") for text in (
-            "{", '{"text": "a', '{"text": "a\\', '{"text": "a\\u00e', '{"text": "a\\ud83d',
-            '{"text": "a"', '{"n": 12', '{"n": 12 ', '{"n": 1.', '{"yes": tru', '{"yes": True',
-            '{"n": 1, "x": ', '{"n": 1, "x')),
+        hermes("{", ""), hermes('{"text": "a\\', ""), hermes('{"n": 12', ""),
+        hermes('{"yes": True', ""), hermes('{"n": 1, "x', ""),
     ],
     "qwen": [
         # The call is closed too early.

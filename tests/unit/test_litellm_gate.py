@@ -393,16 +393,6 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     assert "authorization" not in keyless.requests[0].headers
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE"])
-def test_the_body_of_another_method_does_not_hide_the_answer_of_the_server(method):
-    door = Door()
-    door.answer = httpx.Response(405, json={"error": {"message": "takes POST"}})
-    status, body = door.ask(method, "/v1/messages", {})
-    assert (status, sentence_of(body)) == (405, "takes POST")
-    assert door.requests[0].headers.get("content-length", "0") == "0"
-    assert door.requests[0].content == b""
-
-
 @pytest.mark.parametrize(
     ("path", "sent"),
     [
