@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import litellm_gate
 import pytest
-import start_llm as s
+from gate_client import SETTINGS, ask_gate
 from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
 from refusals import HELLO, REFUSALS, of_google
 from replica_choice import MAX_ANSWER_BYTES, Replica, Replicas
@@ -93,27 +93,13 @@ class Door:
         self.answer = httpx.Response(200, json={"served": True})
         client = client_of_server(httpx.MockTransport(self._serve))
         self.behind = Behind(client)
-        advice = s.advice_by_path()
-        fields = {
-            "models": [],
-            "max_body_bytes": 10_000,
-            "host_names": [],
-            "cors_origins": [],
-            **fields,
+        others = {
+            name: Replicas([Replica(url, "")], client)
+            for name, url in (named or {}).items()
         }
-        self.gate = Gate(
-            self.behind,
-            client,
-            Replicas([Replica("http://x:1", server_key)], client),
-            named={
-                name: Replicas([Replica(url, "")], client)
-                for name, url in (named or {}).items()
-            },
-            key=key,
-            welcome="Go to http://x:1/",
-            advice=advice,
-            **fields,
-        )
+        first = Replicas([Replica("http://x:1", server_key)], client)
+        settings = {**SETTINGS, "key": key, "named": others, **fields}
+        self.gate = Gate(self.behind, client, first, **settings)
 
     async def _serve(self, request: httpx.Request) -> httpx.Response:
         await request.aread()
@@ -140,41 +126,11 @@ class Door:
         **headers: str,
     ) -> tuple[int, Any]:
         """The status of an answer, and its body: JSON, or text."""
-        target, _, query = path.partition("?")
-        sent_headers = [
-            (name.replace("_", "-").encode(), value.encode())
-            for name, value in headers.items()
-        ]
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-        halves = [payload[: len(payload) // 2], payload[len(payload) // 2 :]]
-        messages = [
-            {"type": "http.request", "body": halves[0], "more_body": True},
-            {"type": "http.request", "body": halves[1], "more_body": False},
-        ]
-        answered: list[dict[str, Any]] = []
-
-        async def receive() -> dict[str, Any]:
-            if not messages:  # the client waits for the answer
-                await asyncio.Event().wait()
-            return messages.pop(0)
-
-        async def send(message: dict[str, Any]) -> None:
-            answered.append(message)
-
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": target,
-            "query_string": query.encode(),
-            "server": ("10.0.0.7", 4000),
-            "headers": [*sent_headers, (b"content-length", b"%d" % len(payload))],
-        }
-        SERVER_CALL.set(None)
-        asyncio.run(self.gate(scope, receive, send))
-        text = b"".join(message.get("body", b"") for message in answered[1:]).decode()
-        self.answer_headers = dict(answered[0]["headers"])
+        answer = asyncio.run(ask_gate(self.gate, method, path, payload, headers))
+        status, self.answer_headers, text = answer
         is_json = text.startswith("{")
-        return answered[0]["status"], json.loads(text) if is_json else text
+        return status, json.loads(text) if is_json else text
 
 
 def sentence_of(body: Any) -> str:

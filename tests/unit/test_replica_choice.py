@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import replica_choice as r
+from gate_client import SETTINGS, ask_gate
 from litellm_gate import CONNECT_SECONDS, SERVER_CALL, Gate, client_of_server
 from replica_choice import Replica, Replicas
 
@@ -72,18 +73,7 @@ class Farm:
             assignments_file=assignments_file,
             report=self.said.append,
         )
-        self.gate = Gate(
-            self._translate,
-            self.client,
-            self.servers,
-            key="",
-            models=[],
-            max_body_bytes=10_000,
-            host_names=[],
-            cors_origins=[],
-            welcome="",
-            advice={"/": ""},
-        )
+        self.gate = Gate(self._translate, self.client, self.servers, **SETTINGS)
 
     async def _serve(self, request: httpx.Request) -> httpx.Response:
         url = f"{request.url.scheme}://{request.url.netloc.decode()}"
@@ -138,25 +128,8 @@ class Farm:
 
     async def send(self, body: Any, path: str, **headers: str) -> tuple[int, str]:
         payload = json.dumps(body).encode()
-        messages = [{"type": "http.request", "body": payload, "more_body": False}]
-        answered: list[dict[str, Any]] = []
-
-        async def receive() -> dict[str, Any]:
-            if not messages:
-                await asyncio.Event().wait()
-            return messages.pop(0)
-
-        async def send(message: dict[str, Any]) -> None:
-            answered.append(message)
-
-        sent_headers = [
-            (name.replace("_", "-").encode(), value.encode())
-            for name, value in headers.items()
-        ]
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-        await self.gate({**scope, "headers": sent_headers}, receive, send)
-        text = b"".join(message.get("body", b"") for message in answered[1:])
-        return answered[0]["status"], text.decode()
+        answer = await ask_gate(self.gate, "POST", path, payload, headers)
+        return answer.status, answer.text
 
     @property
     def hosts(self) -> list[str]:
