@@ -21,14 +21,23 @@ SYNTAXES = [  # whose calls a grammar writes
     if getattr(s.CALL_SYNTAXES.get(format_of(name).syntax), "end_spelling", None)
     is not None
 ]
+
+
+def object_of(value: Any) -> dict[str, Any]:
+    """Schema of an object with this value alone."""
+    return {
+        "type": "object",
+        "properties": {"a": value},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+
+PATTERN = {"type": "string", "pattern": "^[a-f]{1,5}/x$"}
 PROPERTIES: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 9},
     {"type": "string", "minLength": 2, "maxLength": 4},
-    {
-        "type": "array",
-        "items": {"type": "string", "pattern": "^[a-f]{1,5}/x$"},
-        "maxItems": 2,
-    },
+    {"type": "array", "items": PATTERN, "maxItems": 2},
     {"enum": ["left", "right", 3, None]},
     {"type": "string", "enum": ["1", "two"]},
     {"const": "a b"},
@@ -44,18 +53,8 @@ PROPERTIES: list[dict[str, Any]] = [
     {"type": ["string", "array"], "anyOf": [{"maxLength": 4, "maxItems": 0}]},
     {"enum": [3, 5, 7], "oneOf": [{"minimum": 4}, {"maximum": 2}]},
     {"type": "array", "items": {"$ref": "#/$defs/a~1b%25"}, "maxItems": 2},
-    {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/tree/properties/a"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-    {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/side"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
+    object_of({"$ref": "#/$defs/tree/properties/a"}),
+    object_of({"$ref": "#/$defs/side"}),
 ]
 
 
@@ -313,6 +312,13 @@ def offered(parameters: Any, **fields: Any) -> dict[str, Any]:
 
 
 NAMED = {"type": "function", "function": {"name": "turn"}}
+RANDOM = {
+    "temperature": 1.5,
+    "seed": 0,
+    "max_tokens": 3000,
+    "parallel_tool_calls": False,
+    "extra_body": {"enable_thinking": False},
+}
 
 
 @pytest.mark.parametrize(
@@ -327,15 +333,9 @@ NAMED = {"type": "function", "function": {"name": "turn"}}
 )
 def test_a_forced_call_always_validates(dense, choice, thinks):
     for seed in range(2):
+        fields = {**RANDOM, "seed": seed, "extra_body": {"enable_thinking": thinks}}
         exchange = dense.ask(
-            ASKED,
-            tools=[offered(NARROW)],
-            tool_choice=choice,
-            temperature=1.5,
-            seed=seed,
-            max_tokens=3000,
-            parallel_tool_calls=False,
-            extra_body={"enable_thinking": thinks},
+            ASKED, tools=[offered(NARROW)], tool_choice=choice, **fields
         )
         (call,) = exchange.answer["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), NARROW)
@@ -349,13 +349,7 @@ def test_arguments_of_a_forced_call_come_in_the_order_that_the_prompt_shows(dens
     first["$comment"] = "the order of this test"
     later = {**first, "properties": NARROW["properties"]}
     assert first == later
-    fields = {
-        "tool_choice": NAMED,
-        "parallel_tool_calls": False,
-        "extra_body": {"enable_thinking": False},
-        "max_tokens": 3000,
-    }
-
+    fields = {**RANDOM, "temperature": 0, "tool_choice": NAMED}
     exchanges = [
         dense.ask(ASKED, tools=[offered(schema)], **fields) for schema in (first, later)
     ]
@@ -370,20 +364,17 @@ def test_arguments_of_a_forced_call_come_in_the_order_that_the_prompt_shows(dens
 def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, stream):
     """A client must not run it, and its end is not that of the reply."""
     fields = {
+        **RANDOM,
         "tools": [offered(NARROW)],
         "tool_choice": NAMED,
-        "parallel_tool_calls": False,
         "stream": stream,
-        "temperature": 1.5,
-        "seed": 0,
-        "extra_body": {"enable_thinking": False},
     }
-    whole = dense.ask(ASKED, **fields, max_tokens=3000)
+    whole = dense.ask(ASKED, **fields)
     assert whole.finish_reason == "tool_calls"
 
     n_tokens = whole.n_generated
     for max_tokens in (n_tokens // 2, n_tokens - 1):
-        cut = dense.ask(ASKED, **fields, max_tokens=max_tokens)
+        cut = dense.ask(ASKED, **{**fields, "max_tokens": max_tokens})
         assert cut.finish_reason == "length"
     assert cut.answer["tool_calls"]
 
@@ -395,12 +386,8 @@ def test_a_strict_tool_beside_json_gets_valid_arguments(dense):
             ASKED,
             tools=[offered(NARROW, strict=True)],
             response_format={"type": "json_object"},
-            temperature=1.5,
-            seed=seed,
-            max_tokens=3000,
             logit_bias={str(call_id): 30},
-            parallel_tool_calls=False,
-            extra_body={"enable_thinking": False},
+            **{**RANDOM, "seed": seed},
         )
         assert exchange.answer["tool_calls"]
         for call in exchange.answer["tool_calls"]:

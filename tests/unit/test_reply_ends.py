@@ -157,12 +157,8 @@ def test_a_special_token_may_be_a_stop_string(monkeypatch):
 
 
 def test_nothing_of_a_call_too_many_is_said(monkeypatch):
-    invoke = [
-        "\n<invoke",
-        ' name="write">\n<parameter name="content">',
-        "x</parameter>",
-    ]
-    invoke.append("</invoke>")
+    invoke = ["\n<invoke", ' name="write">\n<parameter name="content">']
+    invoke += ["x</parameter>", "</invoke>"]
     pieces = ["I look.", "\n", "<minimax:tool_call>", *invoke, *invoke]
     pieces.append("\n</minimax:tool_call>")
     written = '{"content": "x"}'

@@ -110,6 +110,7 @@ def test_calls_of_tools_that_nobody_offered_are_not_too_many():
 OR_NULL = {"anyOf": [TEXT, {"type": "null"}]}
 ARRAY = {"type": "array"}
 INTEGER = {"type": "integer"}
+REFERENCE = {"$ref": "#/$defs/text"}
 VALUES = [
     ("5", TEXT, "5"),
     ("null", TEXT, "null"),
@@ -203,27 +204,13 @@ def test_values_are_typed_by_the_schema(text, schema, value):
         # As zod-to-json-schema refers to what a schema has twice.
         {"properties": {"a": OR_NULL, "k": {"$ref": "#/properties/a/anyOf/0"}}},
         # To one definition twice.
-        {
-            "properties": {
-                "k": {
-                    "anyOf": [{"$ref": "#/$defs/text"}, INTEGER],
-                    "allOf": [{"$ref": "#/$defs/text"}],
-                }
-            },
-            "$defs": {"text": TEXT},
-        },
+        {"properties": {"k": {"anyOf": [REFERENCE, INTEGER], "allOf": [REFERENCE]}},
+         "$defs": {"text": TEXT}},
         # Steps of a reference that are escaped.
-        *(
-            {"properties": {"k": {"$ref": f"#/$defs/{step}"}}, "$defs": {key: TEXT}}
-            for step, key in {
-                "a~1b": "a/b",
-                "a~0c": "a~c",
-                "a%25e": "a%e",
-                "a~01f": "a~1f",
-            }.items()
-        ),
+        *({"properties": {"k": {"$ref": f"#/$defs/{step}"}}, "$defs": {key: TEXT}}
+          for step, key in (("a~1b", "a/b"), ("a~0c", "a~c"), ("a%25e", "a%e"), ("a~01f", "a~1f"))),
     ],
-)
+)  # fmt: skip
 def test_the_type_of_a_key_is_found_wherever_the_schema_has_it(parameters):
     text = FORMATS["qwen"].text({"k": "5"}, "f")
     assert read("qwen", [text], tools=[tool("f", parameters)]).calls == [
