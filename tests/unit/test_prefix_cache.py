@@ -737,7 +737,7 @@ def test_no_eviction_cuts_inside_an_image():
         cache = make_cache(token_bytes=8)
         past, _ = converse(cache, [*range(5000, 5300), *image.tolist()], [1])
         assert cache.evict_to_fit(cache.max_bytes - cache.nbytes + lacking)
-        found = cache.find(prompt_of([*past, 2]))
+        _, found = begin(cache, [*past, 2])
         assert not s.is_inside_image(np.array(past, np.int32), found.cached_tokens)
         assert found.cached_tokens >= 300 or lacking > 8 * 400
         assert cache.metrics.snapshot()["vlm_retreat"] == 0

@@ -159,6 +159,16 @@ def test_record_that_cannot_be_written_is_left_out_alone(caplog, path, file):
     assert "one is not saved" in caplog.text
 
 
+def test_damaged_row_is_left_out(path, file, records):
+    put(records, "a", "whole")
+    put(records, "b", "damaged")
+    assert file.flush(10.0)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE records SET value = ? WHERE id = ?", (b"x", b"b"))
+
+    assert loaded(path) == {"a": "whole"}
+
+
 DAMAGES = ["no database", "cut", "another version", "the first version", "a page"]
 
 
