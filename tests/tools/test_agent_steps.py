@@ -1,18 +1,14 @@
 """The steps of agents, asked of a server by both APIs: what is sent, counted and told."""
 
-import ast
 import json
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import agent_steps
 import pytest
+from nights import at_night
 from server_fixture import Served
 from tiny_models import DENSE
 
-PROGRAM = Path(agent_steps.__file__)
 SHORT = ["--tokens", "120", "--result-tokens", "20", "--reply-tokens", "12"]
 
 
@@ -29,7 +25,7 @@ def run(tmp_path, *options):
     return [server["steps"] for server in json.loads(file.read_text())["servers"]]
 
 
-@pytest.mark.parametrize("api", ["openai", "anthropic"])
+@pytest.mark.parametrize("api", [at_night("openai"), "anthropic"])
 def test_each_agent_finds_its_past_and_the_fewest_are_about_right(
     server, api, tmp_path, capsys
 ):
@@ -66,19 +62,3 @@ def test_a_server_that_refuses_is_named_with_its_words(server, capsys):
 
     assert agent_steps.main(["--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
-
-
-def test_it_needs_nothing_but_python_3_9():
-    tree = ast.parse(PROGRAM.read_text(), feature_version=(3, 9))
-    names = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    ]
-    names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
-
-    # Without the packages of this project: -I passes over its environment.
-    command = [sys.executable, "-I", "-S", str(PROGRAM), "--help"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 0

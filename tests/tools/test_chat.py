@@ -54,37 +54,16 @@ def test_a_conversation_typed_into_the_program(served, tmp_path):
     assert result.stdout.count("TTFT") >= 2
 
 
-def run_chat(url):
-    """The program, run to its end."""
-    command = [sys.executable, str(SCRIPT), "--url", url]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60
-    )
-
-
-@pytest.mark.parametrize("entry", ["program", "turn"])
-def test_a_missing_server_is_one_clear_sentence(entry, tmp_path):
+def test_a_missing_server_is_one_clear_sentence(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
+    talk, output = chat_with(url, tmp_path)
 
-    if entry == "program":
-        result = run_chat(url)
-        assert result.returncode == 1
-        shown_text = result.stderr
-    else:
-        talk, output = chat_with(url, tmp_path)
-        talk.ask("Hello")
-        assert talk.messages == []
-        shown_text = output.getvalue()
+    talk.ask("Hello")
 
+    assert talk.messages == []
     hint = "Start one with: python3.12 install_and_run.py"
-    assert f"No server answers at {url}. {hint}" in shown_text
-    assert "Traceback" not in shown_text
-
-
-def test_an_address_that_is_none_is_one_clear_sentence(tmp_path):
-    result = run_chat("http://127.0.0.1:80x")
-    assert result.returncode == 1
-    assert "80x" in result.stderr and "Traceback" not in result.stderr
+    assert f"No server answers at {url}. {hint}" in output.getvalue()
+    assert "Traceback" not in output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -99,22 +78,6 @@ def test_an_address_that_is_none_is_one_clear_sentence(tmp_path):
 )
 def test_the_server_is_where_its_settings_say(settings, url, key):
     assert chat.server_of(settings) == chat.Server(url, key)
-
-
-def test_the_settings_are_those_of_the_server(tmp_path, monkeypatch):
-    (tmp_path / ".env").write_text(f"MLX_PORT={free_port()}\nAPI_KEY=written\n")
-    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
-    monkeypatch.setattr("sys.argv", ["chat.py", "--no-tools"])
-
-    # The environment goes before the file, as in the server.
-    port = str(free_port())
-    monkeypatch.setenv("MLX_PORT", port)
-    with pytest.raises(SystemExit, match=f"127.0.0.1:{port}"):
-        chat.main()
-
-    monkeypatch.setattr(chat.Server, "model", lambda self: sys.exit(f"key {self.key}"))
-    with pytest.raises(SystemExit, match="key written"):
-        chat.main()
 
 
 def test_half_an_answer_is_none(tmp_path, monkeypatch):
@@ -153,19 +116,3 @@ def test_the_tools_look_and_never_leave_the_folder(tmp_path):
     for arguments in ("not json", "{}", "[]", '{"path": "nothing.txt"}'):
         assert chat.use_tool("read_file", arguments, tmp_path).startswith("Error: ")
     assert "no tool" in use("delete", "notes.txt")
-
-
-def test_a_thought_is_dim_and_an_answer_is_not():
-    answer = chat.Answer()
-
-    reasoning = answer.take({"reasoning_content": "Hm."})
-    assert [str(span.style) for span in reasoning.spans] == ["dim italic"]
-
-    text = answer.take({"content": "Yes."})
-    assert text.plain == "\nYes." and not text.spans
-
-    assert answer.message() == {
-        "role": "assistant",
-        "content": "Yes.",
-        "reasoning_content": "Hm.",
-    }

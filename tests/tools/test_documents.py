@@ -8,8 +8,6 @@ from pathlib import Path
 import choose_model
 import launch
 import list_settings
-import pytest
-import report
 import start_llm as s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,19 +85,6 @@ def test_documents_name_only_files_that_exist():
     assert not {name: files for name, files in missing.items() if files}
 
 
-@pytest.mark.parametrize(
-    "text", ["[x](none.md)", "[x](README.md#no-such-heading)", '<img src="none.png">']
-)
-def test_a_broken_link_is_found(text):
-    assert broken_links(text, ROOT)
-    assert not broken_links("[x](README.md#will-it-fit) [y](https://a.example)", ROOT)
-
-
-def test_a_program_that_is_gone_is_found():
-    assert missing_programs("run `scripts/gone.py` now") == ["scripts/gone.py"]
-    assert not missing_programs("run `scripts/helpers/launch.py`, see docs/clients.md")
-
-
 def test_readme_is_short_and_names_every_document():
     text = read("README.md")
     assert len(text.splitlines()) <= MOST_README_LINES
@@ -115,19 +100,6 @@ def test_docs_settings_is_what_config_and_the_example_make():
     assert read("docs/settings.md") == made, (
         "scripts/tools/list_settings.py > docs/settings.md"
     )
-
-
-def test_docs_settings_explains_only_defaults_that_differ():
-    for name, (default_there, _) in list_settings.OTHER_DEFAULTS.items():
-        if name.lower() not in s.Config.model_fields:
-            continue  # without effect, whatever its value is
-        assert s.Config.from_env({name: default_there}) != s.Config()
-
-
-def test_docs_settings_lists_every_setting():
-    text = read("docs/settings.md").partition(list_settings.OTHER_DEFAULTS_HEADING)[0]
-    names = dict(SETTING_ROW.findall(text))
-    assert set(names) >= {name.upper() for name in s.Config.model_fields}
 
 
 def test_defaults_in_the_readme_are_those_of_config():
@@ -192,30 +164,6 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
 
     for figure in (figure.replace(" ", "") for figure in figures):
         assert re.search(rf"(?<![\d.,]){re.escape(figure)}", benchmarks), figure
-
-
-def test_each_benchmark_has_a_place_for_its_table(tmp_path):
-    listed_sections = read("benchmarks/sections.py").partition("\nALL: ")[2]
-    names = re.findall(r'^    "(\w+)": \w+,$', listed_sections, re.MULTILINE)
-    names += ["vision dense", "vision hybrid"]
-    assert "prefilled" in names
-    document = tmp_path / "benchmarks.md"
-    document.write_text(read("docs/benchmarks.md"), "utf-8")
-
-    for name in names:
-        report.write_into(document, name, f"table of {name}\n")
-
-    text = document.read_text("utf-8")
-    assert re.findall(r"table of (.+)", text) == re.findall(r"<!-- (\w.*) -->", text)
-    assert text.count("\n#") == read("docs/benchmarks.md").count("\n#")
-
-
-def test_a_document_without_a_place_for_a_table_stays_as_it_was(tmp_path):
-    document = tmp_path / "notes.md"
-    document.write_text("Nothing here.\n", "utf-8")
-    with pytest.raises(ValueError, match="has no <!-- decode -->"):
-        report.write_into(document, "decode", "table\n")
-    assert document.read_text("utf-8") == "Nothing here.\n"
 
 
 # Lessons

@@ -7,7 +7,6 @@ from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
-import chat
 import inspect_mlx_cache
 import pytest
 from rich.console import Console
@@ -74,24 +73,6 @@ def test_nobody_there_is_a_sentence(tmp_path):
     assert run(tmp_path / "none.log").returncode == 2
 
 
-def test_the_server_is_where_the_settings_say(tmp_path, monkeypatch):
-    (tmp_path / ".env").write_text("MLX_PORT=9\nAPI_KEY=first,second\n")
-    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
-    for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    asked = []
-
-    def answer(url, key):
-        asked.append((url, key))
-        return {}
-
-    monkeypatch.setattr(inspect_mlx_cache, "status_of", answer)
-    monkeypatch.setattr(sys, "argv", ["inspect_mlx_cache.py", "--json"])
-
-    assert inspect_mlx_cache.main() == 0
-    assert asked == [("http://127.0.0.1:9", "first")]
-
-
 def test_lines_without_a_parent_any_more_are_shown():
     figures = {
         "tokens": 5,
@@ -109,27 +90,3 @@ def test_lines_without_a_parent_any_more_are_shown():
 
     text = console.export_text()
     assert all(f"s{n}" in text for n in range(3))
-
-
-def test_layers_of_one_kind_are_named_once():
-    kinds = ["recurrent"] * 3 + ["attention"] + ["window of 8"] * 2
-
-    line = inspect_mlx_cache.describe_layers(kinds)
-
-    assert line == "0-2 recurrent, 3 attention, 4-5 window of 8"
-
-
-def test_checkpoints_stand_below_their_entry():
-    entry = {
-        "tokens": 2000,
-        "shared": 0,
-        "bytes": 7,
-        "idle_seconds": 1.0,
-        "running": False,
-        "session": "a",
-        "checkpoints": [256, 1999],
-    }
-
-    line = inspect_mlx_cache.describe_entry(entry)
-
-    assert line.endswith("a\ncheckpoints at 256, 1,999")
