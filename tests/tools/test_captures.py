@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from uuid import UUID
 
 import pytest
 from server_fixture import MAX_WAIT_SECONDS
@@ -205,29 +204,6 @@ def test_bodies_pass_as_they_are_and_keys_are_not_written_down(proxied):
     assert stat.S_IMODE(proxy.capture_file.stat().st_mode) == 0o600
 
 
-def test_a_connection_is_kept_and_any_answer_passes(proxied):
-    body = b"\xff\x00 no text"
-
-    def reply(handler: FakeHandler) -> None:
-        status = 404 if "nothing" in handler.path else 200
-        handler.send(body, status=status)
-
-    proxy = proxied(reply)
-    responses = []
-    with proxy.connect() as connection:
-        for method, path in (("GET", "/v1/models"), ("HEAD", "/"), ("GET", "/nothing")):
-            connection.request(method, path)
-            response = connection.getresponse()
-            length = response.getheader("Content-Length")
-            responses.append((response.status, length, response.read()))
-
-    assert responses == [(200, "10", body), (200, "10", b""), (404, "10", body)]
-    records = proxy.records(3)
-    assert [record["response"]["status"] for record in records] == [200, 200, 404]
-    assert records[0]["response"]["body_base64"]
-    assert [record["seq"] for record in records] == [1, 2, 3]
-
-
 def test_when_the_client_leaves_the_server_is_left_too(proxied):
     was_left = threading.Event()
 
@@ -252,17 +228,8 @@ def break_a_stream(handler: FakeHandler) -> None:
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def break_a_body(handler: FakeHandler) -> None:
-    handler.send_response(200)
-    handler.send_header("Content-Length", "20")
-    handler.end_headers()
-    handler.wfile.write(b"data: half")
-    handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize("reply", [break_a_stream, break_a_body])
-def test_a_response_that_breaks_off_breaks_off_for_the_client(proxied, reply):
-    proxy = proxied(reply)
+def test_a_response_that_breaks_off_breaks_off_for_the_client(proxied):
+    proxy = proxied(break_a_stream)
     with proxy.connect() as connection:
         connection.request("POST", CHAT, b"{}")
         with pytest.raises(http.client.IncompleteRead):
@@ -273,31 +240,15 @@ def test_a_response_that_breaks_off_breaks_off_for_the_client(proxied, reply):
     assert record["response"]["trouble"].startswith("the server")
 
 
-def test_a_server_that_is_not_there_is_a_502(proxied):
-    proxy = proxied(lambda handler: None)
-    proxy.fake.server_close()
-    with proxy.connect() as connection:
-        connection.request("POST", CHAT, b"{}")
-        response = connection.getresponse()
-        assert response.status == 502
-        assert json.loads(response.read())["error"]["type"] == "capture_proxy"
-    assert proxy.records()[0]["response"]["trouble"].startswith("the server")
-
-
 # -- synthetic conversations -----------------------------------------------------------------------
 
 RULES = "\n".join(
     f"Keep {thing} tidy, and lose no {thing}." for thing in ("boats", "doors", "hats")
 )
 QUESTION = "Read the notes and tell me what they say."
-REMINDER = "<system-reminder>\nPlan mode is on.\n</system-reminder>"
 N_STEPS = 5
 
 Message = dict[str, Any]
-
-
-def same(k: int) -> str:
-    return RULES
 
 
 def exchange(seq: int, body: Any, **fields: Any) -> Any:
@@ -305,9 +256,8 @@ def exchange(seq: int, body: Any, **fields: Any) -> Any:
     return capture_proxy.Exchange(seq=seq, method="POST", body=body, **fields)
 
 
-def called(i: int, arguments: str | None = None) -> Message:
-    if arguments is None:
-        arguments = json.dumps({"path": f"{i}.txt"})
+def called(i: int) -> Message:
+    arguments = json.dumps({"path": f"{i}.txt"})
     function = {"name": "read", "arguments": arguments}
     call = {"id": f"call_{i}", "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -318,23 +268,16 @@ def tool(name: str) -> Message:
     return {"type": "function", "function": function}
 
 
-def chat(
-    system: Callable[[int], str] = same,
-    *,
-    user: Callable[[int], Any] = lambda k: QUESTION,
-    tail: Callable[[int], list[Message]] = lambda k: [],
-) -> list[Any]:
+def chat(*, question: str = QUESTION) -> list[Any]:
     """Requests of an agent: the k-th comes after k calls."""
     exchanges = []
     for k in range(N_STEPS):
         messages = [
-            {"role": "system", "content": system(k)},
-            {"role": "user", "content": user(k)},
+            {"role": "system", "content": RULES},
+            {"role": "user", "content": question},
         ]
         for i in range(k):
             messages += [called(i), tool_message(i, f"what {i} says")]
-        messages += tail(k)
-
         body = {"model": "m", "messages": messages, "tools": [tool("read")]}
         exchanges.append(exchange(k + 1, body))
     return exchanges
@@ -344,12 +287,8 @@ def tool_message(i: int, content: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{i}", "content": content}
 
 
-def anthropic(
-    system: Callable[[int], Any] = same,
-    *,
-    last: Callable[[Any], Any] = lambda content: content,
-) -> list[Any]:
-    """The same in Anthropic's API; `last` changes the content of the newest message."""
+def anthropic(system: Callable[[int], Any] = lambda k: RULES) -> list[Any]:
+    """The same in Anthropic's API."""
     exchanges = []
     for k in range(N_STEPS):
         messages: list[Message] = [{"role": "user", "content": QUESTION}]
@@ -368,7 +307,6 @@ def anthropic(
             messages.append({"role": "assistant", "content": [use]})
             messages.append({"role": "user", "content": [result]})
 
-        messages[-1] = {"role": "user", "content": last(messages[-1]["content"])}
         body = {
             "model": "m",
             "system": system(k),
@@ -379,26 +317,9 @@ def anthropic(
     return exchanges
 
 
-def as_parts(content: Any) -> list[Message]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return list(content)
-
-
-def with_reminder(content: Any) -> list[Message]:
-    return [*as_parts(content), {"type": "text", "text": REMINDER}]
-
-
 def billing(k: int) -> list[Message]:
     line = f"x-anthropic-billing-header: cc_version=2.1.121.dd4; cc_entrypoint=cli; cch={k + 9}a{k}8e;"  # noqa: E501
     return [{"type": "text", "text": line}, {"type": "text", "text": RULES}]
-
-
-def inbound(k: int) -> str:
-    """Pretty JSON in the middle of the system prompt."""
-    context = {"message_id": str(UUID(int=k << 90)), "sender": "cli"}
-    context_text = json.dumps(context, indent=2)
-    return f"{RULES}\n\n## Inbound context\n{context_text}\n\n{RULES}"
 
 
 def lengths_of(exchanges: list[Any]) -> list[int]:
@@ -424,8 +345,9 @@ def questions(n: int) -> list[Any]:
 
 def sub_agents() -> list[Any]:
     """Two agents with one system prompt and tasks that are nearly the same, side by side."""
-    first_agent = chat(user=lambda k: "Please count the files in folder 1.")
-    second_agent = chat(user=lambda k: "Please count the files in folder 2.")
+    first_agent, second_agent = (
+        chat(question=f"Please count the files in folder {n}.") for n in (1, 2)
+    )
     exchanges = []
     for pair in zip(first_agent, second_agent, strict=True):
         exchanges += pair
@@ -443,17 +365,14 @@ def title() -> list[Any]:
     [
         (chat(), [N_STEPS]),
         (anthropic(), [N_STEPS]),
-        (chat(inbound), [N_STEPS]),
         (anthropic(billing), [N_STEPS]),
-        (anthropic(last=with_reminder), [N_STEPS]),
-        (chat(tail=lambda k: [{"role": "system", "content": REMINDER}]), [N_STEPS]),
         ([*title(), *chat(), *questions(4)], [1, N_STEPS + 1, 1, 1, 1]),
         (sub_agents(), [N_STEPS, N_STEPS]),
         ([*chat(), *anthropic()], [N_STEPS, N_STEPS]),
     ],
     ids=[
-        *("chat", "anthropic", "id", "billing header", "reminder", "trailing message"),
-        *("title and branches", "sub-agents", "both APIs"),
+        *("chat", "anthropic", "billing header", "title and branches", "sub-agents"),
+        "both APIs",
     ],
 )
 def test_a_conversation_is_followed(exchanges, lengths):
@@ -470,30 +389,6 @@ def test_another_answer_to_the_same_question_is_another_conversation():
         exchanges.append(exchange(len(exchanges), {"messages": messages}))
 
     assert lengths_of(exchanges) == [1, 1]
-
-
-def test_a_prompt_that_is_rewritten_for_a_retry_is_found():
-    question = {"role": "user", "content": QUESTION}
-    answer = {"role": "assistant", "content": "Done."}
-    text = "And what is in the other file?"
-    queued_text = f"[Queued message of an earlier turn]\n{text}"
-    body = {"messages": [question, answer, {"role": "user", "content": text}]}
-    retry = {"messages": [question, answer, {"role": "user", "content": queued_text}]}
-
-    failed = exchange(1, body, status=503)
-    assert lengths_of([failed, exchange(2, retry)]) == [2]
-    # without a failure it is another question
-    assert lengths_of([exchange(1, body), exchange(2, retry)]) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [[None], [{"role": "user", "content": [3, None]}], [{"tool_calls": [3]}], [{}]],
-)
-def test_malformed_requests_are_no_trouble(messages):
-    body = {"messages": messages, "tools": [None]}
-    malformed = [exchange(0, body), exchange(1, {"messages": messages})]
-    assert max(lengths_of([*malformed, *chat()])) == N_STEPS
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """The probes: a healthy server passes, an unhealthy one fails; a log diff names the place."""
 
 import argparse
-import base64
 import copy
 import importlib.util
-import io
 import itertools
 import json
 import re
@@ -21,7 +19,6 @@ from typing import Any
 import chat
 import pytest
 import start_llm as s
-from PIL import Image
 
 JsonObject = dict[str, Any]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -87,8 +84,6 @@ class FakeServer(ThreadingHTTPServer):
     blind       any old conversation is taken for a prefix of any other
     bumping     like exact, but a counter moves that must not
     trimming    like exact, but each turn lacks a checkpoint, not only the first
-    dropping    from the third turn on nothing is cached: it says that it drops thinking
-    thoughtful  every second reply is cut in its thinking, and such a request forgotten
     """
 
     daemon_threads = True
@@ -110,13 +105,7 @@ class FakeServer(ThreadingHTTPServer):
         counters = dict.fromkeys(pi.STILL, 0) | {"hybrid_trim_miss": n_misses}
         if self.mode == "bumping":
             counters["vlm_retreat"] = len(self.bodies)
-        records = []
-        if self.mode == "dropping":
-            records = [
-                {"id": f"{n:04}", "fallback": pi.DROPPED_THINKING}
-                for n in range(3, len(self.bodies) + 1)
-            ]
-        return {"counters": counters, "recent": records}
+        return {"counters": counters, "recent": []}
 
     def answer(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         """(reply, usage)"""
@@ -134,8 +123,7 @@ class FakeServer(ThreadingHTTPServer):
             "prompt_tokens_details": {"cached_tokens": self._count_cached(prompt)},
         }
 
-        if self.mode != "thoughtful" or reply["content"]:
-            self._conversations.append(prompt + reply_words)
+        self._conversations.append(prompt + reply_words)
         self.bodies.append(body)
         return reply, usage
 
@@ -143,8 +131,6 @@ class FakeServer(ThreadingHTTPServer):
         n = len(self.bodies)
         reply = {"role": "assistant", "content": None, "reasoning_content": f"Hm {n}. "}
         last_role = body["messages"][-1]["role"]
-        if self.mode == "thoughtful" and n % 2:
-            return reply
         if body.get("tool_choice") == "none" or last_role == "tool":
             return {**reply, "content": f"Answer {n} to all of it."}
         function = {"name": "read", "arguments": ARGUMENTS}
@@ -153,8 +139,6 @@ class FakeServer(ThreadingHTTPServer):
 
     def _count_cached(self, prompt: list[str]) -> int:
         if self.mode == "forgetful":
-            return 0
-        if self.mode == "dropping" and len(self.bodies) >= 2:
             return 0
         if self.mode == "blind":
             longest = max(map(len, self._conversations), default=0)
@@ -310,46 +294,8 @@ def test_a_reply_of_calls_alone_is_echoed_without_content():
         assert arguments == '{"2":"<b>","10":"é","path":"notes.txt","limit":2}'
 
 
-def test_words_are_echoed_with_their_spaces_and_thinking_under_its_name():
-    reply = reply_of(content="  so \n\n", reasoning="Hm.", reasoning_field="reasoning")
-    expected = {"role": "assistant", "content": "  so \n\n", "reasoning": "Hm."}
-    assert pi.pi_echo(reply) == expected
-
-
 def test_a_reply_of_thinking_alone_is_dropped():
     assert pi.pi_echo(reply_of(reasoning="Hm.", content=" \n")) is None
-
-
-def test_calls_are_joined_with_and_without_an_index():
-    pieces = [
-        {"id": "a", "function": {"name": "read", "arguments": '{"x"'}},
-        {"function": {"arguments": ": 1}"}},
-        {"id": "b", "function": {"name": "bash", "arguments": "{}"}},
-    ]
-    indexed = [
-        {**pieces[0], "index": 0},
-        {**pieces[1], "index": 0},
-        {**pieces[2], "index": 1},
-    ]
-
-    for stream in (pieces, indexed):
-        reply = pi.Reply()
-        for piece in stream:
-            event = {"choices": [{"delta": {"tool_calls": [piece]}}]}
-            reply.hear(event, seconds=1.0)
-        functions = [(call["id"], *call["function"].values()) for call in reply.calls]
-        assert functions == [("a", "read", '{"x": 1}'), ("b", "bash", "{}")]
-
-
-def test_the_first_word_is_when_something_is_said():
-    reply = pi.Reply()
-
-    reply.hear({"choices": []}, seconds=0.0)
-    for seconds, text in ((1.0, ""), (2.0, "a"), (3.0, "b")):
-        event = {"choices": [{"delta": {"content": text}}]}
-        reply.hear(event, seconds=seconds)
-
-    assert (reply.ttft_seconds, reply.seconds, reply.content) == (2.0, 3.0, "ab")
 
 
 def test_an_error_in_the_stream_is_no_reply():
@@ -413,24 +359,6 @@ def test_a_missing_checkpoint_is_unhealthy_after_the_first_turn(later, healthy):
     counters = {"hybrid_trim_miss": 1}
     checks = pi.judge(turns, counters, later=later)
     assert all(check.healthy for check in checks) is healthy
-
-
-@pytest.mark.parametrize(
-    ("second", "is_healthy"),
-    [((1090, 1035, 10), True), ((1090, 940, 10), False), ((1200, 1035, 10), False)],
-    ids=["image found", "image read again", "much is new"],
-)
-def test_the_turn_after_an_image_must_find_it(second, is_healthy):
-    """The prompt of turn 1 ends with an image of 64 tokens."""
-    turns = turns_of((1040, 0, 10), second, (1300, 1290, 10))
-    checks = pi.judge(turns, {}, has_image=True)
-    assert all(check.healthy for check in checks) is is_healthy
-    assert len(checks) == len(pi.judge(turns, {})) + 1
-
-
-def test_counters_count_from_where_they_stood():
-    assert pi.count_steps({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}
-    assert pi.count_steps(None, {"a": 5}) is None
 
 
 @pytest.mark.parametrize(
@@ -502,15 +430,6 @@ def test_pi_like_probe_finds_a_healthy_server_healthy():
     assert body["max_completion_tokens"] and body["reasoning_effort"]
 
 
-def test_pi_like_probe_finds_no_fault_in_thinking_that_is_dropped_as_set(
-    monkeypatch, capsys
-):
-    with fake("dropping") as server:
-        url = server.url
-        assert call_main(pi, monkeypatch, "--base-url", url, "--turns", 4) == 0
-    assert "no turn to judge: each drops past thinking" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("mode", ["forgetful", "bumping", "trimming"])
 def test_pi_like_probe_finds_an_unhealthy_server_unhealthy(mode, monkeypatch, capsys):
     with fake(mode) as server:
@@ -522,37 +441,6 @@ def test_pi_like_probe_finds_an_unhealthy_server_unhealthy(mode, monkeypatch, ca
     assert ("vlm_retreat: moved by 3" in shown) is (mode == "bumping")
     later = "hybrid_trim_miss from turn 2 on: moved by 2"
     assert (later in shown) is (mode == "trimming")
-
-
-@pytest.mark.parametrize("is_file", [False, True])
-def test_pi_like_probe_asks_about_an_image_and_keeps_it(
-    is_file, tmp_path, monkeypatch, capsys
-):
-    picture = tmp_path / "cat.jpg"
-    Image.new("RGB", (40, 30)).save(picture)
-    arguments = ["--image", picture] if is_file else ["--image"]
-    with fake("exact") as server:
-        url = ["--base-url", server.url, "--turns", 4, "--json"]
-        assert call_main(pi, monkeypatch, *url, *arguments) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["healthy"]
-    assert "hit in turn 2" in [check["name"] for check in report["checks"]]
-
-    text, *shown = server.bodies[0]["messages"][1]["content"]
-    assert text["type"] == "text"
-    sent_url = shown[-1]["image_url"]["url"]
-    kind, _, payload = sent_url.partition(";base64,")
-    assert kind == ("data:image/jpeg" if is_file else "data:image/png")
-    image = Image.open(io.BytesIO(base64.b64decode(payload)))
-    image.load()
-    assert image.size == ((40, 30) if is_file else (224, 224))
-    assert all(body["messages"][1]["content"][1:] == shown for body in server.bodies)
-    assert pi.make_png("a") != pi.make_png("b")
-
-
-def test_an_image_that_cannot_be_read_is_another_status(monkeypatch, capsys):
-    assert call_main(pi, monkeypatch, "--image", "/nowhere/cat.png") == 2
-    assert "--image: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [pi, session], ids=lambda module: module.__name__)
@@ -576,42 +464,6 @@ def test_a_probe_finds_the_server_by_the_settings(module, tmp_path, monkeypatch)
     module.add_server_options(parser)
     assert parser.parse_args([]).base_url == "http://127.0.0.1:81"
     assert parser.parse_args(["--base-url", "http://x:1"]).base_url == "http://x:1"
-
-
-@pytest.mark.parametrize("module", [pi, session], ids=lambda module: module.__name__)
-def test_a_server_that_does_not_answer_is_another_status(module, monkeypatch, capsys):
-    with fake("exact") as server:
-        url = server.url
-    assert call_main(module, monkeypatch, "--base-url", url) == 2
-    assert url in capsys.readouterr().err
-
-
-def test_counters_are_those_of_the_server_behind_litellm(monkeypatch):
-    """LiteLLM has no status: start-llm beside it is asked."""
-    monkeypatch.setenv("MLX_PORT", "81")
-    monkeypatch.setenv("MLX_HOST", "")
-    monkeypatch.setenv("PROXY_PORT", "4321")
-
-    assert pi.find_status_url("http://localhost:4321/v1") == "http://127.0.0.1:81"
-    for url in ("http://127.0.0.1:81", "http://other:4321", "http://127.0.0.1:8000"):
-        assert pi.find_status_url(url) == ""
-
-    with fake("bumping") as behind, fake("exact") as proxy:
-        server = pi.Server(
-            proxy.url, model="fake", api_key="", timeout=9, status_url=behind.url
-        )
-        server.ask({"messages": [{"role": "user", "content": "Hi"}]})
-        behind.bodies.append({})
-        assert server.counters()["vlm_retreat"] == 1
-
-
-def test_replies_that_are_cut_in_their_thinking_are_not_held_against_a_server(
-    monkeypatch, capsys
-):
-    with fake("thoughtful") as server:
-        arguments = ("--base-url", server.url, "--only", "normal", "drift")
-        assert call_main(session, monkeypatch, *arguments) == 0
-    assert "lost" not in capsys.readouterr().out
 
 
 def test_probe_session_finds_a_healthy_server_healthy():
@@ -644,15 +496,6 @@ def test_probe_session_tells_what_is_wrong(mode, healthy, monkeypatch, capsys):
     assert report["scenarios"] == healthy
     edits = [row["verdict"] for row in report["requests"] if row["what"] == "edit"]
     assert ("served from the old past" in edits[0]) is (mode == "blind")
-
-
-def test_probe_session_shows_a_table_of_what_was_asked_for(monkeypatch, capsys):
-    with fake("exact") as server:
-        arguments = ("--base-url", server.url, "--only", "insert", "normal")
-        assert call_main(session, monkeypatch, *arguments) == 0
-        assert len(server.bodies) == session.N_PAST + 2 + session.N_GROWTH
-    shown = capsys.readouterr().out
-    assert "insert" in shown and "normal" in shown and "drift" not in shown
 
 
 # Session logs -------------------------------------------------------------------------------------
@@ -727,12 +570,6 @@ def test_what_the_log_never_had_is_unknown_and_differs_from_nothing(tmp_path):
     assert diff.first_difference(TALK[:4], turns[0].messages) is None
 
 
-def test_an_old_log_without_counts_can_be_read():
-    record = {"prompt": 9, "cached": 0, "out": 1, "messages": TALK[:2]}
-    (turn,) = diff.read_turns([json.dumps(record), ""])
-    assert turn.messages == TALK[:2]
-
-
 def calling(arguments: str) -> JsonObject:
     function = {"name": "read", "arguments": arguments}
     call = {"id": "c", "type": "function", "function": function}
@@ -765,17 +602,6 @@ def test_the_first_difference_is_named(left, right, expected):
     difference = diff.first_difference([SYSTEM, left], [SYSTEM, right])
     assert difference.message == 1
     assert (difference.field, difference.left, difference.right) == expected
-
-
-def test_long_texts_are_shown_around_the_difference():
-    old_text = "a" * 500 + "<old>" + "b" * 500
-    new_text = "a" * 500 + "<new>" + "b" * 500
-
-    old_part, new_part = diff.around(old_text, new_text)
-
-    assert old_part.startswith("…aaa") and old_part.endswith("b…")
-    assert "<old>bbb" in old_part
-    assert "<new>bbb" in new_part and len(new_part) == 2 * diff.AROUND + 2
 
 
 @pytest.mark.parametrize(
@@ -834,17 +660,6 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
     assert (report["left"]["number"], report["right"]["number"]) == (1, 2)
     assert (report["kind"], report["new"], report["lost"]) == ("append", 20, 0)
     assert report["difference"]["message"] == 2 and report["continues"] is True
-
-
-def test_diff_turns_finds_the_logs_by_the_settings(tmp_path, monkeypatch, capsys):
-    (tmp_path / ".env").write_text("LOG_ROOT=other-logs\n")
-    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
-    monkeypatch.delenv("LOG_ROOT", raising=False)
-    assert diff.usual_log_root() == chat.ROOT / "other-logs"
-
-    monkeypatch.setenv("LOG_ROOT", str(tmp_path / "empty"))
-    assert call_main(diff, monkeypatch) == 2
-    assert str(tmp_path / "empty") in capsys.readouterr().err
 
 
 def test_diff_turns_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
