@@ -93,29 +93,6 @@ def test_an_old_python_can_start_it(python):
     assert "--setup-only" in result.stdout
 
 
-@pytest.mark.parametrize("python", OLD_PYTHONS[:1], ids=lambda path: path.parts[-3])
-def test_an_old_python_hands_over_to_a_working_312(python, tmp_path):
-    """The whole way: a 3.6 starts it, a broken python3.12 is first on PATH, a good one second."""
-    shutil.copy(SCRIPT, tmp_path)
-    broken = executable(
-        tmp_path / "shims/python3.12", "echo command not found >&2; exit 127\n"
-    )
-    working = executable(
-        tmp_path / "good/python3.12", f'exec "{sys.executable}" "$@"\n'
-    )
-    environ = {**os.environ, "PATH": f"{broken.parent}:{working.parent}:/usr/bin:/bin"}
-    # It ends the set-up before something is installed.
-    executable(tmp_path / ".venv/bin/python3.14", "")
-
-    command = [python, tmp_path / SCRIPT.name, "--setup-only"]
-    result = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=30, env=environ
-    )
-
-    assert f"going on with {working}" in result.stdout
-    assert "python3.14" in result.stdout and result.returncode == 2
-
-
 @pytest.mark.parametrize("python", OLD_PYTHONS, ids=lambda path: path.parts[-3])
 def test_the_server_under_another_python_says_what_to_run(python):
     result = subprocess.run(
@@ -159,18 +136,6 @@ def test_an_interpreter_that_fails_or_is_another_version_is_not_usable(tmp_path)
     assert is_usable("echo 3.12 Darwin arm64\n")
 
 
-def test_a_candidate_that_never_answers_is_given_up(tmp_path, monkeypatch):
-    hanging = executable(tmp_path / "python3.12", "exec sleep 60\n")
-    check_output = subprocess.check_output
-
-    def with_short_timeout(command, **options):
-        options["timeout"] = 0.2
-        return check_output(command, **options)
-
-    monkeypatch.setattr(subprocess, "check_output", with_short_timeout)
-    assert not install.is_usable(str(hanging))
-
-
 def test_candidates_cover_all_of_path_pyenv_homebrew_and_uv(tmp_path):
     patches = ("3.12.9", "3.12.10", "3.11.4")
     for patch in patches:
@@ -201,17 +166,7 @@ def test_the_first_usable_candidate_is_taken_and_later_ones_are_not_run(tmp_path
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_python_is_one_sentence_that_says_how_to_get_it():
-    with pytest.raises(install.SetupError, match=r"needs Python 3\.12") as caught:
-        install.find_python([])
-    assert "\n" not in str(caught.value) and str(caught.value).count(". ") == 0
-
-
 # The virtual environment --------------------------------------------------------------------------
-
-
-def test_a_sound_venv_holds_nothing_foreign(venv):
-    assert install.foreign_paths(venv) == []
 
 
 @pytest.mark.parametrize(
@@ -229,13 +184,6 @@ def test_a_venv_made_by_another_python_is_named(venv, key):
     assert install.foreign_paths(venv) == [f"{config} (made by Python 3.14.0)"]
 
 
-def test_a_venv_whose_python_is_another_one_is_named(venv):
-    other_python = executable(venv.parent / "usr/bin/python3.13", "")
-    (venv / "bin/python").unlink()
-    (venv / "bin/python").symlink_to(other_python)
-    assert any("bin/python (is " in text for text in install.foreign_paths(venv))
-
-
 def test_a_mixed_venv_is_refused_with_every_path_before_anything_runs(venv):
     for name in ("bin/python3.14", "lib/python3.14"):
         executable(venv / name, "")
@@ -247,13 +195,6 @@ def test_a_mixed_venv_is_refused_with_every_path_before_anything_runs(venv):
     assert f"{venv}/bin/python3.14" in message
     assert f"{venv}/lib/python3.14" in message
     assert f"rm -rf {venv}" in message
-
-
-def test_half_a_venv_is_not_whole(venv):
-    assert not install.is_whole(venv / "absent")
-    (venv / "bin/python").unlink()
-    executable(venv / "bin/python", "exit 1\n")  # as before ensurepip has run
-    assert not install.is_whole(venv)
 
 
 class Commands(list):
@@ -294,12 +235,6 @@ def test_a_stamp_holds_until_a_requirement_or_the_python_changes(venv, project):
     assert install.is_installed(venv, RUN, root=project)
 
     (venv / "pyvenv.cfg").write_text("version = 3.12.2\n", encoding="utf-8")
-    assert not install.is_installed(venv, RUN, root=project)
-
-
-def test_a_stamp_means_nothing_without_its_python(venv, project):
-    install.write_stamp(venv, RUN, root=project)
-    (venv / "bin/python").unlink()
     assert not install.is_installed(venv, RUN, root=project)
 
 
@@ -432,23 +367,6 @@ def test_a_gpu_is_found_or_what_is_wrong_with_it(driver, monkeypatch, answers, f
         assert gpu == found
 
 
-def test_the_server_asks_for_the_architecture_as_the_set_up_does(driver, monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
-    assert start_llm._find_architecture() == "sm_89"
-    monkeypatch.setenv("FAKE_COUNT", "0")
-    assert not start_llm._find_architecture()
-
-
-def test_a_driver_that_does_not_answer_is_a_problem_like_others(tmp_path):
-    hanging = executable(tmp_path / "python", "exit 139\n")
-    gpu = install.find_gpu(str(hanging))
-    choice = install.choose_backend("auto", gpu)
-    assert not choice.is_cuda
-    assert choice.reason == (
-        "the GPU cannot be used: its driver does not answer; the processor is used instead"
-    )
-
-
 GPU = {"name": "NVIDIA X", "architecture": "sm_89", "memory_bytes": 1}
 OLD_GPU = {"name": "NVIDIA X", "problem": "its driver is old"}
 NO_DRIVER = {"name": "", "problem": "there is no NVIDIA driver"}
@@ -551,14 +469,6 @@ linux_only = pytest.mark.skipif(
 )
 
 
-def test_preloading_keeps_what_the_user_set():
-    changed = install.preloading({"A": "b"}, "/o.so", n_cores=2)
-    assert changed == {"A": "b", "LD_PRELOAD": "/o.so", "OPENBLAS_NUM_THREADS": "1"}
-    mine = {"LD_PRELOAD": "/x.so", "OPENBLAS_NUM_THREADS": "6"}
-    changed = install.preloading(mine, "/o.so", n_cores=8)
-    assert changed == {"LD_PRELOAD": "/o.so:/x.so", "OPENBLAS_NUM_THREADS": "6"}
-
-
 @pytest.fixture
 def mlx_venv(venv):
     """The skeleton of a venv in which MLX computes with the reference BLAS."""
@@ -577,13 +487,6 @@ def test_a_venv_without_the_cpu_wheel_or_with_a_blas_of_the_user_is_left_alone(
     shutil.rmtree(venv / "lib/python3.12/site-packages/mlx_cpu.libs")
     assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
     assert capsys.readouterr().out == ""
-
-
-def test_the_console_says_which_blas_computes(mlx_venv, monkeypatch, capsys):
-    monkeypatch.setattr(install, "prepare_openblas", lambda _: Path("/o.so"))
-    changed = install.server_environment(mlx_venv, {"OPENBLAS_NUM_THREADS": "3"})
-    assert changed == {"OPENBLAS_NUM_THREADS": "3", "LD_PRELOAD": "/o.so"}
-    assert "OpenBLAS computes" in capsys.readouterr().out
 
 
 def program(venv, name, code):
@@ -790,22 +693,6 @@ def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
     assert len(commands) == len(install.GATES)
     assert commands[-1] == "-m pytest -n 3 --dist worksteal -k kv"
     assert "6 of 6 gates passed" in capfd.readouterr().out.splitlines()[-1]
-
-
-def test_the_gates_before_the_tests_run_at_once_and_are_shown_in_order(
-    venv, ran, tmp_path, capfd
-):
-    """Here the first ends after the last has begun."""
-    waits = f"until grep -q mypy {tmp_path / 'ran'}; do sleep 0.05; done"
-    program = venv / "bin/python"
-    code = program.read_text(encoding="utf-8")
-    executable(program, f'{code}case "$*" in *check) {waits};; esac; echo "is $@"\n')
-
-    assert install.run_gates(venv, []) == 0
-
-    lines = capfd.readouterr().out.splitlines()
-    shown = [line.removeprefix("is ") for line in lines if line.startswith("is ")]
-    assert shown == [" ".join(gate.command) for gate in install.GATES]
 
 
 @pytest.mark.parametrize("failing", ["mypy", "pytest"])

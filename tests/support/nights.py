@@ -27,7 +27,7 @@ At night, too:
 - more seeds of the ledger's restarts and of batches beside mlx-lm's own; senders x ids x places;
   images that cannot be read in two other ways; real templates with the other vocabulary
 - the dense kind for the Messages API and structured output; families whose state is all there is
-  (mamba2, granitemoehybrid, olmo_hybrid, rwkv7) under one head; layers of two large models as
+  (mamba2, granitemoehybrid, olmo_hybrid, rwkv7) under one head; layers of three large models as
   counted; four of five steps in which an exception may come
 - scenarios of clients that another one has in it (billed, operator and late notes, a new session);
   packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
