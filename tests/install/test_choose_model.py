@@ -27,6 +27,7 @@ from choose_model import (
     list_offers,
 )
 from count_kv import KVBytes
+from nights import at_night
 
 GIB = 2**30
 GB = 10**9
@@ -79,6 +80,7 @@ def test_a_mac_is_offered_a_first_and_a_second_choice(gigabytes, names):
         assert model.good_for
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gigabytes", TIERS)
 @pytest.mark.parametrize("disk", [0, GB, 3 * GB, 6 * GB, 20 * GB, 50 * GB])
 def test_on_a_small_disk_the_downloads_fit_or_nothing_is_offered(gigabytes, disk):
@@ -99,6 +101,7 @@ def test_what_the_hub_no_longer_has_makes_room_for_the_next_choice(gigabytes):
     assert len(gone_names) >= 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", [*FIRST_CHOICES, *SECOND_CHOICES])
 @pytest.mark.parametrize("gigabytes", [16, 32, 64, 512])
 def test_the_context_that_is_promised_is_what_the_server_has_room_for(gigabytes, model):
@@ -365,12 +368,12 @@ def answer_on_terminal(home, keys, *, size="4_600_000_000"):
     ("keys", "name", "is_kept"),
     [
         (b"\n", "mlx-community/Qwen3.5-9B-MLX-4bit", True),
-        (b"1\n", "mlx-community/Qwen3.5-9B-MLX-4bit", True),
+        at_night(b"1\n", "mlx-community/Qwen3.5-9B-MLX-4bit", True),
         (b"2\n", "lmstudio-community/gemma-4-E4B-it-MLX-4bit", True),
         (b"demo\n", DEMO, True),
         (b"n\n", DEMO, False),
-        (b"\x04", DEMO, False),  # Ctrl-D
-        (b"what?\n7\nn\n", DEMO, False),
+        at_night(b"\x04", DEMO, False),  # Ctrl-D
+        at_night(b"what?\n7\nn\n", DEMO, False),
         (b"a\nb\nc\n", DEMO, False),
     ],
 )
@@ -409,6 +412,3 @@ def test_the_answer_is_not_asked_for_again_while_it_can_be_served(home):
     assert first == again == "org/tiny"
     assert "org/tiny: 0.0 GB here already" in shown
     assert "Enter for" not in shown_again
-
-    (home / ".chosen-model").write_text("org/gone")
-    assert answer_on_terminal(home, b"n\n")[0] == DEMO

@@ -644,6 +644,7 @@ def test_a_wrong_option_is_one_sentence_with_the_one_meant(
     assert message.startswith("start-llm: ") and message.count("\n") == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "program", [SCRIPT, ROOT / "start-llm.py"], ids=lambda p: p.name
 )

@@ -31,15 +31,6 @@ def test_the_folder_is_whole_and_small():
     assert config["max_position_embeddings"] >= 32_768
 
 
-def test_a_name_is_cut_the_same_way_wherever_it_stands():
-    tokenizer = load_tokenizer(FOLDER)
-    for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
-        bare = tokenizer.tokenize(name)
-        for context in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
-            pieces = tokenizer.tokenize(context.format(name))
-            assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
-
-
 def test_the_server_reads_what_it_was_trained_on():
     """why(L-59): transformers may replace what tokenizer.json says."""
     trained_on = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
