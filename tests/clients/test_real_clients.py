@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, dropwhile, pairwise, product
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ from clients.drive import (
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
-from replica_choice import digest_of, find_first_words
 from scripted_replies import (
     AnsweredRequest,
     PostedRequest,
@@ -84,8 +83,6 @@ MOST_RATIO = 1.10  # prefilled / fewest
 MOST_WARM_RATIO = 1.02  # from the second request on
 MOST_RESTATED = 1.20  # the same where each turn has to say the new value of an id
 MOST_FALLBACKS = 0.01  # of all requests
-SLOW_SECONDS = 75  # of a prefill that breaks nothing
-
 # The first test of a client waits for all of its work.
 # Where clients are installed, 200 s of processor time.
 pytestmark = [pytest.mark.timeout(290), pytest.mark.slow]
@@ -602,32 +599,6 @@ def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
 
 # -- what the script has no part in ----------------------------------------------------------------
 
-Measured = tuple[list[list[tuple[int, int]]], list[int]]
-
-
-def replayed(
-    served: Served, bodies: list[dict[str, Any]], script: list[list[int]]
-) -> Measured:
-    """Post them to an empty server; without a script the model says what it likes.
-
-    For each body, the (position, token) pairs that were fed, and the tokens cached.
-    """
-    url = urls_of({DENSE: served})[DENSE]
-    with pytest.MonkeyPatch.context() as patch:
-        if script:
-            Script(patch, served.scribe, {"": script})
-        tap = Wiretap(patch, served)
-        for body in bodies:
-            post(url, {**body, "max_completion_tokens": 60})
-
-    fed_pairs = []
-    for model_inputs in tap.fed:
-        pairs: list[tuple[int, int]] = []
-        for model_input in model_inputs:
-            pairs += enumerate(model_input.tokens, start=model_input.at)
-        fed_pairs.append(pairs)
-    return fed_pairs, [usage.cached_tokens for usage in tap.usages]
-
 
 def post(url: str, body: dict[str, Any]) -> None:
     request = urllib.request.Request(
@@ -637,27 +608,6 @@ def post(url: str, body: dict[str, Any]) -> None:
     )
     with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as answer:
         answer.read()
-
-
-@cases(["pi"])
-def test_without_the_script_no_prefill_changes(conversation, tmp_path_factory):
-    """What a client sent, answered freely, and answered by a script of those very answers."""
-    root = tmp_path_factory.getbasetemp()
-    bodies = conversation.bodies
-
-    with serving(conversation.kind, root) as served:
-        free = replayed(served, bodies, [])
-        prompts = [record["tokens"] for record in read_records(served)]
-    fed_pairs, _ = free
-    free_replies = []
-    for pairs, prompt in zip(fed_pairs, prompts, strict=True):
-        reply_ids = [token for position, token in pairs if position >= len(prompt)]
-        free_replies.append(reply_ids)
-    with serving(conversation.kind, root) as served:
-        scripted = replayed(served, bodies, free_replies)
-
-    assert free_replies != [list(record.reply) for record in conversation.scripted]
-    assert scripted == free
 
 
 # -- other sessions, other agents ------------------------------------------------------------------
@@ -952,58 +902,6 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(
     assert n_cached >= LEAST_SHARE * n_prefilled
 
 
-@pytest.mark.slow
-def test_a_slow_prefill_breaks_nothing(request, tmp_path_factory, table):
-    """All that are installed wait at the same time, for servers whose model stands still."""
-    waiting_clients = (*PATIENT, "openclaw-2026.9.6")
-    names = [name for name in waiting_clients if not CLIENT_NAMES[name].missing()]
-    if not names or not sys.platform.startswith("linux"):
-        skip_if_missing(PATIENT[0])
-
-    servers = request.getfixturevalue("servers")
-    scribe = servers[DENSE].scribe
-    scenes = {}
-    for name in names:
-        greeting = reply("Short.", f"Hello, {name}.")
-        scenes[f"I am {name}. {HELLO}"] = [encode_reply(scribe, greeting)]
-
-    model_goes_on = threading.Event()
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        clients = [
-            stack.enter_context(
-                running(name, urls_of(servers), tmp_path_factory.mktemp(name))
-            )
-            for name in names
-        ]
-        for served in servers.values():
-            forget(served)
-            wait = served.holding(lambda _rows: model_goes_on.wait(MAX_WAIT_SECONDS))
-            stack.enter_context(wait)
-        script = Script(patch, scribe, scenes)
-        tap = Wiretap(patch, servers[DENSE])
-
-        pool = stack.enter_context(ThreadPoolExecutor(len(names)))
-        kinds = [KINDS[index % 2] for index in range(len(names))]
-        futures = [
-            pool.submit(client.say, kind, words, seconds=MAX_WAIT_SECONDS)
-            for client, kind, words in zip(clients, kinds, scenes, strict=True)
-        ]
-        wait_until(lambda: len(tap.posted) == len(names))
-        time.sleep(SLOW_SECONDS)
-        model_goes_on.set()
-        wait_until(lambda: len(tap.told) == len(names))
-        for future in futures:
-            future.result()
-
-    assert {script.opening(answer.prompt) for answer in tap.told} == set(scenes)
-    assert len(tap.posted) == len(names), "somebody asked again"
-    for name, client in zip(names, clients, strict=True):
-        if client.WAITS:
-            assert f"Hello, {name}." in client.log()
-    table(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")
-
-
 LOOKS = {
     "claude-code-2.1.332": call("Read", file_path="pic.png"),
     "pi": call("read", path="pic.png"),
@@ -1072,145 +970,7 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
 
 # -- several servers behind port 4000 --------------------------------------------------------------
 
-OTHERS: dict[str, type[Client]] = {"opencode": OpenCode}
-TITLE = "You are a title generator"  # how another request of opencode begins
-SESSIONS = ("amber", "birch", "cedar", "dune")
 MOST_BESIDE_ONE = 1.02  # prefilled / fewest of two servers, over that of one
-
-
-@dataclass(frozen=True, slots=True)
-class Farm:
-    """Servers of this process, and where LiteLLM answers for all of them."""
-
-    servers: list[Served]
-    url: str
-    assignments_file: Path  # of replica_choice.py
-
-    def n_fed(self) -> list[int]:
-        return [len(served.recorder.fed) for served in self.servers]
-
-    def conversations(self) -> set[str]:
-        """Digests of the conversations that have a server."""
-        if not self.assignments_file.exists():
-            return set()
-        return set(json.loads(self.assignments_file.read_text()))
-
-
-@contextmanager
-def farm_of(n_servers: int, root: Path) -> Iterator[Farm]:
-    if not Path(sys.executable).with_name("litellm").exists():
-        pytest.skip("LiteLLM is not installed")
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving(DENSE, root)) for _ in range(n_servers)]
-        others = [urls_of({DENSE: served})[DENSE] for served in servers[1:]]
-        url = stack.enter_context(proxied(servers[0], *others))
-        wait_until(lambda: is_answering(url))
-        port = url.rpartition(":")[2]
-        logs = Path(f"{servers[0].state.config.log_root}-proxy")
-        yield Farm(servers, url, logs / f"litellm-{port}.assignments")
-
-
-@pytest.fixture(scope="module")
-def farms(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp()
-    with farm_of(1, root) as alone, farm_of(2, root) as pair:
-        yield [alone, pair]
-
-
-@dataclass(slots=True)
-class FarmWork:
-    """What the sessions of a client cost, and where they were."""
-
-    homes: dict[str, int]  # session -> number of the server where it began
-    requests: list[list[Request]]  # of the sessions of each server
-    n_prefilled: int = 0
-    has_id: bool = False  # or its sessions were known by the user's first words
-
-    @property
-    def n_fewest(self) -> int:
-        """For servers that have no more than the sessions which began there."""
-        return sum(sum(fewest(of_server)) for of_server in self.requests)
-
-    @property
-    def ratio(self) -> float:
-        return self.n_prefilled / self.n_fewest
-
-    def __str__(self) -> str:
-        return f"{self.n_prefilled} / {self.n_fewest} = {self.ratio:.3f}"
-
-
-def work_in_turns(client: Client, farm: Farm, patch: pytest.MonkeyPatch) -> FarmWork:
-    """Several sessions of a client at port 4000: a turn of each, then the next of each."""
-    for served in farm.servers:
-        forget(served)
-    conversations_before = farm.conversations()
-    scribe = farm.servers[0].scribe
-    client_turns = turns(type(client))
-    replies = [
-        encode_reply(scribe, text) for _, texts in client_turns for text in texts
-    ]
-    scenes = {f"In {session}: ": replies for session in SESSIONS}
-    title = encode_reply(scribe, reply("Short.", "A title"))
-    script = Script(patch, scribe, {**scenes, TITLE: [title]})
-    tap = Wiretap(patch, farm.servers[0])
-
-    work = FarmWork({}, [[] for _ in farm.servers])
-    for (user_text, texts), session in product(client_turns, SESSIONS):
-        n_fed = farm.n_fed()
-        n_answers = len(tap.told)
-        n_said = len(script.said)
-        client.say(session, f"In {session}: {user_text}")
-        n_answers += len(texts)
-        wait_until(lambda n=n_answers: len(tap.told) >= n)
-        wait_until(lambda: len(tap.told) == len(script.said))
-        grown = np.subtract(farm.n_fed(), n_fed)
-        home = work.homes.setdefault(session, int(grown.argmax()))
-        work.requests[home] += [
-            Request(record.prompt, record.reply) for record in script.said[n_said:]
-        ]
-
-    fed = [
-        model_input for served in farm.servers for model_input in served.recorder.fed
-    ]
-    work.n_prefilled = prefilled(fed, list(chain(*work.requests)))
-    if len(farm.servers) > 1:
-        wait_until(
-            lambda: len(farm.conversations() - conversations_before) >= len(SESSIONS)
-        )
-        words = {digest_of(find_first_words(request.body)) for request in tap.posted}
-        work.has_id = not words & farm.conversations()
-    return work
-
-
-@pytest.mark.parametrize("name", [*CLIENT_NAMES, *OTHERS])
-def test_two_servers_cost_a_client_no_more_than_one(
-    name, farms, tmp_path_factory, monkeypatch, table
-):
-    """Each reads the instructions once; else what one has read the other does not read."""
-    for other, client_class in OTHERS.items():
-        monkeypatch.setitem(CLIENT_NAMES, other, client_class)
-    skip_if_missing(name)
-
-    works = []
-    for farm in farms:
-        urls = dict.fromkeys(SESSIONS, farm.url)
-        folder = tmp_path_factory.mktemp(name)
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            running(name, urls, folder) as client,
-        ):
-            works.append(work_in_turns(client, farm, patch))
-
-    alone, pair = works
-    counts = Counter(pair.homes.values())
-    n_requests = [sum(map(len, work.requests)) for work in works]
-    known_by = "an id" if pair.has_id else "first words"
-    table(
-        f"{name:19} known by {known_by:11}  one server {alone}  two {pair}"
-        f"  requests {n_requests}  sessions {sorted(counts.values())}"
-    )
-    assert len(counts) == 2
-    assert pair.ratio <= MOST_BESIDE_ONE * alone.ratio
 
 
 HELD_REPLY = 2  # of the first turn, after two calls of tools

@@ -136,27 +136,6 @@ def test_an_interpreter_that_fails_or_is_another_version_is_not_usable(tmp_path)
     assert is_usable("echo 3.12 Darwin arm64\n")
 
 
-def test_candidates_cover_all_of_path_pyenv_homebrew_and_uv(tmp_path):
-    patches = ("3.12.9", "3.12.10", "3.11.4")
-    for patch in patches:
-        executable(tmp_path / f".pyenv/versions/{patch}/bin/python3.12", "")
-    executable(tmp_path / "uv/cpython-3.12.4-linux/bin/python3.12", "")
-    environ = {
-        "HOME": str(tmp_path),
-        "PATH": "/a:/b",
-        "UV_PYTHON_INSTALL_DIR": f"{tmp_path}/uv",
-    }
-
-    found = list(install.python_candidates(environ))
-
-    assert found[:4] == ["/a/python3.12", "/b/python3.12", "/a/python3", "/b/python3"]
-    pyenv = [path for path in found if ".pyenv" in path]
-    assert [Path(path).parts[-3] for path in pyenv] == ["3.12.10", "3.12.9"]
-    assert "/opt/homebrew/bin/python3.12" in found
-    assert "/usr/local/bin/python3.12" in found
-    assert any("cpython-3.12.4" in path for path in found)
-
-
 def test_the_first_usable_candidate_is_taken_and_later_ones_are_not_run(tmp_path):
     shim = executable(tmp_path / "shim", "exit 127\n")
     later_python = executable(tmp_path / "never", f"touch {tmp_path}/ran\n")
@@ -509,19 +488,6 @@ def wheel(mlx_venv, monkeypatch):
     program(mlx_venv, "patchelf", 'cp "$5" "$4"\n')
     program(mlx_venv, "python", "exit 0\n")
     return mlx_venv
-
-
-def test_what_was_made_is_tried_once_until_the_packages_change(wheel, calls):
-    library = install.prepare_openblas(wheel)
-    assert library.read_bytes() == b"a library"
-
-    program(wheel, "python", "exit 1\n")
-    program(wheel, "patchelf", "exit 1\n")
-    assert install.prepare_openblas(wheel) == library
-
-    install.prepare(wheel, RUN)
-    with pytest.raises(install.BlasError):
-        install.prepare_openblas(wheel)
 
 
 @pytest.mark.parametrize(

@@ -456,23 +456,6 @@ def test_in_an_hours_context_a_client_works_for_an_hour_before_it_compacts(name)
     assert f"after {n_work:,} tokens" in launch.explain_compaction(name, shorter)
 
 
-def test_who_would_compact_all_the_time_is_told_what_would_not(desk):
-    desk.install("claude", RECORDER)
-    desk.install("pi", RECORDER)
-
-    with answering(with_model(context=22_000), key=KEY) as port:
-        desk.environ["MLX_PORT"] = str(port)
-        claude = desk.launch("claude")
-        small = desk.launch("claude", "--small")
-        pi = desk.launch("pi")
-
-    assert "sums up its conversation (compacts) after 2,950 tokens" in claude.stderr
-    assert "about every call; `launch claude --small` after 15,050" in claude.stderr
-    assert "`launch pi` after 17,750" in claude.stderr
-    assert "about every 10 calls; `launch pi` after 17,750" in small.stderr
-    assert "about every 11 calls. KV_BITS=8" in pi.stderr
-
-
 # LiteLLM -----------------------------------------------------------------------------------------
 
 
@@ -725,16 +708,6 @@ def test_a_newer_python_launches_as_well(desk, python):
 # What is shown -----------------------------------------------------------------------------------
 
 
-def test_what_is_set_is_said_in_lines_apart_from_the_output_of_the_client(desk):
-    desk.install("claude", "print('only this')")
-
-    result = desk.launch("claude")
-
-    assert result.stdout == "only this\n"
-    assert MODEL in result.stderr and "--print" in result.stderr
-    assert KEY not in result.stderr and len(result.stderr.splitlines()) <= 3
-
-
 @pytest.mark.parametrize("name", launch.CLIENTS)
 def test_print_shows_everything_but_the_key_and_starts_nothing(desk, port, name):
     desk.install(launch.CLIENTS[name].program, RECORDER)
@@ -805,20 +778,6 @@ def test_ctrl_c_at_a_terminal_reaches_the_client_once(desk):
 
     assert process.wait(60) == 41  # a second one would make it 42
     os.close(terminal)
-
-
-def test_a_client_that_stops_itself_gives_the_shell_back_and_goes_on(desk):
-    desk.install("pi", COUNTER)
-    process = desk.start("pi")
-    client = int(desk.record.read_text().split()[1])
-
-    os.kill(client, signal.SIGSTOP)
-    _, status = os.waitpid(process.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-
-    process.send_signal(signal.SIGCONT)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 40
 
 
 # Mistakes ----------------------------------------------------------------------------------------

@@ -162,8 +162,7 @@ def test_who_stalls_holds_no_memory_for_long(memory, port, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [QUESTION, {**QUESTION, "stream": True}, {"messages": 5, "stream": True}],
+    "body", [QUESTION, {**QUESTION, "stream": True}, {"messages": 5, "stream": True}]
 )
 def test_what_has_waited_has_a_status_of_its_own(memory, port, body):
     with taken(memory.work):

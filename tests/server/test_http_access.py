@@ -149,18 +149,6 @@ def test_a_wrong_key_is_told_that_it_is_wrong_and_a_missing_one_that_it_is_neede
         assert json.loads(body)["error"]["type"] == "authentication_error"
 
 
-# Their last byte is a blank in Latin-1.
-@pytest.mark.parametrize("key", ["sk-voilà", "sk-Å"])
-def test_a_key_may_end_in_any_letter(key):
-    with listening(api_key=key) as port:
-        sent = key.encode().decode("latin-1")
-        for headers in ({"x-api-key": sent}, {"Authorization": f"Bearer {sent}"}):
-            request = request_bytes(port, **headers).decode()
-            with open_connection(port) as connection:
-                connection.sendall(request.encode("latin-1"))
-                assert read_response(connection)[0] == 200
-
-
 def test_without_api_key_any_key_will_do():
     with listening() as port:
         assert {status(port, **headers) for headers in (*RIGHT, *WRONG)} == {200}
@@ -211,32 +199,6 @@ def test_keys_are_in_no_log_and_in_no_repr(locked, caplog, monkeypatch):
     assert "sk-" not in repr(s.Config(api_key=KEY, proxy_api_key=OTHER_KEY))
 
 
-def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
-    """What a handler knows about KEY, OTHER_KEY and KEY again, on one connection."""
-
-    def send_tenant(request: s.HttpRequest) -> None:
-        request.response.send_json(200, request.state.tenant)
-
-    route = s._Route(send_tenant)
-    routes = {("GET", "/v1/tenant"): route, ("DELETE", "/v1/tenant"): route}
-    monkeypatch.setattr(s, "_ROUTES", {**s._ROUTES, **routes})
-    with (
-        listening(api_key=f"{KEY},{OTHER_KEY}", **settings) as port,
-        open_connection(port) as connection,
-    ):
-        names = []
-        for method, key in [("GET", KEY), ("DELETE", OTHER_KEY), ("GET", KEY)]:
-            connection.sendall(
-                request_bytes(port, line=f"{method} /v1/tenant", x_api_key=key)
-            )
-            names.append(json.loads(read_response(connection)[2]))
-        code, headers, _ = answer(port, line="PUT /v1/tenant", x_api_key=KEY)
-        assert code == 405
-        assert headers["allow"] == "GET, HEAD, DELETE"
-
-    return names
-
-
 def respond_with(route, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bytes]:
     """The status of a route's response, and all that comes after its headers."""
     planted = {("GET", "/v1/planted"): s._Route(route)}
@@ -273,14 +235,6 @@ def test_half_of_a_surrogate_pair_is_sent_as_it_is_in_a_stream(monkeypatch):
 
     assert json.loads(body) == {"text": "é\ud83d"}
     assert "é".encode() in body
-
-
-def test_a_key_is_a_tenant_where_caches_are_apart(monkeypatch):
-    assert tenants(monkeypatch) == ["", "", ""]
-    first, second, third = tenants(monkeypatch, cache_isolation="key")
-    assert first == third != second
-    assert re.fullmatch(r"[0-9a-f]{16}", first)
-    assert re.fullmatch(r"[0-9a-f]{16}", second)
 
 
 # -- names -----------------------------------------------------------------------------------------

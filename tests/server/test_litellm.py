@@ -25,8 +25,6 @@ import openai
 import psutil
 import pytest
 import start_llm as s
-from anthropic_client import SYSTEM, as_chat, ask, react, text, total
-from anthropic_client import user as blocks
 from forked_process import CONTEXT, ForkedProcess, run_proxy_alone
 from litellm_beside import Keeper, Order, is_open, settings_for
 from litellm_stand_in import LISTENS, write_litellm_that_listens
@@ -42,7 +40,6 @@ from server_fixture import (
     Served,
     Talk,
     free_port,
-    functions_of,
     user,
     wait_until,
 )
@@ -793,67 +790,6 @@ def test_a_conversation_by_googles_api_finds_its_past(lab, stream):
     assert n_calls
 
 
-def reply_of(exchange: Exchange) -> tuple[str, str, list[Any]]:
-    """As as_chat() has that of a message."""
-    answer = exchange.answer
-    calls = [(f["name"], json.loads(f["arguments"])) for f in functions_of(answer)]
-    reasoning = answer.get("reasoning_content") or ""
-    return reasoning, answer.get("content") or "", calls
-
-
-@pytest.mark.slow  # by day: the gate sends both APIs on to the byte, test_litellm_gate.py
-@pytest.mark.parametrize("stream", [True, False])
-def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
-    """A tool conversation by four ways in turn: one reply, one count of tokens, one cache."""
-    import anthropic  # three seconds, paid by who needs it
-
-    served = lab.served
-    model = lab.model_id
-    served.forget()
-    ports = (served.state.config.mlx_port, lab.port)
-    chats = [Client(port) for port in ports]
-    bases = [f"http://127.0.0.1:{port}" for port in ports]
-    messages_apis = [
-        anthropic.Anthropic(base_url=b, api_key="none", max_retries=0) for b in bases
-    ]
-    talk = Talk(chats[0], 5)
-    history = [blocks(text("What is in the readme?"))]
-    talk.messages = [
-        {"role": "system", "content": SYSTEM},
-        user("What is in the readme?"),
-    ]
-
-    for n in range(3):
-        messages = [
-            ask(sdk, history, stream=stream, model=model) for sdk in messages_apis
-        ]
-        exchanges = [chat.ask(talk.messages, stream=stream) for chat in chats]
-
-        replies = [as_chat(message) for message in messages]
-        replies += [reply_of(exchange) for exchange in exchanges]
-        assert all(reply == replies[0] for reply in replies), replies
-
-        n_prompt = [total(message.usage) for message in messages]
-        n_prompt += [exchange.usage["prompt_tokens"] for exchange in exchanges]
-        assert len(set(n_prompt)) == 1, n_prompt
-
-        n_cached = [messages[1].usage.cache_read_input_tokens]
-        n_cached += [exchange.n_cached for exchange in exchanges]
-        assert n_cached == [n_prompt[0] - 1] * 3, "who came later prefilled something"
-
-        history += react(messages[n % 2], n)
-        answer = exchanges[n % 2].answer
-        results = []
-        for i, call in enumerate(answer.get("tool_calls") or ()):
-            content = f"result {n} of {i}"
-            result = {"role": "tool", "tool_call_id": call["id"], "content": content}
-            results.append(result)
-        talk.messages += [answer, *(results or [user(f"and number {n}?")])]
-
-    for client in (*chats, *messages_apis):
-        client.close()
-
-
 def test_who_leaves_while_tokens_come_is_noticed_by_the_server(lab):
     with lab.served.holding(lambda _: time.sleep(0.05)):
         with lab.client.stream([user("Go on.")], max_tokens=1000) as chunks:
@@ -884,45 +820,6 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
 def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
     names = {model.id for model in lab.client._sdk.models.list()}
     assert names == {lab.model_id}
-
-
-@pytest.mark.slow
-def test_each_name_reaches_its_server_by_every_api(tmp_path_factory):
-    """PROXY_MODELS, through the real LiteLLM: chats, messages, responses, Google's."""
-    if not LITELLM.exists():
-        pytest.skip("LiteLLM is not installed")
-    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    folder = tmp_path_factory.mktemp("two")
-    with contextlib.ExitStack() as stack:
-        strict = {"strict_model_names": True, "proxy_model_id": "small"}
-        small = stack.enter_context(contextlib.closing(Served(model, **strict)))
-        port = small.state.config.mlx_port
-        names = f"small=http://127.0.0.1:{port}"
-        lab = Lab(folder, model, proxy_models=names)
-        stack.enter_context(contextlib.closing(lab))
-
-        def n_requests(server):
-            return server.state.metrics.totals()["requests"]
-
-        hello = [{"role": "user", "content": "Hello"}]
-        google = {"contents": [{"role": "user", "parts": [{"text": "Hello"}]}]}
-        bodies = {
-            "/v1/chat/completions": {"messages": hello, "max_tokens": 2},
-            "/v1/messages": {"messages": hello, "max_tokens": 2},
-            "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
-            "/v1beta/models/NAME:generateContent": google,
-        }
-        for path, body in bodies.items():
-            for name, asked in (("small", small), ("any", lab.served)):
-                counts = [n_requests(small), n_requests(lab.served)]
-                status, answer = lab.post(
-                    path.replace("NAME", name), {**body, "model": name}
-                )
-                assert status == 200, answer
-                counts[asked is lab.served] += 1
-                assert [n_requests(small), n_requests(lab.served)] == counts, path
-        listed = {model.id for model in lab.client._sdk.models.list()}
-        assert listed == {lab.model_id, "small"}
 
 
 def test_whoever_asks_the_proxy_how_it_is_runs_no_chat(lab):

@@ -398,20 +398,6 @@ def test_a_conversation_is_one_row_with_its_newest_step(visit):
         expect(first.locator(".total")).to_contain_text("13 steps")
 
 
-def test_what_was_found_on_the_disk_after_a_restart_is_shown(visit):
-    body = idle_body()
-    body["recent"] = [
-        ended("r1", disk_tokens=8_000, cold_seconds=12.9, ttft_ms=190, **whose("a"))
-    ]
-    with serving_page(status=body) as stub:
-        page = visit(stub)
-
-        expect(page.locator(".request .reason")).to_contain_text(
-            "8,000 tokens were found on the disk: first token after 0.19 s"
-            " instead of 13 s"
-        )
-
-
 def test_how_to_connect_an_agent_is_open_until_one_came(visit):
     body = idle_body()
     mine = ended("r1", time=NOW, session="page-1")
@@ -545,10 +531,7 @@ def test_a_reply_can_be_stopped(visit):
 def test_a_key_is_asked_for_and_used_but_not_shown(visit):
     key = "secret-k3y"
     with serving_page(key=key, events=chat_events("Hello.")) as stub:
-        page = visit(
-            stub,
-            permissions=["clipboard-read", "clipboard-write"],
-        )
+        page = visit(stub, permissions=["clipboard-read", "clipboard-write"])
         expect(page.locator("#key-input")).to_be_focused()
         page.keyboard.type(key)
         page.keyboard.press("Enter")

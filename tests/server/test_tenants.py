@@ -132,10 +132,7 @@ def test_a_key_does_not_pay_twice_for_its_own(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "forgets"),
-    [
-        ({"api_key": "anna", "cache_isolation": "key"}, False),
-        (TWO_KEYS, True),
-    ],
+    [({"api_key": "anna", "cache_isolation": "key"}, False), (TWO_KEYS, True)],
 )
 def test_the_tokenizer_keeps_no_words_where_there_are_tenants(
     folder, monkeypatch, settings, forgets

@@ -377,34 +377,3 @@ def title() -> list[Any]:
 )
 def test_a_conversation_is_followed(exchanges, lengths):
     assert lengths_of(exchanges) == lengths
-
-
-def test_another_answer_to_the_same_question_is_another_conversation():
-    question = {"role": "user", "content": QUESTION}
-    next_question = {"role": "user", "content": "Then go on."}
-    exchanges = []
-    for text in ("The notes are about boats.", "Sorry, I cannot open them!"):
-        answer = {"role": "assistant", "content": text}
-        messages = [question, answer, next_question]
-        exchanges.append(exchange(len(exchanges), {"messages": messages}))
-
-    assert lengths_of(exchanges) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("usage", "n_prompt"),
-    [
-        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, 9),
-        ({"input_tokens": 3, "cache_read_input_tokens": 4}, 7),
-        (
-            {
-                "input_tokens": 3,
-                "cache_read_input_tokens": 4,
-                "cache_creation_input_tokens": 2,
-            },
-            9,
-        ),
-    ],
-)
-def test_tokens_are_counted_as_each_api_says_them(usage, n_prompt):
-    assert captured_prompts.tokens_of(usage) == (n_prompt, 4)

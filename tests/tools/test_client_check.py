@@ -161,10 +161,7 @@ def install(
 
 @pytest.mark.parametrize(
     ("system", "machine", "name"),
-    [
-        ("Linux", "x86_64", "linux-x64"),
-        ("Darwin", "arm64", "darwin-arm64"),
-    ],
+    [("Linux", "x86_64", "linux-x64"), ("Darwin", "arm64", "darwin-arm64")],
 )
 def test_the_packages_and_programs_are_those_of_the_machine(
     tmp_path, monkeypatch, system, machine, name

@@ -67,8 +67,7 @@ def test_a_complete_folder_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/no/such/folder", "./missing", "~/nothing/here", "a/b/c", "models/x/"],
+    "path", ["/no/such/folder", "./missing", "~/nothing/here", "a/b/c", "models/x/"]
 )
 def test_a_path_that_does_not_exist_is_named(path: str) -> None:
     assert f"MODEL_PATH={path} is neither a folder" in refusal(path)
@@ -297,16 +296,6 @@ def test_a_model_too_large_for_the_disk_is_refused_with_the_numbers(
     assert "20.0 GB more on disk" in message
     assert "has 6.0 GB free" in message
     assert message.endswith("MODEL_PATH=mlx-community/Qwen3.5-9B-MLX-4bit would fit.")
-
-
-def test_what_is_here_already_need_not_fit_on_the_disk_again(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = fetch()
-    (folder / "config.json").unlink()
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(fetch_model.shutil, "disk_usage", lambda path: usage(1000))
-    assert fetch() == folder
 
 
 def test_an_unknown_type_is_refused_before_its_weights_are_asked_for(hub: Hub) -> None:

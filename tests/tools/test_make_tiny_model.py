@@ -30,8 +30,7 @@ REPLY = re.compile(
 
 
 @pytest.fixture(
-    scope="module",
-    params=[DENSE, *(at_night(kind) for kind in KINDS if kind != DENSE)],
+    scope="module", params=[DENSE, *(at_night(kind) for kind in KINDS if kind != DENSE)]
 )
 def loaded(request, tmp_path_factory):
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp())

@@ -1,9 +1,6 @@
 """The probes: a healthy server passes, an unhealthy one fails; a log diff names the place."""
 
-import argparse
-import copy
 import importlib.util
-import itertools
 import json
 import re
 import subprocess
@@ -16,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import chat
 import pytest
 import start_llm as s
 
@@ -318,12 +314,7 @@ def turns_of(*counts: tuple[int, int, int]) -> list[Any]:
 
 
 def test_lost_is_what_was_sent_or_generated_and_not_cached():
-    turns = turns_of(
-        (100, 0, 10),
-        (150, 109, 10),
-        (200, 100, 10),
-        (300, 250, 5),
-    )
+    turns = turns_of((100, 0, 10), (150, 109, 10), (200, 100, 10), (300, 250, 5))
     assert [turn.lost for turn in turns] == [0, 1, 60, 0]
     assert [turn.number for turn in turns] == [1, 2, 3, 4]
 
@@ -342,12 +333,7 @@ def test_lost_is_what_was_sent_or_generated_and_not_cached():
 def test_health_is_the_share_from_turn_three_and_still_counters(
     third, counters, healthy
 ):
-    turns = turns_of(
-        (1000, 0, 1),
-        (1000, 0, 1),
-        (1000, third, 1),
-        (1000, 999, 1),
-    )
+    turns = turns_of((1000, 0, 1), (1000, 0, 1), (1000, third, 1), (1000, 999, 1))
     assert all(check.healthy for check in pi.judge(turns, counters)) is healthy
 
 
@@ -369,34 +355,6 @@ def test_cached_must_keep_both_bounds(cached, verdict):
     fields = {"scenario": "semantic", "case": "", "what": "edit", "prompt": 900}
     row = session.Row(cached=cached, at_least=100, at_most=150, **fields)
     assert row.verdict == verdict
-
-
-@pytest.mark.parametrize("name", session.DRIFTS)
-def test_a_drift_is_another_in_each_request_and_hides_nothing(name):
-    text = "\n\n".join(f"Paragraph {n}." for n in range(20))
-    messages = [
-        {"role": "developer", "content": text},
-        {"role": "user", "content": "Hello"},
-    ]
-    unchanged = copy.deepcopy(messages)
-    stamp = session.DRIFTS[name]
-
-    requests = [stamp(messages, n) for n in range(3)]
-
-    assert messages == unchanged
-    assert all(left != right for left, right in itertools.combinations(requests, 2))
-    plain_words = words_without_volatile(messages)
-    for stamped in requests:
-        remaining = iter(words_without_volatile(stamped))
-        # In order, but for the system's role.
-        assert all(word in remaining for word in plain_words[1:])
-
-
-def words_without_volatile(messages: list[JsonObject]) -> list[str]:
-    words = []
-    for message in messages:
-        words += words_of(message, masks_volatile=True)
-    return words
 
 
 # The probes against a server ----------------------------------------------------------------------
@@ -441,29 +399,6 @@ def test_pi_like_probe_finds_an_unhealthy_server_unhealthy(mode, monkeypatch, ca
     assert ("vlm_retreat: moved by 3" in shown) is (mode == "bumping")
     later = "hybrid_trim_miss from turn 2 on: moved by 2"
     assert (later in shown) is (mode == "trimming")
-
-
-@pytest.mark.parametrize("module", [pi, session], ids=lambda module: module.__name__)
-def test_a_probe_finds_the_server_by_the_settings(module, tmp_path, monkeypatch):
-    with fake("exact") as server:
-        port = server.server_port
-    settings = tmp_path / ".env"
-    settings.write_text(f'MLX_PORT={port}\nAPI_KEY="first, second"\n')
-    for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(chat, "SETTINGS", settings)
-    parser = argparse.ArgumentParser()
-
-    module.add_server_options(parser)
-
-    options = parser.parse_args([])
-    assert options.base_url == f"http://127.0.0.1:{port}"
-    assert options.api_key == "first"
-    monkeypatch.setenv("MLX_PORT", "81")
-    parser = argparse.ArgumentParser()
-    module.add_server_options(parser)
-    assert parser.parse_args([]).base_url == "http://127.0.0.1:81"
-    assert parser.parse_args(["--base-url", "http://x:1"]).base_url == "http://x:1"
 
 
 def test_probe_session_finds_a_healthy_server_healthy():
@@ -541,11 +476,7 @@ def read_log(path: Path) -> list[Any]:
 def test_conversations_are_rebuilt_from_what_was_new(tmp_path):
     retry = TALK[:4]
     log = log_of(
-        tmp_path,
-        (TALK[:2], 20, 0),
-        (TALK[:4], 40, 30),
-        (TALK, 60, 50),
-        (retry, 40, 39),
+        tmp_path, (TALK[:2], 20, 0), (TALK[:4], 40, 30), (TALK, 60, 50), (retry, 40, 39)
     )
 
     turns = read_log(log)
@@ -554,12 +485,7 @@ def test_conversations_are_rebuilt_from_what_was_new(tmp_path):
 
 
 def test_what_the_log_never_had_is_unknown_and_differs_from_nothing(tmp_path):
-    log = log_of(
-        tmp_path,
-        (TALK[:2], 20, 0),
-        (TALK[:4], 40, 0),
-        (TALK, 60, 50),
-    )
+    log = log_of(tmp_path, (TALK[:2], 20, 0), (TALK[:4], 40, 0), (TALK, 60, 50))
     _, rest = log.read_text(encoding="utf-8").split("\n", 1)
     log.write_text(rest)
 
@@ -615,12 +541,7 @@ def test_the_first_difference_is_named(left, right, expected):
     ],
 )
 def test_lost_is_what_is_neither_cached_nor_new(tmp_path, left, right, expected):
-    log = log_of(
-        tmp_path,
-        (TALK[:2], 50, 0),
-        left,
-        right,
-    )
+    log = log_of(tmp_path, (TALK[:2], 50, 0), left, right)
     _, left_turn, right_turn = read_log(log)
 
     result = diff.compare(left_turn, right_turn)
@@ -631,12 +552,7 @@ def test_lost_is_what_is_neither_cached_nor_new(tmp_path, left, right, expected)
 
 def test_diff_turns_shows_the_last_two_turns_of_the_newest_log(tmp_path):
     changed = [SYSTEM, user("[bold]uno[/]")]
-    log = log_of(
-        tmp_path,
-        (TALK[:2], 90, 0),
-        (TALK[:4], 120, 100),
-        (changed, 90, 40),
-    )
+    log = log_of(tmp_path, (TALK[:2], 90, 0), (TALK[:4], 120, 100), (changed, 90, 40))
 
     result = run("diff_turns", "--log-root", tmp_path)
 
@@ -647,12 +563,7 @@ def test_diff_turns_shows_the_last_two_turns_of_the_newest_log(tmp_path):
 
 
 def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
-    log = log_of(
-        tmp_path,
-        (TALK[:2], 90, 0),
-        (TALK[:4], 120, 100),
-        (TALK, 150, 30),
-    )
+    log = log_of(tmp_path, (TALK[:2], 90, 0), (TALK[:4], 120, 100), (TALK, 150, 30))
 
     assert call_main(diff, monkeypatch, log, "--turns", 1, -2, "--json") == 0
 
@@ -660,20 +571,3 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
     assert (report["left"]["number"], report["right"]["number"]) == (1, 2)
     assert (report["kind"], report["new"], report["lost"]) == ("append", 20, 0)
     assert report["difference"]["message"] == 2 and report["continues"] is True
-
-
-def test_diff_turns_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
-    assert call_main(diff, monkeypatch, "--log-root", tmp_path) == 2
-
-    log = log_of(
-        tmp_path,
-        (TALK[:2], 90, 0),
-    )
-    assert call_main(diff, monkeypatch, log) == 2
-
-    log.write_text("no json\n", encoding="utf-8")
-    assert call_main(diff, monkeypatch, log) == 2
-
-    messages = capsys.readouterr().err.splitlines()
-    assert "ENABLE_REQUEST_LOGGING" in messages[0]
-    assert "no turn -2" in messages[1] and "turn 1 is no line" in messages[2]
