@@ -199,3 +199,21 @@ def bench(models, monkeypatch):
 
     for new_bench in benches:
         new_bench.engine.stop()
+
+
+@pytest.fixture
+def make_drafting(models, tmp_path_factory, monkeypatch):
+    """Makes engines with drafts of one drafter, and without, which are stopped at the end."""
+    from drafting import Drafting
+
+    made = []
+
+    def make(drafter, kind, **size):
+        root = tmp_path_factory.getbasetemp()
+        made.append(Drafting(drafter, kind, root, monkeypatch, models=models, **size))
+        return made[-1]
+
+    yield make
+
+    for drafting in made:
+        drafting.close()

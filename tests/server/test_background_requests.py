@@ -185,18 +185,6 @@ def test_what_was_used_lately_is_not_evicted_for_it(on_stage):
     on_stage(scene)
 
 
-def test_what_was_not_used_lately_is(on_stage):
-    def scene(stage):
-        question = stage.come(1500)
-        stage.run(question)
-        limit_cache(stage, 2500)
-        stage.now += s.RECENT_SECONDS + 1
-        title = stage.come(1200, is_background=True)
-        stage.run(title)
-
-    on_stage(scene)
-
-
 def test_its_kv_goes_first(on_stage):
     """Though it was used last, and although others are worth less for each byte."""
 

@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load
 from mlx_lm.models import mamba2
 from mlx_lm.models.cache import make_prompt_cache
-from recurrent_families import ATTENTION, FAMILIES, SIZE
+from nights import at_night
+from recurrent_families import FAMILIES
 from tiny_models import tiny_model
 
 # Their recurrent layers have one cache for two; or hand out its parts.
@@ -65,21 +66,19 @@ def check_notes(model: Any, *, tolerance: float = 0.0) -> None:
     assert mx.abs(difference).max() <= tolerance
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in REFUSED])
-def test_states_inside_a_call_are_those_of_a_call_that_ends_there(family: str) -> None:
-    model = make_model(family)
+PEOPLE_USE = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [*PEOPLE_USE, *(f for f in FAMILIES if f not in REFUSED)]
+)
+def test_states_inside_a_call_are_those_of_a_call_that_ends_there(
+    family: str, models: Any
+) -> None:
+    model = load(str(models(family)))[0] if family in PEOPLE_USE else make_model(family)
     assert s.measure_kv(model).can_tap
     # upstream computes Mamba 2 in blocks of the tokens that it is given
     check_notes(model, tolerance=1e-4 if family in MAMBA_2 else 0.0)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
-def test_so_are_those_of_the_models_that_people_use(
-    kind: str, tmp_path_factory: Any
-) -> None:
-    model = load(str(tiny_model(kind, tmp_path_factory.getbasetemp())))[0]
-    assert s.measure_kv(model).can_tap
-    check_notes(model)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -100,39 +99,30 @@ def test_a_model_that_cannot_is_left_as_it_was(family: str) -> None:
     assert s.take_tapped_states(cache) == []
 
 
-def test_layers_whose_notes_are_wrong_are_refused() -> None:
-    class Forgetful(mamba2.Mamba2Block):
-        """Remembers the last call elsewhere than in its cache, so halves are not the whole."""
+class Forgetful(mamba2.Mamba2Block):
+    """Remembers the last call elsewhere than in its cache, so halves are not the whole."""
 
-        def __call__(
-            self, x: mx.array, mask: Any = None, cache: Any = None
-        ) -> mx.array:
-            output = super().__call__(x, mask, cache)
-            self.calls = getattr(self, "calls", 0) + 1
-            cache[1] = cache[1] * self.calls
-            return output
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        output = super().__call__(x, mask, cache)
+        self.calls = getattr(self, "calls", 0) + 1
+        cache[1] = cache[1] * self.calls
+        return output
 
+
+class Counting(mamba2.Mamba2Block):
+    """Counts from the beginning of the call; the state after one token is right."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return super().__call__(x, mask, cache) + mx.arange(x.shape[1])[:, None]
+
+
+@pytest.mark.parametrize("mixer", [Forgetful, Counting])
+def test_layers_whose_calls_cannot_be_parted_are_refused(mixer: type) -> None:
     model = make_model("mamba2")
     for layer in model.layers:
-        layer.mixer.__class__ = Forgetful
+        layer.mixer.__class__ = mixer
     assert not s.measure_kv(model).can_tap
-    assert {type(layer.mixer) for layer in model.layers} == {Forgetful}
-
-
-def test_layers_whose_output_depends_on_the_call_are_refused() -> None:
-    class Counting(mamba2.Mamba2Block):
-        """Counts from the beginning of the call; the state after one token is right."""
-
-        def __call__(
-            self, x: mx.array, mask: Any = None, cache: Any = None
-        ) -> mx.array:
-            output = super().__call__(x, mask, cache)
-            return output + mx.arange(x.shape[1])[:, None]
-
-    model = make_model("mamba2")
-    for layer in model.layers:
-        layer.mixer.__class__ = Counting
-    assert not s.measure_kv(model).can_tap
+    assert {type(layer.mixer) for layer in model.layers} == {mixer}
 
 
 def test_a_state_after_the_end_of_a_call_is_an_error() -> None:
@@ -145,39 +135,7 @@ def test_a_state_after_the_end_of_a_call_is_an_error() -> None:
         model(mx.array([[1, 2, 3]]), cache=cache)
 
 
-def test_a_chunk_of_local_attention_counts_as_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Llama 4's: it is measured behind two tokens, and a snapshot holds up to a chunk of them."""
-    text_config: dict[str, Any] = {
-        **SIZE,
-        **ATTENTION,
-        "model_type": "llama4_text",
-        "attention_bias": False,
-        "attention_chunk_size": 512,
-        "head_dim": 16,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 64,
-        "max_position_embeddings": 4096,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 1e4,
-        "use_qk_norm": True,
-    }
-    monkeypatch.setitem(FAMILIES, "llama4", {"text_config": text_config})
-    model = make_model("llama4")
-    cache = make_prompt_cache(model)
-    tokens = mx.zeros((1, 256), mx.int32)
-    for _ in range(4):
-        model(tokens, cache=cache)
-        s.evaluate_caches(cache)
-
-    assert s.copy_state(cache).nbytes <= 1.6 * s.measure_kv(model).state_bytes
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_5", at_night("qwen3_5_moe")])
 def test_boundaries_cost_no_call_of_the_model_and_are_gone_on_from(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
 ) -> None:

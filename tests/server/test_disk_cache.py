@@ -19,20 +19,21 @@ KINDS = ["qwen3", "qwen3_5", "gemma3_text"]
 
 
 @pytest.fixture
-def restart(tmp_path, monkeypatch):
-    """Starts an engine on one folder; the one before has ended."""
-    benches = []
+def restart(tmp_path, models, monkeypatch):
+    """Starts an engine on one folder; the one before on the same port has ended."""
+    benches = {}
 
-    def start(path, **settings):
-        for bench in benches:
-            bench.engine.stop()
+    def start(kind="qwen3", **settings):
+        port = settings.get("mlx_port")
+        if port in benches:
+            benches[port].engine.stop()
         folder = str(tmp_path / "kv")
-        bench = Bench(path, monkeypatch, cache_disk_folder=folder, **settings)
-        benches.append(bench)
+        bench = Bench(models(kind), monkeypatch, cache_disk_folder=folder, **settings)
+        benches[port] = bench
         return bench
 
     yield start
-    for bench in benches:
+    for bench in benches.values():
         bench.engine.stop()
 
 
@@ -46,16 +47,25 @@ def save(bench):
     on_model_thread(bench, lambda disk: disk.files.collect())
 
 
-def segments(bench):
-    """(start, end) of each file, by position."""
+def saved_segments(bench):
+    """Of each file, by position."""
     found = on_model_thread(
         bench, lambda disk: [file.segment for file in disk.files._files.values()]
     )
-    return sorted((segment.start, segment.end) for segment in found)
+    return sorted(found, key=lambda segment: (segment.start, segment.end))
+
+
+def segments(bench):
+    """(start, end) of each file, by position."""
+    return [(segment.start, segment.end) for segment in saved_segments(bench)]
 
 
 def files_in(folder):
     return sorted(folder.rglob("*.safetensors"))
+
+
+def set_time(bench, now):
+    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: now))
 
 
 def difference(bench, prompt, **fields):
@@ -68,16 +78,13 @@ def difference(bench, prompt, **fields):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(
-    kind, restart, tmp_path
-):
+def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(kind, restart):
     rng = np.random.default_rng(5)
-    path = tiny_model(kind, tmp_path)
     prompt = words(rng, 700)
     n_known = 0
 
     for _ in range(5):
-        bench = restart(path)
+        bench = restart(kind)
         cached, error, ids = difference(
             bench, prompt, n=12, boundaries=[200, len(prompt) - 2]
         )
@@ -90,15 +97,14 @@ def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(
     assert bench.metrics.snapshot()["disk_hits"] == 1
 
 
-@pytest.mark.parametrize("name", ["open_disk_cache", "DiskTier"])
 def test_a_fault_while_the_disk_is_opened_costs_the_disk_alone(
-    restart, tmp_path, monkeypatch, caplog, name
+    restart, monkeypatch, caplog
 ):
     def fail(*_args):
         raise KeyError("planted")
 
-    monkeypatch.setattr(s, name, fail)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    monkeypatch.setattr(s, "open_disk_cache", fail)
+    bench = restart()
     _, error, ids = difference(bench, words(np.random.default_rng(5), 50), n=2)
 
     assert (error, len(ids)) == (0.0, 2)
@@ -107,17 +113,14 @@ def test_a_fault_while_the_disk_is_opened_costs_the_disk_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_entry_is_branched_edited_and_extended_like_others(
-    kind, restart, tmp_path
-):
+def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart):
     rng = np.random.default_rng(6)
-    path = tiny_model(kind, tmp_path)
     head = words(rng, 600)
     first = head + words(rng, 300)
-    bench = restart(path)
+    bench = restart(kind)
     _, _, ids = difference(bench, first, n=8, boundaries=[600, 898])
 
-    bench = restart(path)
+    bench = restart(kind)
     longer = first + ids + words(rng, 30)
     branch = head + words(rng, 50)
     edited = first[:800] + words(rng, 60)
@@ -133,14 +136,11 @@ def test_loaded_entry_is_branched_edited_and_extended_like_others(
     assert cached["edited"] == (800 if kind == "qwen3" else 600)
 
 
-def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(
-    restart, tmp_path
-):
+def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(restart):
     rng = np.random.default_rng(34)
-    path = tiny_model("qwen3_5", tmp_path)
     prompt = words(rng, 900)
-    restart(path).ask(prompt, n=1, boundaries=[600, 898])
-    bench = restart(path)
+    restart("qwen3_5").ask(prompt, n=1, boundaries=[600, 898])
+    bench = restart("qwen3_5")
 
     edited = prompt[:800] + words(rng, 200)
     cached, error, _ = difference(bench, edited, n=8)
@@ -149,10 +149,10 @@ def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(
     assert error <= TOLERANCE.get("qwen3_5", 0.0)
 
 
-def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, tmp_path):
+def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart):
     """Files have the tokens of a longer conversation, and the state at its end alone."""
     rng = np.random.default_rng(48)
-    bench = restart(tiny_model("qwen3_5", tmp_path))
+    bench = restart("qwen3_5")
     prompt = words(rng, 900)
     bench.ask(prompt, n=1)
     save(bench)
@@ -175,28 +175,27 @@ def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, tmp_path
     assert difference(bench, prompt[:600] + words(rng, 300), n=1)[0] >= 599
 
 
-def test_two_branches_share_their_prefix_on_the_disk(restart, tmp_path):
+def test_two_branches_share_their_prefix_on_the_disk(restart):
     rng = np.random.default_rng(7)
-    path = tiny_model("qwen3", tmp_path)
-    head = words(rng, 2000)
-    prompts = [head + words(rng, 600) for _ in range(3)]
-    bench = restart(path)
+    head = words(rng, 1000)
+    prompts = [head + words(rng, 400) for _ in range(3)]
+    bench = restart()
     for prompt in prompts:
         bench.ask(prompt, n=1)
     save(bench)
 
     n_tokens = sum(end - start for start, end in segments(bench))
 
-    assert n_tokens <= 2000 + 3 * 601
-    bench = restart(path)
+    assert n_tokens <= 1000 + 3 * 401
+    bench = restart()
     for prompt in reversed(prompts):
         cached, error, _ = difference(bench, prompt, n=4)
-        assert (cached, error) == (2599, 0.0)
+        assert (cached, error) == (1399, 0.0)
 
 
-def test_grown_entry_writes_only_what_is_new(restart, tmp_path):
+def test_grown_entry_writes_only_what_is_new(restart):
     rng = np.random.default_rng(8)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     prompt = words(rng, 600)
     written = []
     for _ in range(6):
@@ -212,38 +211,22 @@ def test_grown_entry_writes_only_what_is_new(restart, tmp_path):
     ]
 
 
-def test_secret_of_images_is_the_same_after_a_restart(restart, tmp_path):
-    """It is in their names: with another one no image would be found again."""
-    path = tiny_model("qwen3", tmp_path)
-    secrets = []
-    for _ in range(2):
-        bench = restart(path)
-        secrets.append(on_model_thread(bench, lambda disk: disk.files.image_secret))
-
-    assert secrets[0] == secrets[1]
-    assert len(secrets[0]) == 16
-
-
-@pytest.mark.parametrize("n_shared", [1, 100, 255])
-def test_disk_has_more_of_a_prompt_than_memory_shares_with_another_one(
-    n_shared, restart, tmp_path
-):
+def test_disk_has_more_of_a_prompt_than_memory_shares_with_another_one(restart):
     rng = np.random.default_rng(31)
-    path = tiny_model("qwen3", tmp_path)
     prompt = words(rng, 700)
-    restart(path).ask(prompt, n=1)
-    bench = restart(path)
-    other_prompt = prompt[:n_shared] + words(rng, 300)
+    restart().ask(prompt, n=1)
+    bench = restart()
+    other_prompt = prompt[:100] + words(rng, 300)
     bench.ask(other_prompt, n=1)  # too little of it is on the disk
 
     assert difference(bench, prompt, n=1)[:2] == (699, 0.0)
     assert difference(bench, other_prompt, n=1)[:2] == (len(other_prompt) - 1, 0.0)
-    assert bench.metrics.snapshot()["disk_tokens"] == 699 - n_shared
+    assert bench.metrics.snapshot()["disk_tokens"] == 699 - 100
 
 
-def test_part_of_an_image_is_not_loaded(restart, tmp_path, monkeypatch):
+def test_part_of_an_image_is_not_loaded(restart, monkeypatch):
     """Each lookup would retreat from it (L-57)."""
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     text = np.arange(1, 1001, dtype=np.int32)
     tokens = s.inject_image_markers(text, slice(300, 900), digest="ab" * 32)
     segment = s.Segment(name="0" * 32, parent="0" * 32, start=0, end=700)
@@ -256,28 +239,13 @@ def test_part_of_an_image_is_not_loaded(restart, tmp_path, monkeypatch):
     assert on_model_thread(bench, find_more).depth == 300
 
 
-def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
-    rng = np.random.default_rng(9)
-    path = tiny_model("qwen3", tmp_path)
-    prompt = words(rng, 600)
-    bench = restart(path)
-    bench.ask(prompt, n=1)
-    bench = restart(path)
-    _, first_end, _ = bench.ask(prompt[:400], n=1)
-    _, second_end, _ = bench.ask(prompt, n=1)
-
-    assert bench.metrics.snapshot()["disk_tokens"] == 399
-    assert first_end.disk_tokens == 399
-    assert second_end.disk_tokens == 0
-
-
 # -- when it is written ---------------------------------------------------------------------------
 
 
-def test_entry_is_written_while_the_engine_is_idle(restart, tmp_path, monkeypatch):
+def test_entry_is_written_while_the_engine_is_idle(restart, monkeypatch):
     monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(1), 700), n=2)
 
     wait_until(lambda: (bench.engine.disk or {}).get("files") == 1)
@@ -289,7 +257,7 @@ def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
     restart, tmp_path
 ):
     rng = np.random.default_rng(2)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     prompt = words(rng, 700)
     bench.ask(prompt, n=1)
 
@@ -310,32 +278,9 @@ def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
     assert segments(bench) == [(0, 742)]
 
 
-def test_little_that_is_new_is_written_only_before_it_is_lost(
-    restart, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.001)
-    rng = np.random.default_rng(1)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    prompt = words(rng, 300)
-    bench.ask(prompt, n=1)
-    save(bench)
-    bench.ask(prompt + words(rng, 254), n=1)  # 255 new ones, of 555
-
-    def save_while_idle(disk):
-        while disk.save_some(is_busy=False):
-            pass
-
-    on_model_thread(bench, save_while_idle)
-    assert segments(bench) == [(0, 301)]
-    save(bench)
-    assert segments(bench) == [(0, 301), (300, 555)]
-
-
-def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(
-    restart, tmp_path
-):
+def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(restart):
     rng = np.random.default_rng(21)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(rng, 700), n=1)
     bench.ask(words(rng, 100), n=1)  # newer
 
@@ -345,9 +290,9 @@ def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(
     assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
 
 
-def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
+def test_conversation_that_replaces_a_saved_one_is_written(restart):
     rng = np.random.default_rng(26)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     head = words(rng, 700)
     for _ in range(2):  # of the same length, and the second takes over the entry
         bench.ask(head + words(rng, 300), n=1)
@@ -356,10 +301,10 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
     assert segments(bench) == [(0, 1001), (700, 1001)]
 
 
-@pytest.mark.parametrize("loss", ["remove_prompt", "by hand", "damaged", "idle"])
+@pytest.mark.parametrize("loss", ["by hand", "damaged", "idle"])
 def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
     """Memory still had it, but took it for written: after a restart it was gone."""
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(45), 600), n=1)
     save(bench)
     (file,) = files_in(tmp_path / "kv")
@@ -367,9 +312,7 @@ def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
     def lose(scheduler):
         files = scheduler.disk.files
         key = scheduler.cache.entries[0].key
-        if loss == "remove_prompt":
-            files.remove_prompt(key)
-        elif loss == "idle":
+        if loss == "idle":
             files.remove_idle(-1.0)
         elif loss == "damaged":
             file.write_bytes(b"damaged")
@@ -384,10 +327,10 @@ def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
     assert files_in(tmp_path / "kv") == [file]
 
 
-def test_what_is_deleted_for_room_is_not_written_again(restart, tmp_path):
+def test_what_is_deleted_for_room_is_not_written_again(restart):
     """Else the files of two conversations, with room for one, would push out each other."""
     rng = np.random.default_rng(46)
-    bench = restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=400_000)
+    bench = restart(cache_disk_max_bytes=400_000)
     for _ in range(2):
         bench.ask(words(rng, 700), n=1)
         save(bench)
@@ -399,9 +342,9 @@ def test_what_is_deleted_for_room_is_not_written_again(restart, tmp_path):
     assert on_model_thread(bench, lambda disk: disk.files.report()) == written
 
 
-def test_short_parent_of_what_is_written_is_written_once(restart, tmp_path):
+def test_short_parent_of_what_is_written_is_written_once(restart):
     rng = np.random.default_rng(24)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     prompt = words(rng, 350)
     bench.ask(prompt, n=1)
     bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: too short by itself
@@ -412,58 +355,14 @@ def test_short_parent_of_what_is_written_is_written_once(restart, tmp_path):
     files = on_model_thread(bench, lambda disk: disk.files.report())
     assert segments(bench) == [(0, 231), (220, 351)]
     assert files["written_today_bytes"] == files["bytes"]
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     assert difference(bench, prompt, n=1)[:2] == (349, 0.0)
 
 
-def test_branch_that_has_read_nothing_is_not_written(restart, tmp_path):
-    """Its parent's file has all of it, and comes first."""
-    bench = restart(tiny_model("qwen3", tmp_path))
-    prompt = words(np.random.default_rng(32), 1500)
-    bench.ask(prompt, n=1)
-
-    def cancel_a_branch_before_it_reads(scheduler):
-        cache = scheduler.cache
-        salt = cache.entries[0].key.salt
-        tokens = np.asarray(prompt[:401], np.int32)
-        key = s.TokenKey(salt, tokens, s.block_hashes(tokens, 16, root=salt))
-        entry, span = cache.start(
-            cache.find(key), key, read_span=lambda _end: None, owner=s.NO_OWNER
-        )
-        cache.put_back(entry, key._replace(tokens=tokens[:400]), span)
-        assert (entry.start, entry.end) == (400, 400)
-
-    bench.engine.call(cancel_a_branch_before_it_reads)
-    save(bench)
-
-    assert segments(bench) == [(0, 1501)]
-
-
-def test_file_that_cannot_be_read_now_is_not_deleted(
-    restart, tmp_path, monkeypatch, caplog
-):
-    rng = np.random.default_rng(22)
-    path = tiny_model("qwen3", tmp_path)
-    prompt = words(rng, 700)
-    restart(path).ask(prompt, n=1)
-    bench = restart(path)
-
-    def refuse(path, *_args, **_kwargs):  # as it does where no more files can be open
-        raise FileNotFoundError(f"No such file or directory: {path}")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s, "safe_open", refuse)
-        assert difference(bench, prompt[:650], n=1)[:2] == (0, 0.0)
-
-    assert "cannot be read now" in caplog.text
-    bench = restart(path)
-    assert difference(bench, prompt, n=1)[0] >= 699
-
-
-def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, tmp_path):
+def test_conversations_that_share_few_tokens_have_files_of_their_own(restart):
     """As a first token, or what a template begins with: to forget one keeps the other."""
     rng = np.random.default_rng(41)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     head = words(rng, 3)
     for session, n_more in (("a", 900), ("b", 600)):
         owner = s.RequestOwner("", session)
@@ -476,131 +375,34 @@ def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, tm
     assert segments(bench) == [(0, 604)]
 
 
-def test_loaded_entry_has_the_head_of_its_own_conversation(restart, tmp_path):
-    rng = np.random.default_rng(42)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    shared = words(rng, 300)
-    for head_end in (100, 280):
-        prompt = shared + words(rng, 600)
-        bench.ask(prompt, n=1, boundaries=[head_end, len(prompt) - 2])
-        save(bench)
-    assert segments(bench) == [(0, 901), (300, 901)]
-
-    def load_again(scheduler):
-        cache = scheduler.cache
-        (key,) = [entry.key for entry in cache.entries if entry.head_end == 280]
-        cache.evict_session("", None)
-        match = scheduler.disk.load(key, cache.find(key), owner=s.NO_OWNER)
-        return match.entry.head_end
-
-    assert bench.engine.call(load_again) == 280
-
-
-def test_index_keeps_the_tokens_of_a_file_and_not_of_its_prompt(restart, tmp_path):
-    rng = np.random.default_rng(43)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    prompt = words(rng, 600)
-    ids, _, _ = bench.ask(prompt, n=1)
-    save(bench)
-    bench.ask(prompt + ids + words(rng, 300), n=1)
-    save(bench)
-
-    tokens = on_model_thread(
-        bench, lambda disk: [file.tokens for file in disk.files._files.values()]
-    )
-
-    assert len(tokens) == 2
-    assert all(array.base is None for array in tokens)
-
-
-def test_parent_of_what_is_used_is_used(restart, tmp_path):
+def test_parent_of_what_is_used_is_used(restart):
     rng = np.random.default_rng(23)
-    bench = restart(tiny_model("qwen3", tmp_path), prompt_cache_ttl_seconds=3600.0)
+    bench = restart(prompt_cache_ttl_seconds=3600.0)
     prompt = words(rng, 600)
     bench.ask(prompt, n=1)
     save(bench)
 
     later = s.time.time() + 3000
-    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: later))
+    set_time(bench, later)
     bench.ask(prompt + words(rng, 300), n=1)
     save(bench)
-    much_later = later + 3000
-    on_model_thread(
-        bench, lambda disk: setattr(disk.files, "_clock", lambda: much_later)
-    )
+    set_time(bench, later + 3000)
     bench.engine.call(lambda scheduler: scheduler.evict_idle())
 
     assert len(segments(bench)) == 2
 
 
-def test_nothing_is_looked_up_where_memory_has_the_prompt(
-    restart, tmp_path, monkeypatch
-):
-    """Each step of a warm agent would read files for nothing."""
-    rng = np.random.default_rng(24)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    prompt = words(rng, 700)
-    ids, _, _ = bench.ask(prompt, n=4)
-    lookups = []
-    find = s.DiskCache.find
-    monkeypatch.setattr(
-        s.DiskCache, "find", lambda files, key: lookups.append(key) or find(files, key)
-    )
-
-    bench.ask(prompt + ids + words(rng, 100), n=1)
-    assert lookups == []
-
-    bench.ask(words(rng, 700), n=1)
-    assert len(lookups) == 1
-
-
-def test_what_is_due_is_looked_for_once_a_second_beside_requests(
-    restart, tmp_path, monkeypatch
-):
-    bench = restart(tiny_model("qwen3", tmp_path))
-    looks = []
-    monkeypatch.setattr(
-        s.DiskTier, "_find_job", lambda _tier, **_fields: looks.append(1) and None
-    )
-
-    def steps(disk):
-        looks.clear()
-        times = iter(range(1_000))
-        disk._clock = lambda: 1e9 + next(times) / 100  # 10 ms later each time
-        for _ in range(300):
-            disk.save_some(is_busy=True)
-        return len(looks)
-
-    assert 2 <= on_model_thread(bench, steps) <= 4
-
-
-def test_less_is_written_beside_running_requests(restart, tmp_path):
-    """After each copy as much time passes that copies take SAVE_SHARE of it."""
-    bench = restart(tiny_model("qwen3", tmp_path))
-    bench.ask(words(np.random.default_rng(1), 700), n=2)
-
-    def steps(disk):
-        seconds = iter(range(0, 1000, 1))
-        disk._clock = lambda: 1e9 + next(seconds) / 100  # each look takes 10 ms
-        begun = [disk.save_some(is_busy=True) for _ in range(40)]
-        return disk._not_before - disk._clock(), begun
-
-    pause, _ = on_model_thread(bench, steps)
-
-    assert pause > 0.1
-
-
 # Of gemma, states go before KV.
 @pytest.mark.parametrize("kind", ["qwen3", at_night("qwen3_5")])
 def test_what_memory_has_no_room_for_is_written_before_it_goes(
-    kind, restart, tmp_path, monkeypatch
+    kind, restart, monkeypatch
 ):
     """Agents in turn whose conversations do not all fit: each comes back in a moment."""
     for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS"):
         monkeypatch.setattr(s, name, 1e9)
     monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
     rng = np.random.default_rng(23)
-    bench = restart(tiny_model(kind, tmp_path), memory_limit_bytes=8 << 20)
+    bench = restart(kind, memory_limit_bytes=8 << 20)
     capacity = bench.engine.report["capacity_tokens"]
     prompts = [words(rng, capacity // 5) for _ in range(7)]
     for prompt in prompts:
@@ -616,39 +418,12 @@ def test_what_memory_has_no_room_for_is_written_before_it_goes(
     assert bench.engine.report["lines"] < len(prompts)
 
 
-def test_what_rests_beside_a_large_request_is_written_before_it_goes(
-    restart, tmp_path, monkeypatch
-):
-    """The next prompt would evict it, though little rests."""
-    for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS"):
-        monkeypatch.setattr(s, name, 1e9)
-    rng = np.random.default_rng(29)
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path, memory_limit_bytes=8 << 20)
-    capacity = bench.engine.report["capacity_tokens"]
-    bench.ask(words(rng, capacity // 5), n=1)
-    running = bench.submit(words(rng, capacity * 7 // 10), n=100)
-    wait_until(lambda: bench.engine.call(lambda scheduler: scheduler.running))
-
-    def save_beside(scheduler):
-        assert scheduler.running
-        while scheduler.save_some():
-            scheduler.disk._not_before = 0.0
-        return scheduler.disk.files.report()["files"]
-
-    n_files = bench.engine.call(save_beside)
-    running.stop_reason = "cancelled"
-
-    assert n_files == 1
-
-
 def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
     restart, tmp_path
 ):
     rng = np.random.default_rng(3)
-    path = tiny_model("qwen3", tmp_path)
     prompts = [words(rng, 700) for _ in range(4)]
-    bench = restart(path)
+    bench = restart()
     seen = []  # the files in the order in which they came
     for prompt in prompts:
         bench.ask(prompt, n=1)
@@ -656,7 +431,7 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
         seen += [file for file in files_in(tmp_path / "kv") if file not in seen]
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
-    bench = restart(path, cache_disk_max_bytes=n_bytes * 5 // 8)
+    bench = restart(cache_disk_max_bytes=n_bytes * 5 // 8)
     files = files_in(tmp_path / "kv")
 
     assert files == sorted(seen[2:])
@@ -665,7 +440,7 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
 
 def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
     rng = np.random.default_rng(3)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     for _ in range(4):
         bench.ask(words(rng, 700), n=1)
         save(bench)
@@ -673,14 +448,14 @@ def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
     (files[0].parent / "records-wal").write_bytes(bytes(n_bytes // 2))
 
-    restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=n_bytes * 5 // 4)
+    restart(cache_disk_max_bytes=n_bytes * 5 // 4)
 
     assert len(files_in(tmp_path / "kv")) == 3
 
 
-def test_what_continues_another_one_is_deleted_for_room_before_it(restart, tmp_path):
+def test_what_continues_another_one_is_deleted_for_room_before_it(restart):
     rng = np.random.default_rng(33)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     prompt = words(rng, 700)
     for _ in range(2):
         ids, _, _ = bench.ask(prompt, n=1)
@@ -697,13 +472,11 @@ def test_what_continues_another_one_is_deleted_for_room_before_it(restart, tmp_p
     assert segments(bench) == [(0, 701)]
 
 
-@pytest.mark.parametrize("n_room", [100, 256, 300, 600, 900, 1300])
-def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
-    n_room, restart, tmp_path
-):
+@pytest.mark.parametrize("n_room", [100, 600, *map(at_night, (256, 300, 900, 1300))])
+def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(n_room, restart):
     """What is deleted for room as soon as it is there would be written without end."""
     rng = np.random.default_rng(34)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     head = words(rng, 800)
     for prompt in (head, words(rng, 700)):
         bench.ask(prompt, n=1)
@@ -729,22 +502,20 @@ def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
     assert on_model_thread(bench, save_all) == (True, None)
 
 
-def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
+def test_no_more_is_written_a_day_than_allowed(restart):
     rng = np.random.default_rng(4)
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+    bench = restart()
     bench.ask(words(rng, 700), n=1)
     save(bench)
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
-    bench = restart(path, cache_disk_max_bytes_per_day=2 * n_bytes + n_bytes // 2)
+    bench = restart(cache_disk_max_bytes_per_day=2 * n_bytes + n_bytes // 2)
     for _ in range(3):
         bench.ask(words(rng, 700), n=1)
         save(bench)
 
     assert len(segments(bench)) == 3, "two of this server, and one of the last"
-    tomorrow = s.time.time() + 86_400
-    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: tomorrow))
+    set_time(bench, s.time.time() + 86_400)
     save(bench)
     assert len(segments(bench)) == 4
 
@@ -787,8 +558,8 @@ def damage_file(file, damage, rng):
 @pytest.mark.parametrize(
     ("damage", "n"),
     [
-        ("truncated", 50),
-        ("flipped", 50),
+        ("truncated", 20),
+        ("flipped", 30),
         ("longer", 1),
         ("another format", 1),
         ("empty", 1),
@@ -799,6 +570,7 @@ def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path
     key = s.TokenKey(b"r", np.asarray(prompt, np.int32), [])
     rng = np.random.default_rng(12)
     undamaged = read_arrays(next(folder.glob("*/")), key)
+    assert undamaged is not None
     for number in range(n):
         copy = tmp_path / str(number)
         shutil.copytree(next(folder.glob("*/")), copy)
@@ -829,56 +601,20 @@ def read_arrays(folder, key):
     return [np.array(array).tobytes() for array in arrays]
 
 
-def test_whole_file_is_loaded(written_file, tmp_path):
-    """Else the test above could not fail."""
-    _, folder, prompt = written_file
-    shutil.copytree(next(folder.glob("*/")), tmp_path / "copy")
-
-    arrays = read_arrays(
-        tmp_path / "copy", s.TokenKey(b"r", np.asarray(prompt, np.int32), [])
-    )
-
-    assert arrays is not None
-
-
-def test_flipped_bit_is_prefilled_and_not_answered_wrongly(restart, tmp_path):
-    rng = np.random.default_rng(13)
-    path = tiny_model("qwen3", tmp_path)
-    prompt = words(rng, 900)
-    bench = restart(path)
-    bench.ask(prompt, n=1)
-    bench.engine.stop()
-    (file,) = files_in(tmp_path / "kv")
-    data = bytearray(file.read_bytes())
-    data[-1000] ^= 64
-    file.write_bytes(data)
-
-    bench = restart(path)
-    cached, error, _ = difference(bench, prompt, n=4)
-
-    assert (cached, error) == (0, 0.0)
-    assert not file.exists()
-
-
 @pytest.mark.parametrize("lost", ["first", "middle"])
 def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
     rng = np.random.default_rng(14)
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+    bench = restart()
     prompt = words(rng, 600)
     for _ in range(3):
         bench.ask(prompt, n=1)
         save(bench)
         prompt += words(rng, 300)
-    found = on_model_thread(
-        bench, lambda disk: [file.segment for file in disk.files._files.values()]
-    )
-    found.sort(key=lambda segment: segment.start)
-    segment = found[0 if lost == "first" else 1]
+    segment = saved_segments(bench)[0 if lost == "first" else 1]
     bench.engine.stop()
     next((tmp_path / "kv").rglob(segment.name + ".safetensors")).unlink()
 
-    bench = restart(path)
+    bench = restart()
 
     assert len(segments(bench)) == (0 if lost == "first" else 1)
     assert len(files_in(tmp_path / "kv")) == len(segments(bench))
@@ -890,8 +626,7 @@ def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
     restart, tmp_path, monkeypatch
 ):
     rng = np.random.default_rng(47)
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+    bench = restart()
     prompt = words(rng, 600)
     for session in ("a", "b", "c"):
         ids, _, _ = bench.ask(prompt, n=1, owner=s.RequestOwner("", session))
@@ -909,12 +644,12 @@ def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(s, "safe_open", refuse)
-        bench = restart(path)
+        bench = restart()
         assert difference(bench, prompt, n=1)[:2] == (0, 0.0)
         bench.engine.stop()
 
     assert set(files) <= set(files_in(tmp_path / "kv"))
-    bench = restart(path)
+    bench = restart()
     assert len(segments(bench)) == 4  # with that of the prompt that was read again
     assert difference(bench, prompt[:1100], n=1)[0] > 1000
 
@@ -957,40 +692,28 @@ def test_file_that_is_written_again_is_found_with_what_continues_it(
     files.close()
 
 
-def test_well_formed_file_without_tokens_is_deleted_at_the_start(tmp_path):
-    segment = s.Segment(name="0" * 32, parent="1" * 32, start=0, end=300)
-    s.write_segment(tmp_path, segment, {"kv.0": np.zeros((1, 1, 300, 1), np.float32)})
-
-    key = s.TokenKey(b"r", np.zeros(400, np.int32), [])
-
-    assert read_arrays(tmp_path, key) is None
-    assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_half_written_file_is_deleted_at_the_start(restart, tmp_path):
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+def test_half_written_file_is_deleted_at_the_start(restart):
+    bench = restart()
     folder = on_model_thread(bench, lambda disk: disk.files.folder)
     bench.engine.stop()
     (folder / ("0" * 32 + ".new")).write_bytes(b"half")
     (folder / ".tmpAw3D3I").write_bytes(b"half")  # as safetensors names it
 
-    restart(path)
+    restart()
 
     assert not list(folder.glob("*.new"))
     assert not list(folder.glob(".tmp*"))
 
 
-def test_kv_of_other_weights_is_not_found(restart, tmp_path, monkeypatch):
+def test_kv_of_other_weights_is_not_found(restart, monkeypatch):
     rng = np.random.default_rng(15)
-    path = tiny_model("qwen3", tmp_path)
     prompt = words(rng, 700)
-    restart(path).ask(prompt, n=1)
-    other = restart(path)
+    restart().ask(prompt, n=1)
+    other = restart()
     identity = other.engine.call(lambda scheduler: scheduler.kv_identity())
     monkeypatch.setattr(s, "version_of_package", lambda name: "0.0")
 
-    bench = restart(path)
+    bench = restart()
 
     assert bench.engine.call(lambda scheduler: scheduler.kv_identity()) != identity
     cached, error, _ = difference(bench, prompt, n=2)
@@ -1000,57 +723,36 @@ def test_kv_of_other_weights_is_not_found(restart, tmp_path, monkeypatch):
 # -- a folder that cannot be used ------------------------------------------------------------------
 
 
-@pytest.fixture
-def servers(tmp_path, monkeypatch):
-    """Starts servers of one model beside each other, by port."""
-    path = tiny_model("qwen3", tmp_path)
-    running = {}
-
-    def start(port, **settings):
-        if port in running:
-            running[port].engine.stop()
-        folder = str(tmp_path / "kv")
-        bench = Bench(
-            path, monkeypatch, cache_disk_folder=folder, mlx_port=port, **settings
-        )
-        running[port] = bench
-        return bench
-
-    yield start
-    for bench in running.values():
-        bench.engine.stop()
-
-
-def test_servers_of_one_model_find_their_own_folders_again(servers):
+def test_servers_of_one_model_find_their_own_folders_again(restart):
     """Whichever of them starts first; before, a second one was cold after each start."""
     rng = np.random.default_rng(37)
     prompts = {port: words(rng, 600) for port in (8101, 8102)}
     for port, prompt in prompts.items():
-        servers(port).ask(prompt, n=1)
+        restart(mlx_port=port).ask(prompt, n=1)
 
     for first in prompts:
-        benches = [servers(port) for port in prompts]
+        benches = [restart(mlx_port=port) for port in prompts]
         for bench in benches:
             bench.engine.stop()
         for port in sorted(prompts, key=lambda port: port != first):
-            cached, error, _ = difference(servers(port), prompts[port], n=1)
+            cached, error, _ = difference(restart(mlx_port=port), prompts[port], n=1)
             assert (cached >= 598, error) == (True, 0.0)
 
 
-def test_server_on_another_port_finds_what_the_last_one_has_left(servers):
+def test_server_on_another_port_finds_what_the_last_one_has_left(restart):
     rng = np.random.default_rng(38)
     prompt = words(rng, 600)
-    first = servers(8101)
+    first = restart(mlx_port=8101)
     first.ask(prompt, n=1)
     first.engine.stop()
 
-    cached, _, _ = difference(servers(8102), prompt, n=1)
+    cached, _, _ = difference(restart(mlx_port=8102), prompt, n=1)
 
     assert cached >= 598
 
 
-def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(servers, tmp_path):
-    first = servers(8101)
+def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(restart, tmp_path):
+    first = restart(mlx_port=8101)
     folder = on_model_thread(first, lambda disk: disk.files.folder)
     config = s.Config(cache_disk_folder=str(tmp_path / "kv"), mlx_port=8101)
     timer = threading.Timer(0.5, first.engine.stop)
@@ -1061,24 +763,6 @@ def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(servers, tm
     timer.join()
 
     assert disk.folder == folder
-
-
-def test_folder_that_another_server_keeps_is_waited_for_once(
-    servers, tmp_path, monkeypatch
-):
-    folder = on_model_thread(servers(8101), lambda disk: disk.files.folder)
-    take_lock = s._take_lock
-    waits = []
-
-    def note_wait(folder, *, patience=0.0):
-        waits.append(patience)
-        return take_lock(folder)
-
-    monkeypatch.setattr(s, "_take_lock", note_wait)
-    config = s.Config(cache_disk_folder=str(tmp_path / "kv"), mlx_port=8101)
-    s.open_disk_cache(config, folder.name).close()
-
-    assert waits == [s._LOCK_SECONDS, 0.0]
 
 
 def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
@@ -1097,20 +781,20 @@ def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
     s._take_lock(tmp_path, patience=10.0).close()
 
 
-def test_second_server_may_write_though_the_first_has_filled_the_space(servers):
-    first = servers(8101, cache_disk_max_bytes=400_000)
+def test_second_server_may_write_though_the_first_has_filled_the_space(restart):
+    first = restart(mlx_port=8101, cache_disk_max_bytes=400_000)
     first.ask(words(np.random.default_rng(1), 700), n=1)
     save(first)
     assert first.engine.call(lambda at: at.disk.files.nbytes) > 200_000
 
-    second = servers(8102, cache_disk_max_bytes=400_000)
+    second = restart(mlx_port=8102, cache_disk_max_bytes=400_000)
 
     assert second.engine.disk["max_bytes"] == 200_000
 
 
 def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
     (tmp_path / "kv").write_text("a file in its place")
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
 
     bench.ask(words(np.random.default_rng(1), 600), n=1)
 
@@ -1119,43 +803,12 @@ def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
     assert caplog.text.count("disk cache") == 1
 
 
-def test_folder_that_cannot_be_used_is_in_the_status_and_forgets_nothing(
-    restart, tmp_path, monkeypatch
-):
-    """As a read-only one; these tests may run as root, who may write anywhere."""
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    bench.engine.stop()
-
-    def refuse(*_args, **_kwargs):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(s.os, "utime", refuse)
-    bench = restart(path)
-
-    assert "Read-only" in bench.engine.disk["off"]
-    assert "Read-only" in bench.engine.drop_kv("", "a").fault
-    assert len(files_in(tmp_path / "kv")) == 1
-
-
-@pytest.mark.parametrize("trouble", ["full disk", "vanished folder"])
-def test_server_goes_on_where_the_disk_fails(
-    trouble, restart, tmp_path, monkeypatch, caplog
-):
+def test_server_goes_on_where_the_folder_has_vanished(restart, tmp_path, caplog):
     rng = np.random.default_rng(16)
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+    bench = restart()
     prompt = words(rng, 700)
     bench.ask(prompt, n=1)
-    if trouble == "full disk":
-
-        def refuse(*_arguments):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(s, "save_file", refuse)
-    else:
-        shutil.rmtree(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
 
     for _ in range(2):
         save(bench)
@@ -1172,7 +825,7 @@ def test_server_goes_on_where_the_disk_fails(
 def test_kv_is_written_again_after_a_failure(trouble, restart, tmp_path, monkeypatch):
     monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(s, "WRITE_AGAIN_SECONDS", 0.2)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     prompt = words(np.random.default_rng(16), 700)
 
     def refuse(*_arguments):
@@ -1189,34 +842,8 @@ def test_kv_is_written_again_after_a_failure(trouble, restart, tmp_path, monkeyp
     wait_until(lambda: "off" not in bench.engine.disk)
 
 
-def test_idle_saving_does_not_publish_at_each_piece(restart, tmp_path, monkeypatch):
-    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(s, "SAVE_PIECE_SECONDS", 0.0)  # an array between two looks
-    bench = restart(tiny_model("qwen3", tmp_path))
-    counts = {"save_some": 0, "_publish": 0}
-    save_some, publish = s.DiskTier.save_some, s.Engine._publish
-
-    def count_pieces(disk, **fields):
-        has_more = save_some(disk, **fields)
-        counts["save_some"] += has_more
-        return has_more
-
-    def count_reports(engine, scheduler):
-        counts["_publish"] += scheduler.disk._job is not None
-        publish(engine, scheduler)
-
-    monkeypatch.setattr(s.DiskTier, "save_some", count_pieces)
-    monkeypatch.setattr(s.Engine, "_publish", count_reports)
-    monkeypatch.setattr(s, "REPORT_SECONDS", 1e9)
-    bench.ask(words(np.random.default_rng(3), 900), n=1)
-    wait_until(lambda: files_in(tmp_path / "kv"))
-
-    assert counts["save_some"] > 4
-    assert counts["_publish"] == 0
-
-
 def test_files_are_for_their_owner_alone(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
 
@@ -1230,9 +857,9 @@ def test_files_are_for_their_owner_alone(restart, tmp_path):
 # -- what is forgotten ----------------------------------------------------------------------------
 
 
-def test_others_that_continued_a_forgotten_session_are_written_again(restart, tmp_path):
+def test_others_that_continued_a_forgotten_session_are_written_again(restart):
     rng = np.random.default_rng(23)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     head = words(rng, 600)
     bench.ask(head, n=1, owner=s.RequestOwner("", "a"))
     save(bench)
@@ -1243,16 +870,14 @@ def test_others_that_continued_a_forgotten_session_are_written_again(restart, tm
     bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
     save(bench)
 
-    left = on_model_thread(
-        bench, lambda disk: [file.segment for file in disk.files._files.values()]
-    )
-    assert [(one.start, one.end, one.session) for one in left] == [(0, 901, "b")]
+    assert segments(bench) == [(0, 901)]
+    assert saved_segments(bench)[0].session == "b"
 
 
 def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_path):
     """One that parts from a long conversation early on needs its beginning."""
     rng = np.random.default_rng(31)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     head = words(rng, 300)
     for session, n_more in (("forgotten", 800), ("b", 400)):
         owner = s.RequestOwner("", session)
@@ -1269,25 +894,30 @@ def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_pa
     assert {entry["session"] for _, entry in entries} == {"b"}
 
 
-def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):
+@pytest.mark.parametrize(
+    ("forgotten", "n_left"), [(("one", "a"), 2), (("one", None), 1), (("", None), 0)]
+)
+def test_what_is_forgotten_is_gone_from_the_disk(forgotten, n_left, restart, tmp_path):
+    """A session, all of one tenant, or all there is, and nothing else."""
     rng = np.random.default_rng(17)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    for session in ("a", "b"):
-        owner = s.RequestOwner("", session)
-        bench.ask(words(rng, 600), n=1, owner=owner)
+    bench = restart()
+    for owner in (("one", "a"), ("one", "b"), ("two", "a")):
+        bench.ask(words(rng, 600), n=1, owner=s.RequestOwner(*owner))
     save(bench)
-    assert len(files_in(tmp_path / "kv")) == 2
+    tenant, session = forgotten
 
-    bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
+    dropped = bench.engine.drop_kv(tenant, session)
 
-    assert len(files_in(tmp_path / "kv")) == 1
-    bench.engine.call(lambda scheduler: scheduler.drop_kv("", None))
-    assert files_in(tmp_path / "kv") == []
+    assert (dropped.n_files, dropped.fault) == (3 - n_left, "")
+    assert len(files_in(tmp_path / "kv")) == len(saved_segments(bench)) == n_left
+    left = {(segment.tenant, segment.session) for segment in saved_segments(bench)}
+    assert forgotten not in left
+    assert n_left != 1 or left == {("two", "a")}
 
 
 def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path):
     rng = np.random.default_rng(20)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     for session in ("a", "b", "c"):
         bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", session))
 
@@ -1304,10 +934,7 @@ def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path
     bench.engine.call(forget_in_the_middle)
     save(bench)
 
-    left = on_model_thread(
-        bench, lambda disk: [file.segment for file in disk.files._files.values()]
-    )
-    assert [segment.session for segment in left] == ["c"]
+    assert [segment.session for segment in saved_segments(bench)] == ["c"]
     assert len(files_in(tmp_path / "kv")) == 1
     assert not list((tmp_path / "kv").rglob("*.new"))
 
@@ -1316,7 +943,7 @@ def test_what_a_slow_disk_writes_is_forgotten_once_it_is_there(
     restart, tmp_path, monkeypatch
 ):
     rng = np.random.default_rng(27)
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", "a"))
     monkeypatch.setattr(s, "FORGET_SECONDS", 0.01)
     may_go_on = threading.Event()
@@ -1337,7 +964,7 @@ def test_what_a_slow_disk_writes_is_forgotten_once_it_is_there(
 def test_fault_of_the_disk_cache_does_not_end_the_server(
     restart, tmp_path, monkeypatch, caplog
 ):
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(2), 600), n=1)
     save(bench)
     assert len(files_in(tmp_path / "kv")) == 1
@@ -1354,42 +981,23 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
     assert files_in(tmp_path / "kv") == [], "what is forgotten goes all the same"
 
 
-def test_tenant_forgets_only_its_own(restart, tmp_path):
-    rng = np.random.default_rng(18)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    for tenant in ("one", "two"):
-        bench.ask(words(rng, 600), n=1, owner=s.RequestOwner(tenant, "s"))
-    save(bench)
-
-    bench.engine.call(lambda scheduler: scheduler.drop_kv("one", None))
-
-    left = on_model_thread(
-        bench, lambda disk: [file.segment for file in disk.files._files.values()]
-    )
-    assert [segment.tenant for segment in left] == ["two"]
-
-
 def test_old_kv_is_gone_from_the_disk(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path), prompt_cache_ttl_seconds=3600.0)
+    bench = restart(prompt_cache_ttl_seconds=3600.0)
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
     assert len(files_in(tmp_path / "kv")) == 1
 
-    later = s.time.time() + 4000
-    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: later))
+    set_time(bench, s.time.time() + 4000)
     bench.engine.call(lambda scheduler: scheduler.evict_idle())
 
     assert files_in(tmp_path / "kv") == []
 
 
-def test_kv_that_a_request_failed_on_is_gone_from_the_disk(
-    restart, tmp_path, monkeypatch
-):
+def test_kv_that_a_request_failed_on_is_gone_from_the_disk(restart, monkeypatch):
     rng = np.random.default_rng(19)
-    path = tiny_model("qwen3", tmp_path)
     prompt = words(rng, 700)
-    restart(path).ask(prompt, n=1)
-    bench = restart(path)
+    restart().ask(prompt, n=1)
+    bench = restart()
     bench.may_try_again = True
     load_kv = s.RunningRequest.load_kv
 
@@ -1442,14 +1050,14 @@ def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
 
 
 def test_all_models_together_keep_within_the_limit(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.engine.stop()
     other = tmp_path / "kv" / ("a" * 16)
     other.mkdir()
     (other / "lock").touch()
     (other / "x.safetensors").write_bytes(bytes(400_000))
 
-    bench = restart(tiny_model("qwen3", tmp_path), cache_disk_max_bytes=1_000_000)
+    bench = restart(cache_disk_max_bytes=1_000_000)
 
     assert other.exists()
     assert bench.engine.disk["max_bytes"] == 600_000
@@ -1466,20 +1074,20 @@ def put_in_place(path, kind):
         path.symlink_to(path.name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["a pipe", "a link to itself"])
 @pytest.mark.parametrize("name", ["lock", "secret", "a segment"])
 def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
     kind, name, restart, tmp_path
 ):
-    path = tiny_model("qwen3", tmp_path)
-    bench = restart(path)
+    bench = restart()
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
     bench.engine.stop()
     (file,) = files_in(tmp_path / "kv")
     put_in_place(file if name == "a segment" else file.parent / name, kind)
 
-    bench = restart(path)
+    bench = restart()
     prompt = words(np.random.default_rng(1), 600)
     cached, error, _ = difference(bench, prompt, n=1)
 
@@ -1491,62 +1099,38 @@ def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
     assert len(files_in(tmp_path / "kv")) == 2
 
 
-def test_segment_that_becomes_a_pipe_is_a_miss(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path))
-    prompt = words(np.random.default_rng(1), 600)
-    bench.ask(prompt, n=1)
-    save(bench)
-    (file,) = files_in(tmp_path / "kv")
-    put_in_place(file, "a pipe")
-    bench.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
-
-    cached, error, _ = difference(bench, prompt, n=1)
-
-    assert (cached, error) == (0, 0.0)
-
-
-def test_file_that_cannot_be_deleted_is_said_and_deleted_later(
-    restart, tmp_path, monkeypatch
+@pytest.mark.parametrize("fault", ["Read-only", "No such file"])
+def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
+    fault, restart, tmp_path, monkeypatch
 ):
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
+    folder = files_in(tmp_path / "kv")[0].parent
 
     def refuse(path, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:
-        patch.setattr(s.Path, "unlink", refuse)
+        if fault == "Read-only":
+            patch.setattr(s.Path, "unlink", refuse)
+        else:
+            folder.rename(tmp_path / "gone")
         dropped = bench.engine.drop_kv("", None)
-        n_left = len(files_in(tmp_path / "kv"))
+    if fault == "No such file":
+        (tmp_path / "gone").rename(folder)
 
-    assert "1 of its files" in dropped.fault
-    assert "Read-only" in dropped.fault
-    assert n_left == 1
+    assert fault in dropped.fault
+    assert len(files_in(tmp_path / "kv")) == 1
     save(bench)
     assert files_in(tmp_path / "kv") == []
 
 
-def test_files_on_a_disk_that_is_gone_are_forgotten_when_it_is_back(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path))
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
-    folder = files_in(tmp_path / "kv")[0].parent
-
-    folder.rename(tmp_path / "gone")
-    dropped = bench.engine.drop_kv("", None)
-    (tmp_path / "gone").rename(folder)
-    save(bench)
-
-    assert "No such file" in dropped.fault
-    assert files_in(tmp_path / "kv") == []
-
-
-@pytest.mark.parametrize("fault", ["the disk is gone", "EACCES", "EIO", "ESTALE"])
+@pytest.mark.parametrize("fault", ["the disk is gone", "EIO"])
 def test_file_that_cannot_be_looked_at_now_is_kept(
     fault, restart, tmp_path, monkeypatch
 ):
-    bench = restart(tiny_model("qwen3", tmp_path))
+    bench = restart()
     bench.ask(words(np.random.default_rng(1), 600), n=1)
     save(bench)
     (file,) = files_in(tmp_path / "kv")
@@ -1569,32 +1153,3 @@ def test_file_that_cannot_be_looked_at_now_is_kept(
 
     assert file.exists()
     assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601
-
-
-def test_files_that_somebody_has_deleted_are_said_in_one_line(
-    restart, tmp_path, caplog
-):
-    """Another lookup for each of them was a RecursionError where they were many."""
-    rng = np.random.default_rng(44)
-    bench = restart(tiny_model("qwen3", tmp_path))
-    first = words(rng, 1)
-    for _ in range(3):
-        bench.ask(first + words(rng, 600), n=1)
-    save(bench)
-    assert len(files_in(tmp_path / "kv")) == 3
-
-    def delete_and_look(scheduler):  # at once: the engine looks, too, while it is idle
-        for file in files_in(tmp_path / "kv"):
-            file.unlink()
-        return scheduler.disk.files.find(scheduler.cache.entries[0].key)
-
-    assert bench.engine.call(delete_and_look).depth == 0
-    assert caplog.text.count("somebody has deleted") == 1
-
-
-def test_files_that_were_forgotten_are_counted(restart, tmp_path):
-    bench = restart(tiny_model("qwen3", tmp_path))
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    bench = restart(tiny_model("qwen3", tmp_path))
-
-    assert bench.engine.drop_kv("", None) == (0, 1, "")

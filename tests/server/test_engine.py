@@ -5,7 +5,6 @@ compared, not samples: with sampled tokens a wrong slice went unnoticed.
 """
 
 import itertools
-import re
 import threading
 import time
 
@@ -14,6 +13,7 @@ import pytest
 import start_llm as s
 from engine_fixture import GREEDY, TOLERANCE, words
 from mlx_lm.models.cache import ArraysCache
+from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import MLA, RECOMMENDED
 
@@ -28,15 +28,6 @@ def ask(b, replies, prompt, **options):
     ids, end, ticket = b.ask(prompt, **options)
     replies.append((ticket, ids, end))
     return ids
-
-
-def append_only(b, rng):
-    past = words(rng, 300)
-    replies = []
-    for _ in range(4):
-        ids = ask(b, replies, past, boundaries=[len(past) - 20])
-        past = past + ids + words(rng, 40)
-    return replies
 
 
 def branch_and_return(b, rng):
@@ -87,14 +78,6 @@ def one_more_token(b, rng):
     past = past + ask(b, replies, past, n=20)
     for word in (20, 30, 40):
         ask(b, replies, [*past, word], n=20)
-    return replies
-
-
-def resent(b, rng):
-    past = words(rng, 350)
-    replies = []
-    for _ in range(3):
-        ask(b, replies, past, boundaries=[len(past)])
     return replies
 
 
@@ -168,12 +151,10 @@ def long_beside_short(b, rng):
 
 ONE_HEAD = {"heads": 1, "kv_heads": 1}  # half the cost of a long row
 SCENARIOS = [
-    append_only,
     branch_and_return,
     early_branch,
     edits_everywhere,
     one_more_token,
-    resent,
     cancelled,
     at_once,
     staggered,
@@ -182,7 +163,10 @@ SCENARIOS = [
 
 
 CASES = [
-    *itertools.product(KINDS, SCENARIOS),
+    *(
+        at_night(*case) if case[1] is long_beside_short else case
+        for case in itertools.product(KINDS, SCENARIOS)
+    ),
     *itertools.product(RECOMMENDED, [early_branch, edits_everywhere, at_once]),
 ]
 
@@ -247,14 +231,6 @@ def skipped_token(monkeypatch):
     monkeypatch.setattr(s.RunningRequest, "remaining_prefill", skip_one)
 
 
-def doubled_token(monkeypatch):
-    def repeat_one(running):
-        start = max(running.num_computed_tokens - 1, 0)
-        return running.request.key.tokens[start:-1]
-
-    monkeypatch.setattr(s.RunningRequest, "remaining_prefill", repeat_one)
-
-
 def shared_state(monkeypatch):
     real = s.KVSpan.cut
 
@@ -292,13 +268,12 @@ def another_rows_state(monkeypatch):
 
 FAULTS = [
     (one_token_too_many, "qwen3", edits_everywhere),
-    (skipped_token, "qwen3", append_only),
-    (doubled_token, "qwen3", append_only),
+    (skipped_token, "qwen3", branch_and_return),
     (shared_state, "gemma3_text", one_more_token),
     (stale_checkpoint, "qwen3_5", edits_everywhere),
     (another_rows_state, "qwen3_5", at_once),
-    (one_token_too_many, MLA, edits_everywhere),
-    (stale_checkpoint, "qwen3_5_moe", edits_everywhere),
+    at_night(one_token_too_many, MLA, edits_everywhere),
+    at_night(stale_checkpoint, "qwen3_5_moe", edits_everywhere),
 ]
 
 
@@ -313,13 +288,6 @@ def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
     assert worst > 10 * TOLERANCE.get(kind, 1e-4)
 
 
-def test_shared_state_of_attention_is_noticed(bench, monkeypatch, caplog):
-    shared_state(monkeypatch)
-    with pytest.raises(AssertionError):
-        early_branch(bench("qwen3"), np.random.default_rng(7))
-    assert re.search("layers disagree on depth|not as deep as", caplog.text)
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(bench, kind):
     """As completions do while somebody types; the first cannot stop behind its own end."""
@@ -330,46 +298,6 @@ def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(bench, ki
     for ticket in tickets:
         ids, _ = b.finish(ticket)
         assert b.largest_difference(ticket, ids) == 0.0
-
-
-def test_who_comes_together_decodes_together(bench):
-    """Prompts of one slice each: hardly a step goes by with some of them, while others wait."""
-    b = bench("qwen3")
-    is_everyone_here = threading.Event()
-    widths = []
-
-    def note_width(fed):
-        is_everyone_here.wait(MAX_WAIT_SECONDS)
-        widths.append(len(fed))
-
-    b.model.before_call = note_width
-    prompts = [words(np.random.default_rng(seed), 100) for seed in range(8)]
-    tickets = [b.submit(prompt, n=20) for prompt in prompts]
-    is_everyone_here.set()
-    for ticket in tickets:
-        ids, _ = b.finish(ticket)
-        assert b.largest_difference(ticket, ids) == 0.0
-
-    n_partial = sum(1 < width < 8 for width in widths[: widths.index(8)])
-    assert n_partial < 3  # one by one it is six
-
-
-def submit_at_once(b, prompts, fields=()):
-    """Requests that are all there before the model reads the first of them."""
-    is_held, everyone = threading.Event(), threading.Event()
-
-    def hold(_scheduler):
-        is_held.set()
-        everyone.wait(MAX_WAIT_SECONDS)
-
-    b.engine._inbox.put(hold)
-    assert is_held.wait(
-        MAX_WAIT_SECONDS
-    )  # else it may take some of them with this task
-    fields = fields or [{}] * len(prompts)
-    tickets = [b.submit(p, **how) for p, how in zip(prompts, fields, strict=True)]
-    everyone.set()
-    return tickets
 
 
 def note_calls(b):
@@ -387,40 +315,25 @@ def prompts_of(*lengths):
     return [words(np.random.default_rng(n), n) for n in lengths]
 
 
-def test_short_cold_prompts_are_read_in_one_call(bench):
-    b = bench("qwen3")
-    calls = note_calls(b)
-    prompts = prompts_of(40, 41, 44, 47)
-
-    tickets = submit_at_once(b, prompts)
-    replies = [b.finish(ticket)[0] for ticket in tickets]
-
-    assert calls[:2] == [(4, 46), (4, 1)], "all but the last tokens, then those"
-    for ticket, reply in zip(tickets, replies, strict=True):
-        assert b.largest_difference(ticket, reply) == 0.0
-    for prompt, reply in zip(prompts, replies, strict=True):
-        next_reply, end, ticket = b.ask(
-            prompt + reply + words(np.random.default_rng(9), 9)
-        )
-        assert end.cached_tokens >= len(prompt) + len(reply) - 1
-        assert b.largest_difference(ticket, next_reply) == 0.0
-
-
-def test_scheduler_reads_rests_after_one_cached_prefix_in_one_call(bench):
+@pytest.mark.parametrize("n_shared", [0, 600])
+def test_short_rests_of_like_lengths_are_read_in_one_call(bench, n_shared):
+    """Of cold prompts, or after one cached prefix."""
     b = bench("qwen3")
     rng = np.random.default_rng(1)
-    prefix = words(rng, 600)
-    b.ask(prefix, n=1)
-    prompts = [prefix + words(rng, n) for n in (40, 41, 70, 45)]
+    prefix = words(rng, n_shared)
+    if prefix:
+        b.ask(prefix, n=1)
+    prompts = [prefix + words(rng, n) for n in (40, 41, 44, 47)]
     calls = note_calls(b)
 
-    tickets = submit_at_once(b, prompts)
+    tickets = b.submit_at_once(prompts)
     replies = [b.finish(ticket) for ticket in tickets]
 
-    assert (3, 44) in calls, "these are alike"
-    assert max(n_rows for n_rows, _ in calls) == 4, "all decode together"
+    assert (4, 46) in calls
+    assert (4, 1) in calls, "all decode together"
+    assert max(n_rows for n_rows, _ in calls) == 4
     for ticket, (reply, end) in zip(tickets, replies, strict=True):
-        assert end.cached_tokens >= len(prefix) - 1
+        assert end.cached_tokens >= n_shared - 1
         assert b.largest_difference(ticket, reply) == 0.0
     for prompt, (reply, _) in zip(prompts, replies, strict=True):
         more, end, ticket = b.ask(prompt + reply + words(rng, 9))
@@ -428,74 +341,22 @@ def test_scheduler_reads_rests_after_one_cached_prefix_in_one_call(bench):
         assert b.largest_difference(ticket, more) == 0.0
 
 
-def test_scheduler_reads_no_empty_slice_for_who_waits_for_a_prefix(bench, monkeypatch):
-    b = bench("qwen3_5")
-    rng = np.random.default_rng(1)
-    prompt = words(rng, 600)
-    b.ask(prompt, n=1, boundaries=[599])
-    calls = note_calls(b)
-    admit = s.Scheduler._admit
-
-    def admit_and_drop_states(scheduler, handle, now):
-        can_go_on = admit(scheduler, handle, now)
-        for entry in scheduler.cache.entries:
-            entry.checkpoints.clear()  # as memory would, while the request waits
-        return can_go_on
-
-    monkeypatch.setattr(s.Scheduler, "_admit", admit_and_drop_states)
-    handles = submit_at_once(b, [prompt, prompt + words(rng, 40)])
-    replies = [b.finish(handle) for handle in handles]
-
-    assert replies[0][1].cached_tokens == 599
-    assert 0 not in {n_tokens for _, n_tokens in calls}
-    for handle, (reply, _) in zip(handles, replies, strict=True):
-        assert b.largest_difference(handle, reply) <= TOLERANCE.get("qwen3_5", 0.0)
-
-
-def test_scheduler_knows_for_what_the_first_of_several_waits(bench):
-    b = bench("qwen3")
-    rng = np.random.default_rng(1)
-
-    handles = submit_at_once(b, [words(rng, 3000), words(rng, 200)])
-    for handle in handles:
-        b.finish(handle)
-
-    for handle in handles:
-        assert [*handle.times.earlier][:2] == [s.WaitCause("queue"), "prefill"]
-
-
-def test_scheduler_learns_no_slice_cost_where_kv_is_merged(bench):
-    b = bench("qwen3")
-    rng = np.random.default_rng(1)
-    prefix = words(rng, 600)
-    b.ask(prefix, n=1)
-    calls = note_calls(b)
-
-    def costs(scheduler):
-        return list(scheduler.reader._slice_costs)
-
-    costs_before = b.engine.call(costs)
-    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
-    for ticket in tickets:
-        b.finish(ticket)
-
-    assert (3, 44) in calls
-    assert b.engine.call(costs) == costs_before
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
-def test_scheduler_reads_rests_one_by_one_where_layers_keep_state(bench, kind):
+@pytest.mark.parametrize(
+    ("kind", "n_shared"), [("qwen3_5", 600), ("gemma3_text", 0), at_night("qwen3_5", 0)]
+)
+def test_a_model_whose_layers_keep_state_reads_each_prompt_alone(bench, kind, n_shared):
     b = bench(kind)
     rng = np.random.default_rng(1)
-    prefix = words(rng, 600)
-    b.ask(prefix, n=1, boundaries=[599])
+    prefix = words(rng, n_shared)
+    if prefix:
+        b.ask(prefix, n=1, boundaries=[n_shared - 1])
     calls = note_calls(b)
 
-    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
+    tickets = b.submit_at_once([prefix + words(rng, n) for n in (40, 41, 45)])
 
     for ticket in tickets:
         reply, end = b.finish(ticket)
-        assert end.cached_tokens >= len(prefix) - 1
+        assert end.cached_tokens >= n_shared - 1
         difference = b.largest_difference(ticket, reply)
         assert difference <= TOLERANCE.get(kind, 0.0)
     assert {n_rows for n_rows, n_tokens in calls if n_tokens > 1} == {1}
@@ -509,7 +370,7 @@ def test_scheduler_reads_rests_one_by_one_without_memory_for_copies(bench, monke
     calls = note_calls(b)
     monkeypatch.setattr(s.MemoryBudget, "make_room_to_merge", lambda *_: False)
 
-    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
+    tickets = b.submit_at_once([prefix + words(rng, n) for n in (40, 41, 45)])
 
     for ticket in tickets:
         assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
@@ -520,7 +381,7 @@ def test_prompts_of_unlike_lengths_are_read_apart_and_decode_together(bench):
     b = bench("qwen3")
     calls = note_calls(b)
 
-    tickets = submit_at_once(b, prompts_of(40, 42, 90, 99, 300))
+    tickets = b.submit_at_once(prompts_of(40, 42, 90, 99, 300))
 
     for ticket in tickets:
         assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
@@ -554,20 +415,6 @@ def test_short_prompts_beside_a_reply_are_read_in_one_call_before_any_slice(benc
     assert (3, 46) in calls
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
-def test_a_model_with_state_reads_each_prompt_alone(bench, kind):
-    b = bench(kind)
-    calls = note_calls(b)
-
-    tickets = submit_at_once(b, prompts_of(40, 41, 44, 47))
-
-    for ticket in tickets:
-        assert b.largest_difference(ticket, b.finish(ticket)[0]) <= TOLERANCE.get(
-            kind, 0.0
-        )
-    assert {n_rows for n_rows, n_tokens in calls if n_tokens > 1} == {1}
-
-
 def test_a_failure_in_a_joint_call_is_tried_again_alone(bench):
     b = bench("qwen3")
     b.may_try_again = True
@@ -579,7 +426,7 @@ def test_a_failure_in_a_joint_call_is_tried_again_alone(bench):
             raise RuntimeError("planted")
 
     b.model.before_call = fail_first
-    tickets = submit_at_once(b, prompts_of(40, 41, 44, 47))
+    tickets = b.submit_at_once(prompts_of(40, 41, 44, 47))
 
     for ticket in tickets:
         assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
@@ -600,16 +447,15 @@ def test_rows_of_a_joint_call_choose_their_tokens_by_themselves(bench):
     b = bench("qwen3")
     calls = note_calls(b)
 
-    tickets = submit_at_once(b, prompts, fields)
+    tickets = b.submit_at_once(prompts, fields)
 
     assert [b.finish(ticket)[0] for ticket in tickets] == alone
     assert calls[0] == (4, 46)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-def test_short_prompts_decode_together_whatever_their_lengths(bench, kind):
+def test_short_prompts_decode_together_whatever_their_lengths(bench):
     """Buffers grow by 256 tokens, so padding up to there costs no memory."""
-    b = bench(kind)
+    b = bench("qwen3_5")
     is_everyone_here = threading.Event()
     widths = []
 
@@ -629,33 +475,7 @@ def test_short_prompts_decode_together_whatever_their_lengths(bench, kind):
     assert max(widths) == 4
 
 
-def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(
-    bench, monkeypatch
-):
-    b = bench("qwen3")
-    rng = np.random.default_rng(3)
-    past = words(rng, 400)
-    real = s.load_span
-    first, _, _ = b.ask(past)
-
-    def fail(cache, span):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(s, "load_span", fail)
-    b.may_try_again = True
-    ids, _, ticket = b.ask(past + first + words(rng, 10))
-    assert b.largest_difference(ticket, ids) == 0.0
-
-    b.may_try_again = False
-    monkeypatch.setattr(s, "load_span", real)
-    for _ in range(2):
-        ids, _, ticket = b.ask(past + first + words(rng, 10))
-        assert b.largest_difference(ticket, ids) == 0.0
-
-
-def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(
-    bench, monkeypatch
-):
+def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(bench):
     b = bench("qwen3_5")
     rng = np.random.default_rng(3)
     past = words(rng, 400)
@@ -675,29 +495,3 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
         assert b.largest_difference(ticket, ids) == 0.0
 
     assert b.engine.state == "ready"
-
-
-def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group(
-    bench, monkeypatch
-):
-    b = bench("qwen3")
-    rng = np.random.default_rng(3)
-    tickets = [b.submit(words(rng, 200), n=4000) for _ in range(3)]
-    while b.engine.report["decoding"] < 3 or b.engine.report["groups"] > 1:
-        time.sleep(0.01)
-
-    def fail(group, row):
-        raise RuntimeError("planted")
-
-    real = s.DecodeBatch.remove
-    monkeypatch.setattr(s.DecodeBatch, "remove", fail)
-    tickets[0].stop_reason = "cancelled"
-    for ticket in tickets:
-        event = ticket.next_event(20)
-        while not isinstance(event, s.ServerError):
-            assert isinstance(event, int | s.TokenEvent)
-            event = ticket.next_event(20)
-
-    monkeypatch.setattr(s.DecodeBatch, "remove", real)
-    ids, _, ticket = b.ask(words(rng, 200))
-    assert b.largest_difference(ticket, ids) == 0.0

@@ -96,11 +96,12 @@ def test_a_request_that_comes_is_served_before_the_next_slice(served, monkeypatc
     monkeypatch.setattr(s, "CHECK_SLICE_SECONDS", 0.0)  # slices of MIN_SLICE_TOKENS
     calls = []  # of the model: where each begins, and whether a check holds KV
     replies = []
+    now = served.prepare([SYSTEM, user("Now")], max_tokens=2)
 
     def come(fed):
         calls.append((fed[0].at, checks._reading is not None))
         if len(calls) == 3:
-            replies.append(submit(served))
+            replies.append(served.state.engine.submit(now))
 
     with served.holding(come):
         monkeypatch.setattr(s, "CHECK_AFTER_SECONDS", 0.0)
@@ -111,14 +112,6 @@ def test_a_request_that_comes_is_served_before_the_next_slice(served, monkeypatc
     assert not calls[3][1]
     wait_until(lambda: not checks.unchecked)
     assert checks.n_checked >= 1  # from its beginning
-
-
-def submit(served):
-    body = {"messages": [SYSTEM, user("Now")], "max_tokens": 2, "temperature": 0}
-    config = served.state.config
-    request = s.parse_chat_request(body, config, request_id="a", headers={})
-    prepared = s.prepare_request(served.state.for_tenant(""), request)
-    return served.state.engine.submit(prepared.engine_request)
 
 
 def test_what_is_forgotten_is_not_checked(served, monkeypatch):
@@ -132,15 +125,6 @@ def test_what_is_forgotten_is_not_checked(served, monkeypatch):
     assert sessions
     assert "checked" not in " ".join(sessions)
     ask(served, "DELETE", "/v1/cache")
-    assert not checks_of(served).unchecked
-
-
-def test_what_is_evicted_is_not_checked(served):
-    say(served)
-    assert checks_of(served).unchecked
-    engine = served.state.engine
-    engine.call(lambda scheduler: scheduler.cache.evict_to_fit(1 << 60))
-    engine.call(lambda scheduler: scheduler.evict_idle())
     assert not checks_of(served).unchecked
 
 
@@ -163,9 +147,3 @@ def test_every_nth_is_checked_and_none_by_default(served, monkeypatch):
     for seed in range(5, 8):
         say(served, seed=seed)
     assert len(checks.unchecked) == n_warm // 3
-
-
-def test_no_more_wait_than_a_few(served):
-    for seed in range(s.MAX_UNCHECKED + 2):
-        say(served, 30, seed=seed, max_tokens=3)
-    assert len(checks_of(served).unchecked) == s.MAX_UNCHECKED

@@ -11,6 +11,7 @@ from status_client import FIELDS, ask, status, words
 from tiny_models import DENSE, HYBRID, tiny_model
 
 NEVER = 1e9
+pytestmark = pytest.mark.covering(1, over="module")
 
 
 @pytest.fixture(scope="module", params=[DENSE, at_night(HYBRID)])
@@ -119,7 +120,7 @@ def test_nothing_but_a_request_for_the_model_wakes_it(served):
 
 def test_who_comes_while_it_falls_asleep_is_served(served, monkeypatch):
     served.say()
-    handle = s.RequestHandle(make_request(served))
+    handle = s.RequestHandle(served.prepare([SYSTEM, user("Now")], max_tokens=2))
     unasked = [handle]
     save_some = s.Scheduler.save_some
 
@@ -134,14 +135,6 @@ def test_who_comes_while_it_falls_asleep_is_served(served, monkeypatch):
     wait_until(lambda: handle.times.activity == "ended")
     served.set_seconds(NEVER)
     assert not unasked
-
-
-def make_request(served):
-    body = {"messages": [SYSTEM, user("Now")], "max_tokens": 2, "temperature": 0}
-    config = served.state.config
-    request = s.parse_chat_request(body, config, request_id="a", headers={})
-    state = served.state.for_tenant("")
-    return s.prepare_request(state, request).engine_request
 
 
 def test_other_weights_are_not_served(served, monkeypatch):

@@ -21,17 +21,6 @@ def empty(served):
     forget(served)
 
 
-def request_of(served, **fields):
-    body = {
-        "messages": [SYSTEM, user(words(80))],
-        "max_tokens": 60,
-        "temperature": 0,
-        **fields,
-    }
-    config = served.state.config
-    return s.parse_chat_request(body, config, request_id="a", headers={})
-
-
 def n_running(served):
     return served.state.engine.call(
         lambda scheduler: len(scheduler.running) + len(scheduler.waiting)
@@ -44,7 +33,8 @@ def transcripts(served):
 
 def generate(served, **fields):
     state = served.state.for_tenant("")
-    return s.ReplyGeneration(state, request_of(served, **fields))
+    request = served.parse([SYSTEM, user(words(80))], max_tokens=60, **fields)
+    return s.ReplyGeneration(state, request)
 
 
 def test_a_stream_that_failed_is_not_recorded_as_left(served):

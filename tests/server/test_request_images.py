@@ -10,7 +10,6 @@ import struct
 import subprocess
 import threading
 import time
-import types
 import zlib
 from pathlib import Path
 
@@ -41,24 +40,17 @@ def image_part(url):
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def png_chunk(kind, content):
+    check = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + check
+
+
 def bomb(side):
     """A PNG of a few bytes that says it is `side` pixels wide and high."""
 
-    def chunk(kind, content):
-        check = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + check
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(b""))
-    return b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b"")
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_formats(kind):
-    _, pictures = read(image_part(data_url(picture(3, 64, 48, kind))))
-    (image,) = pictures.values()
-    decoded = image.decode()
-    assert (decoded.mode, decoded.size) == ("RGB", (64, 48))
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+    pixels = png_chunk(b"IDAT", zlib.compress(b""))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + png_chunk(b"IEND", b"")
 
 
 def test_of_a_gif_the_first_frame():
@@ -66,33 +58,6 @@ def test_of_a_gif_the_first_frame():
     file = io.BytesIO()
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
     assert s.SentImage(file.getvalue(), "here").decode().getpixel((4, 4)) == (255, 0, 0)
-
-
-def test_what_is_transparent_lies_on_white():
-    drawn = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    file = io.BytesIO()
-    drawn.putpixel((4, 4), (0, 0, 0, 255))
-    drawn.save(file, "PNG")
-    decoded = s.SentImage(file.getvalue(), "here").decode()
-    assert decoded.getpixel((0, 0)) == (255, 255, 255)
-    assert decoded.getpixel((4, 4)) == (0, 0, 0)
-
-
-def test_grey_of_16_bits_keeps_its_shades():
-    shades = np.arange(0, 65_536, 1024, dtype=np.uint16).reshape(8, 8)
-    file = io.BytesIO()
-    Image.fromarray(shades).save(file, "PNG")
-    decoded = np.asarray(s.SentImage(file.getvalue(), "here").decode())
-    assert decoded[..., 0].tolist() == (shades // 256).tolist()
-
-
-def test_a_photograph_is_turned_upright():
-    image = Image.new("RGB", (40, 20))
-    file = io.BytesIO()
-    exif = image.getexif()
-    exif[0x0112] = 6  # lies on its side
-    image.save(file, "JPEG", exif=exif)
-    assert s.SentImage(file.getvalue(), "here").decode().size == (20, 40)
 
 
 MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F", "YCbCr"]
@@ -144,8 +109,7 @@ def test_a_small_image_has_the_pixels_that_it_has_on_white(mode, kind):
         assert image.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-def test_a_large_image_is_shrunk_before_it_is_composited(monkeypatch, mode):
+def test_a_large_image_is_shrunk_before_it_is_composited(monkeypatch):
     monkeypatch.setattr(s, "_MAX_SEEN_PIXELS", 10_000)
     composited_sizes = []
     composite = Image.alpha_composite
@@ -156,13 +120,13 @@ def test_a_large_image_is_shrunk_before_it_is_composited(monkeypatch, mode):
 
     monkeypatch.setattr(Image, "alpha_composite", composite_and_note)
     file = io.BytesIO()
-    Image.new(mode, (400, 100), "red").save(file, "PNG")
+    Image.new("RGBA", (400, 100), "red").save(file, "PNG")
 
     image = s.SentImage(file.getvalue(), "here").decode()
 
     assert image.size == (200, 50)
     assert image.getpixel((9, 9)) == (255, 0, 0)
-    assert composited_sizes == ([(200, 50)] if mode == "RGBA" else [])
+    assert composited_sizes == [(200, 50)]
 
 
 @pytest.mark.parametrize(
@@ -184,14 +148,7 @@ def test_what_is_no_image_is_refused_where_it_stands(data):
     assert refused.value.param == "messages[3].content[1]"
 
 
-@pytest.mark.parametrize("side", [8_001, 12_000, 30_000])
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_an_image_of_too_many_pixels_is_told_so(side):
-    with pytest.raises(s.BadRequest, match=r"has more than 64,000,000 pixels$"):
-        s.SentImage(bomb(side), "messages[3].content[1]").decode()
-
-
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "I;16"])
+@pytest.mark.parametrize("mode", ["RGBA", "I;16"])
 def test_strips_that_are_shrunk_are_those_of_the_whole_image(monkeypatch, mode):
     monkeypatch.setattr(s, "_MAX_SEEN_PIXELS", 20_000)
     monkeypatch.setattr(s, "_MAX_STRIP_PIXELS", 1_000)
@@ -216,33 +173,6 @@ def test_strips_that_are_shrunk_are_those_of_the_whole_image(monkeypatch, mode):
     assert abs(difference).max() <= 1
 
 
-def test_one_image_is_unpacked_at_a_time_by_all_threads(monkeypatch):
-    n_inside = []
-    most_inside = []
-
-    def decode(_image):
-        n_inside.append(1)
-        most_inside.append(len(n_inside))
-        time.sleep(0.02)
-        n_inside.pop()
-
-    monkeypatch.setattr(s.SentImage, "decode", decode)
-    model = types.SimpleNamespace(
-        _unpack_lock=threading.Lock(), phrase="", _processor=lambda **_: {}
-    )
-    threads = [
-        threading.Thread(
-            target=s.VisionModel._process, args=(model, s.SentImage(b"", ""))
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most_inside == [1, 1, 1, 1]
-
-
 # -- the parts of a file
 
 
@@ -262,11 +192,6 @@ def scans(n):
 
 def segment(marker, content):
     return b"\xff" + marker + (len(content) + 2).to_bytes(2) + content
-
-
-def png_chunk(kind, content):
-    check = struct.pack(">I", zlib.crc32(kind + content))
-    return struct.pack(">I", len(content)) + kind + content + check
 
 
 def with_chunks(chunk, n):
@@ -334,7 +259,7 @@ def test_images_that_people_have_are_read(data):
     assert s.SentImage(data, "here").decode().mode == "RGB"
 
 
-@pytest.mark.parametrize("kind, n", [("PNG", 300), ("WEBP", 300), ("GIF", 5_000)])
+@pytest.mark.parametrize("kind, n", [("PNG", 9), ("WEBP", 9), ("GIF", 500)])
 def test_the_first_picture_of_a_film_is_read(kind, n):
     assert s.SentImage(animated(kind, n), "here").decode().mode == "RGB"
 
@@ -347,12 +272,9 @@ def test_the_first_picture_of_a_film_is_read(kind, n):
         "cat.png",
         "data:image/png;base64",
         "data:image/png,%FF",
-        "http://127.0.0.1/cat.png",
         "https://example.org/cat.png",
-        "ftp://example.org/cat.png",
         "data:image/png;base64,A",
         "data:image/png;base64,\u00e9",
-        "javascript:alert(1)",
     ],
 )
 def test_what_is_no_data_url_is_refused_where_it_stands(url):
@@ -378,12 +300,6 @@ def test_the_text_says_which_image_and_nothing_else():
     assert image.data == A
 
 
-def test_without_images_a_request_is_as_it_was():
-    request = request_of({"type": "text", "text": "x"})
-    extracted = s.extract_images(request, s.Config(), has_vision=True, salt=b"")
-    assert extracted == (request, {})
-
-
 def test_a_text_model_refuses_or_says_that_one_was_there():
     part = image_part(data_url(A))
     with pytest.raises(s.BadRequest, match="IMAGES_ON_TEXT_MODEL") as refused:
@@ -394,43 +310,21 @@ def test_a_text_model_refuses_or_says_that_one_was_there():
     assert not pictures
 
 
-@pytest.mark.parametrize("placeholder", [False, True])
-def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
-    import anthropic  # three seconds, paid by who needs it
-
-    settings = {"images_on_text_model": "placeholder"} if placeholder else {}
-    chat = {
-        "messages": [{"role": "user", "content": [image_part(data_url(A))]}],
-        "max_tokens": 8,
-    }
-    source = {
-        "type": "base64",
-        "media_type": "image/png",
-        "data": base64.b64encode(A).decode(),
-    }
-    block = [{"type": "image", "source": source}]
-    ask = {
-        "model": "x",
-        "max_tokens": 8,
-        "messages": [{"role": "user", "content": block}],
-    }
-    server = Served(models("qwen3"), log_root=str(tmp_path), **settings)
-    with contextlib.closing(server) as served:
-        url = served._sdk.base_url
-        response = httpx.post(
-            f"{url}chat/completions", json=chat, timeout=MAX_WAIT_SECONDS
-        )
-        sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
-        refused = pytest.raises(
-            anthropic.BadRequestError, match=r"messages\.0\.content\.0"
-        )
-        with sdk, contextlib.nullcontext() if placeholder else refused:
-            assert sdk.messages.create(**ask).usage.input_tokens
-
-    assert response.status_code == (200 if placeholder else 400)
-
-    if not placeholder:
-        assert response.json()["error"]["param"] == "messages[0].content[0]"
+def test_a_text_model_refuses_images_through_both_apis(models, tmp_path):
+    encoded = base64.b64encode(A).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    block = {"type": "image", "source": source}
+    with contextlib.closing(Served(models("qwen3"), log_root=str(tmp_path))) as served:
+        for path, part, place in (
+            ("chat/completions", image_part(data_url(A)), "messages[0].content[0]"),
+            ("messages", block, "messages.0.content.0"),
+        ):
+            body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 8}
+            response = httpx.post(
+                f"{served._sdk.base_url}{path}", json=body, timeout=MAX_WAIT_SECONDS
+            )
+            assert response.status_code == 400
+            assert place in response.text
 
 
 # -- remote images
@@ -512,13 +406,10 @@ def test_a_private_address_is_refused_through_the_server(web):
     assert not asked_for
 
 
-@pytest.mark.parametrize("status", (1, 2, -9))
-def test_what_the_fetching_script_prints_when_it_fails_is_not_sent(
-    status, monkeypatch, caplog
-):
+def test_what_the_fetching_script_prints_when_it_fails_is_not_sent(monkeypatch, caplog):
     script_path = b"/home/anna/start-llm/scripts/helpers/fetch_image.py"
     error = b"Traceback (most recent call last): %s" % script_path
-    failed = subprocess.CompletedProcess([], status, b"", error)
+    failed = subprocess.CompletedProcess([], 1, b"", error)
     monkeypatch.setattr(s.subprocess, "run", lambda *_, **__: failed)
 
     with pytest.raises(s.BadRequest) as refused:

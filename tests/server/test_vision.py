@@ -1,11 +1,8 @@
 """Images with the same exact reuse: logits, tokens fed, tower runs, errors."""
 
 import base64
-import http.client
 import itertools
-import json
 import threading
-from contextlib import closing
 from functools import partial
 from hashlib import sha256
 
@@ -15,7 +12,8 @@ import numpy as np
 import pytest
 import start_llm as s
 from mlx_vlm.models.qwen3_5 import gated_delta
-from server_fixture import MAX_WAIT_SECONDS, connections, wait_until, wait_until_idle
+from nights import at_night
+from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import TOOLS
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, data_url, picture, picture_message
@@ -78,115 +76,12 @@ def judge(seeing, n_images):
     assert seeing.state.metrics.snapshot()["vlm_retreat"] == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_follow_up_prefills_only_its_own_words(seeing, stream):
-    exchange = seeing.ask(
-        [SYSTEM, picture_message("what is on this", A, "tell me")], stream=stream
-    )
-    for _ in range(3):
+def test_a_follow_up_prefills_only_its_own_words(seeing):
+    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A, "tell me")])
+    for stream in (True, False):
         messages = [*answered(exchange), picture_message("and what else is there")]
         exchange = seeing.ask(messages, stream=stream)
     judge(seeing, n_images=1)
-
-
-def test_another_image_in_the_same_place_and_back_again(seeing):
-    first = seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    second = seeing.ask([SYSTEM, picture_message("what is on this", B)])
-    third = seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    is_same = np.array_equal(first.logprobs[0], second.logprobs[0])
-    assert not is_same, "the image says nothing"
-    assert third.reply == first.reply
-    judge(seeing, n_images=2)
-
-
-def test_a_second_image_is_added(seeing):
-    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    exchange = seeing.ask(
-        [*answered(exchange), picture_message("and on this one", B, "compare them")]
-    )
-    seeing.ask([*answered(exchange), picture_message("thank you")])
-    judge(seeing, n_images=2)
-
-
-def test_one_of_two_images_changes(seeing):
-    seeing.ask([SYSTEM, picture_message("compare", A, "with", B)])
-    seeing.ask([SYSTEM, picture_message("compare", A, "with", C)])  # the second
-    seeing.ask([SYSTEM, picture_message("compare", B, "with", C)])  # the first
-    judge(seeing, n_images=3)
-
-
-def test_a_conversation_goes_on_after_another_one(seeing):
-    first = seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    second = seeing.ask([SYSTEM, picture_message("tell me about", B, "at once")])
-    first = seeing.ask([*answered(first), picture_message("what else")])
-    second = seeing.ask([*answered(second), picture_message("what else")])
-    judge(seeing, n_images=2)
-
-
-def test_a_cancelled_prefill_is_kept(seeing):
-    long = [SYSTEM, picture_message("word " * 350, A, "word " * 1000, B, "and so on")]
-    entered = threading.Event()
-    go_on = threading.Event()
-
-    def hold():
-        if sum(n for _, n in seeing.calls) > 450:
-            entered.set()
-            go_on.wait(MAX_WAIT_SECONDS)
-
-    seeing.before_call = hold
-    address = httpx.URL(seeing.url)
-    try:
-        with closing(http.client.HTTPConnection(address.host, address.port)) as client:
-            chat = json.dumps({"model": "x", "messages": long, "tools": TOOLS})
-            client.request("POST", "/v1/chat/completions", chat)
-            assert entered.wait(MAX_WAIT_SECONDS), "the prompt was never read"
-            n_connections = connections()
-        wait_until(lambda: connections() < n_connections)
-    finally:
-        seeing.before_call = lambda: None
-        go_on.set()
-
-    wait_until_idle(seeing.state.engine)
-    n_prefilled = sum(n for _, n in seeing.calls)
-    assert n_prefilled < len(seeing.prompt(long)) - 200, "nothing was left to do"
-
-    exchange = seeing.ask(long)
-    assert seeing.largest_difference(exchange) <= seeing.tolerance
-    assert exchange.prefilled + n_prefilled <= 1.02 * len(exchange.prompt)
-    assert seeing.tower_runs == 2
-
-
-def test_seven_at_once_with_and_without_images(seeing):
-    talks = []
-    for i in range(7):
-        images = [A, B, C][: i % 3]
-        talks.append([SYSTEM, picture_message(f"number {i}", *images, "say it")])
-
-    def ask(i):
-        completion = seeing.openai.chat.completions.create(
-            model="x",
-            messages=talks[i],
-            temperature=0,
-            max_tokens=100 + 5 * i,
-            tools=TOOLS,
-        )
-        return completion.choices[0].message
-
-    replies = seeing.at_once(ask, len(talks))
-    for i, talk in enumerate(talks):
-        alone = seeing.ask(talk, max_tokens=100 + 5 * i)
-        assert seeing.largest_difference(alone) <= seeing.tolerance
-        assert alone.answer.get("content") == replies[i].content
-
-    assert np.all([reply is not None for reply in replies])
-
-
-def test_features_are_taken_again_in_another_conversation(seeing):
-    seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    seeing.ask([picture_message("a conversation of its own", A, "with the same image")])
-    counters = seeing.state.metrics.snapshot()
-    judge(seeing, n_images=1)
-    assert counters["vlm_feature_hits"] >= 1
 
 
 def test_the_same_bytes_in_another_dress_are_the_same_image(seeing):
@@ -206,16 +101,10 @@ def test_the_same_bytes_in_another_dress_are_the_same_image(seeing):
     assert seeing.tower_runs == 1
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_anthropic_blocks_and_tool_results_carry_images(seeing, stream):
-    import anthropic  # three seconds, paid by who needs it
-
+def test_anthropic_blocks_and_tool_results_carry_images(seeing):
     def block(data):
-        source = {
-            "type": "base64",
-            "media_type": "image/png",
-            "data": base64.b64encode(data).decode(),
-        }
+        encoded = base64.b64encode(data).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": encoded}
         return {"type": "image", "source": source}
 
     tool = {"name": "read", "description": "reads", "input_schema": {"type": "object"}}
@@ -227,21 +116,17 @@ def test_anthropic_blocks_and_tool_results_carry_images(seeing, stream):
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]},
     ]
-    fields = {"model": "claude-x", "max_tokens": 40, "tools": [tool]}
-    sdk = anthropic.Anthropic(base_url=seeing.url, api_key="x", max_retries=0)
     for _ in range(2):
-        fields["messages"] = messages
-        if stream:
-            with sdk.messages.stream(**fields) as events:
-                message = events.get_final_message()
-        else:
-            message = sdk.messages.create(**fields)
-        messages = [*messages, {"role": "assistant", "content": message.content}]
+        body = {"max_tokens": 40, "tools": [tool], "messages": messages}
+        answer = httpx.post(
+            f"{seeing.url}/v1/messages", json=body, timeout=MAX_WAIT_SECONDS
+        ).json()
+        messages = [*messages, {"role": "assistant", "content": answer["content"]}]
         messages += [{"role": "user", "content": "what else"}]
-    sdk.close()
 
     assert seeing.tower_runs == 2
-    assert message.usage.cache_read_input_tokens > message.usage.input_tokens
+    usage = answer["usage"]
+    assert usage["cache_read_input_tokens"] > usage["input_tokens"]
 
 
 def has_text(chunk):
@@ -295,23 +180,6 @@ def test_features_take_no_more_than_their_share(seeing):
         assert model.feature_bytes == 0
         assert seeing.largest_difference(last) <= seeing.tolerance
         assert seeing.largest_difference(first) <= seeing.tolerance
-    finally:
-        model.max_bytes = share
-
-
-def test_features_that_are_larger_than_the_share_evict_no_others(seeing):
-    model = seeing.model
-    share = model.max_bytes
-    seeing.ask([picture_message("what is on this", A)])
-    n_bytes = model.feature_bytes
-    large = picture(11, width=480, height=480)
-    try:
-        model.max_bytes = n_bytes
-        seeing.ask([picture_message("what is on this", large)])
-        assert seeing.tower_runs == 2
-        assert model.feature_bytes == n_bytes
-        seeing.ask([picture_message("and on this", A)])
-        assert seeing.tower_runs == 2
     finally:
         model.max_bytes = share
 
@@ -415,13 +283,6 @@ def test_an_image_that_the_processor_refuses_is_refused_with_its_reason(seeing):
     assert "aspect ratio" in refused.json()["error"]["message"]
 
 
-def another_images_features(patch, model):
-    def first_features(image):
-        return next(iter(model._features.values())).inputs
-
-    patch.setattr(model, "_run_tower", first_features)
-
-
 def image_a_place_too_late(patch, model):
     prefill = s.VisionModel.prefill_image
 
@@ -440,17 +301,6 @@ def unshifted_text(patch, model):
     patch.setattr(s.VisionModel, "image_positions", without_shift)
 
 
-def exchanged_rows_and_columns(patch, model):
-    positions = s.VisionModel.image_positions
-
-    def exchange_axes(self, image):
-        image_positions = positions(self, image)
-        axes = image_positions.positions[[0, 2, 1]]
-        return image_positions._replace(positions=axes)
-
-    patch.setattr(s.VisionModel, "image_positions", exchange_axes)
-
-
 def one_mark_for_all_images(patch, model):
     inject = s.inject_image_markers
 
@@ -466,15 +316,18 @@ def forget_images(model):
 
 
 FAULTS = {
-    "another image's features": another_images_features,
     "the image a place too late": image_a_place_too_late,
     "what follows is not shifted": unshifted_text,
-    "rows and columns exchanged": exchanged_rows_and_columns,
     "one mark for all images": one_mark_for_all_images,
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+BY_DAY = {"the image a place too late", "one mark for all images"}
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in BY_DAY else at_night(fault) for fault in FAULTS]
+)
 def test_a_planted_fault_is_noticed(seeing, fault):
     seeing.ask([SYSTEM, picture_message("what is on this", A)])
     with pytest.MonkeyPatch.context() as patch:
@@ -489,44 +342,12 @@ def test_a_planted_fault_is_noticed(seeing, fault):
     assert worst > 100 * max(seeing.tolerance, 1e-6)
 
 
-def test_upstream_itself_depends_on_slices_where_we_allow_a_tolerance(seeing):
-    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A)])
-    ids = mx.array([list(exchange.reply) * 8])
-    inner = seeing.oracle.language_model
-
-    def last_logits(*sizes):
-        cache = seeing.model.make_cache()
-        start = 0
-        logits = None
-        for size in sizes:
-            end = start + size
-            positions = mx.broadcast_to(mx.arange(start, end), (3, 1, size))
-            part = ids[:, start:end]
-            logits = inner(part, cache=cache, position_ids=positions).logits
-            start = end
-
-        return np.array(logits[0, -1])
-
-    n = ids.shape[1]
-    difference = np.abs(last_logits(n) - last_logits(37, n - 37)).max()
-    assert (difference == 0.0) == (seeing.tolerance == 0.0)
-    assert difference < 1e-4
-
-
-def image_is_as_sent(seeing, messages):
-    """The prompt has these images and no others, and the reply is a cold run's."""
-    # asserts that the prompt has the length of upstream's own
-    exchange = seeing.ask(messages)
-    assert seeing.largest_difference(exchange) <= seeing.tolerance
-    return exchange
-
-
 @pytest.mark.parametrize(
     "text, end_text",
     [
-        ("what is it\nCurrent time: 10:00", ""),
         ("<system-reminder>\nlook at this", "\n</system-reminder>"),
-        ("<system-reminder>\nx\n</system-reminder>\n", ""),
+        at_night("what is it\nCurrent time: 10:00", ""),
+        at_night("<system-reminder>\nx\n</system-reminder>\n", ""),
     ],
 )
 def test_another_image_is_never_a_volatile_field(seeing, text, end_text):
@@ -575,9 +396,8 @@ def test_nobody_can_write_a_mark(seeing):
 
     assert len(seeing._last.images) == 0
 
-    with_image = image_is_as_sent(
-        seeing, [SYSTEM, picture_message(f"see {forged} here", A)]
-    )
+    with_image = seeing.ask([SYSTEM, picture_message(f"see {forged} here", A)])
+    assert seeing.largest_difference(with_image) <= seeing.tolerance
     assert len(seeing._last.images) == 1
     assert without_image.prompt != with_image.prompt
     assert not any(digest in seeing.model._image_tokens for digest in digests)

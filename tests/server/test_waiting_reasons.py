@@ -28,7 +28,7 @@ from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
 SECRET = "xylophonist"  # a word of a prompt that is to appear nowhere
-TIGHT = {"prompt_cache_max_bytes": 1_700_000}  # of KV: for one long prompt
+TIGHT = {"prompt_cache_max_bytes": 800_000}  # of KV: for one long prompt
 
 
 class Gate:
@@ -72,6 +72,14 @@ def folder(tmp_path_factory):
 def served(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("logs")
     with closing(Served(folder, log_root=str(root), max_kv_size=8192)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def narrow(folder, tmp_path_factory):
+    """One request at a time."""
+    root = tmp_path_factory.mktemp("logs")
+    with closing(Served(folder, log_root=str(root), batch_max_rows=1)) as server:
         yield server
 
 
@@ -174,16 +182,13 @@ def check_a_wait(
 
 
 def test_a_request_waits_for_the_prefix_that_another_one_reads(served, pool):
-    texts = (words(1500, 1), words(1500, 1) + " And then?")
+    texts = (words(500, 1), words(500, 1) + " And then?")
     check_a_wait(served, pool, texts, reason="prefix", names_request=True)
 
 
-def test_a_request_waits_in_the_queue_while_all_places_are_taken(
-    folder, pool, tmp_path
-):
-    with closing(Served(folder, batch_max_rows=1, log_root=str(tmp_path))) as narrow:
-        texts = (words(1500, 2), words(300, 3))
-        check_a_wait(narrow, pool, texts, reason="queue", names_request=False)
+def test_a_request_waits_in_the_queue_while_all_places_are_taken(narrow, pool):
+    texts = (words(500, 2), words(300, 3))
+    check_a_wait(narrow, pool, texts, reason="queue", names_request=False)
 
 
 def test_a_request_waits_for_memory_that_another_one_holds(folder, pool, tmp_path):
@@ -226,7 +231,7 @@ def test_a_cancelled_request_has_the_numbers_of_what_it_did(served):
     body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
     assert send(served, "POST", CHAT, body) == 200
 
-    longer = [SYSTEM, user(begin_text + " " + words(1500, 7))]
+    longer = [SYSTEM, user(begin_text + " " + words(500, 7))]
 
     with gated(served) as gate:
         with served.stream(longer, max_tokens=4):
@@ -243,17 +248,17 @@ def test_a_cancelled_request_has_the_numbers_of_what_it_did(served):
     assert row["match"] != "-"
 
 
-def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(folder, pool):
-    with closing(Served(folder, batch_max_rows=1)) as narrow:
-        with gated(narrow) as gate:
-            _, first = begin(pool, narrow, words(1500, 8))
-            wait_until(lambda: gate.n_arrived == 1)
-            with narrow.stream([SYSTEM, user(words(200, 9))], max_tokens=4):
-                wait_until(lambda: len(live(narrow)) == 2)
+def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(narrow, pool):
+    with gated(narrow) as gate:
+        _, first = begin(pool, narrow, words(500, 8))
+        wait_until(lambda: gate.n_arrived == 1)
+        with narrow.stream([SYSTEM, user(words(200, 9))], max_tokens=4):
+            wait_until(narrow.state.engine._inbox.qsize)
+            while not live(narrow)[-1]["waited_for"]:
                 gate.let_through(1)
-            wait_until(lambda: len(live(narrow)) == 1)
-            last = last_request(narrow)
-        first.result(MAX_WAIT_SECONDS)
+        wait_until(lambda: len(live(narrow)) == 1)
+        last = last_request(narrow)
+    first.result(MAX_WAIT_SECONDS)
 
     check_fields(last, finish="cancelled", waited_for="queue")
     check_fields(last, prefill=0, cached=0, match="-")
@@ -376,7 +381,7 @@ def test_a_failed_request_is_one_warning_and_counts_as_failed(served, caplog):
 
 def test_totals_add_up_to_the_requests_that_have_ended(folder):
     with closing(Served(folder)) as fresh:
-        for text in (words(400), words(400), words(300, 1)):
+        for text in (words(100), words(100), words(60, 1)):
             fresh.ask([SYSTEM, user(text)], max_tokens=4)
         send(fresh, "GET", "/nothing")
         wait_until(lambda: not live(fresh))
@@ -403,13 +408,6 @@ def test_totals_add_up_to_the_requests_that_have_ended(folder):
     assert totals["saved_seconds"] > 0
 
 
-def test_the_peak_of_memory_is_at_least_the_model(served):
-    served.ask([SYSTEM, user(words(400))], max_tokens=4)
-    memory = status(served)["memory"]
-    assert memory["peak"] >= memory["model"] > 0
-    assert samples(served)["start_llm_memory_peak_bytes",] > 0
-
-
 # -- who asks, and what ----------------------------------------------------------------
 
 
@@ -418,19 +416,10 @@ def test_the_peak_of_memory_is_at_least_the_model(served):
     [
         ("claude-cli/2.1.2 (external, cli)", "Claude Code"),
         ("pi (linux 6.1.0; x64)", "PI"),
-        ("pi/0.60.0", "PI"),
-        ("pi", "PI"),
         ("pip/24.0", "pip"),
         ("codex_cli_rs/0.46.0 (Debian 12; x86_64) xterm", "Codex"),
-        ("codex_exec/0.46.0", "Codex"),
         ("opencode/1.0.1 ai-sdk/provider-utils/3.0.9", "opencode"),
-        ("openclaw/2026.1.1", "OpenClaw"),
-        ("GitHubCopilotChat/0.35.0", "Copilot"),
-        ("QwenCode/0.5.0 (linux; x64)", "Qwen Code"),
-        ("curl/8.14.1", "curl"),
         ("python-requests/2.32", "python"),
-        ("Python-urllib/3.12", "python"),
-        ("OpenAI/Python 2.6.1", "python"),
         ("AsyncOpenAI/Python 2.6.1", "python"),
         ("OpenAI/JS 6.26.0", "OpenAI"),
         ("Something/1.0 (more)", "Something"),
@@ -460,7 +449,7 @@ def test_recent_requests_name_their_client_also_behind_the_proxy(served):
 
 
 def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
-    folder, tmp_path
+    served, folder, tmp_path
 ):
     reminder = {"type": "text", "text": "<system-reminder>x</system-reminder>"}
     question = {"type": "text", "text": "  Why is\nthe sky " + "so " * 60}
@@ -472,54 +461,32 @@ def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
         ],
         "max_tokens": 4,
     }
-    for is_on in (True, False):
-        settings = {"enable_request_logging": is_on, "log_root": str(tmp_path)}
-        with closing(Served(folder, **settings)) as server:
-            send(server, "POST", CHAT, body)
-            wait_until(lambda: not live(server))
-            title = last_request(server)["title"]
-        beginning = "Why is the sky " + "so " * 60
-        assert title == (beginning[:60] if is_on else "")
+    settings = {"enable_request_logging": True, "log_root": str(tmp_path)}
+    with closing(Served(folder, **settings)) as server:
+        titles = [send_and_find_title(one, body) for one in (server, served)]
+
+    assert titles == [("Why is the sky " + "so " * 60)[:60], ""]
+
+
+def send_and_find_title(server, body):
+    send(server, "POST", CHAT, body)
+    wait_until(lambda: not live(server))
+    return last_request(server)["title"]
+
+
+FOLDER = " - Primary working directory: /a/shop\n"
 
 
 @pytest.mark.parametrize(
     "messages, title",
     [
+        ([{"role": "system", "content": FOLDER}, user("Go.")], "shop: Go."),
         (
-            [
-                {
-                    "role": "system",
-                    "content": " - Primary working directory: /a/shop\n",
-                },
-                user("Mend the test."),
-            ],
-            "shop: Mend the test.",
-        ),
-        (
-            [
-                {"role": "system", "content": "<env>\n  Working directory: C:\\a\\b\n"},
-                user("Go."),
-            ],
-            "b: Go.",
-        ),
-        (
-            [
-                user("# AGENTS.md\nBe kind."),
-                user("<environment_context>\n  <cwd>/a/shop</cwd>\n"),
-                user("Go."),
-            ],
+            [user("<environment_context>\n  <cwd>/a/shop</cwd>\n"), user("Go.")],
             "shop: Go.",
         ),
         ([user("My working directory: /a/secret")], "My working directory: /a/secret"),
         ([{"role": "system", "content": "Working directory: "}, user("Go.")], "Go."),
-        (
-            [
-                {"role": "system", "content": "Working directory: /\n<cwd>/a/shop<"},
-                user("Go."),
-            ],
-            "shop: Go.",
-        ),
-        ([user("<a>")], "<a>"),
     ],
 )
 def test_a_title_begins_with_the_folder_that_an_agent_works_in(messages, title):
@@ -532,7 +499,7 @@ def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
     folder, tmp_path, caplog
 ):
     caplog.set_level(logging.DEBUG, s.logger.name)
-    secret = {"role": "user", "content": f"{SECRET} " * 300}
+    secret = {"role": "user", "content": f"{SECRET} " * 60}
     odd_content = {"role": "user", "content": {"text": SECRET}}
     odd_role = {"role": "odd", "content": SECRET}
     odd_block = {"role": "user", "content": [{"type": "odd", "text": SECRET}]}
@@ -550,9 +517,9 @@ def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
         ("/v1/messages", {"messages": [odd_block], "max_tokens": 4}),
         ("/v1/messages", {"messages": [odd_block, secret], "system": 3}),
     ]
-    with closing(Served(folder, log_root=str(tmp_path), max_kv_size=8192)) as server:
+    with closing(Served(folder, log_root=str(tmp_path), max_kv_size=2048)) as server:
         codes = [send(server, "POST", path, body) for path, body in sent]
-        body = {"messages": [user(f"{SECRET} " * 3000)]}
+        body = {"messages": [user(f"{SECRET} " * 800)]}
         codes.append(send(server, "POST", CHAT, body))
         wait_until(lambda: not live(server))
         status_text = json.dumps(status(server))
@@ -569,58 +536,6 @@ def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
 
 
 # -- one line a request ----------------------------------------------------------------
-
-FACTS: s.RequestFacts = {
-    "id": "7f3a",
-    "api": "chat",
-    "session": "s",
-    "prompt": 2003,
-    "out": 64,
-    "cached": 1968,
-    "saved_steps": 0,
-    "match": "line",
-    "finish": "stop",
-    "prefill": 0.1,
-    "decode": 0.5,
-    "waited": 0.04,
-    "waited_for": None,
-    "ttft_ms": 200,
-    "replayed": 0,
-    "fallback": None,
-}
-
-
-def test_a_request_is_one_short_line_without_parts_that_are_zero():
-    assert s.format_summary(FACTS, client="PI") == (
-        "PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop"
-    )
-
-    one_call = s.format_summary(FACTS, client="PI", n_calls=1)
-    assert one_call.endswith(" in 0.5 s, 1 tool call")
-    cut: s.RequestFacts = {**FACTS, "finish": "length"}
-    assert s.format_summary(cut, client="PI", n_calls=2).endswith(", length")
-
-    drafted: s.RequestFacts = {**FACTS, "saved_steps": 36}
-    summary = s.format_summary(drafted, client="PI")
-    assert summary.endswith(
-        "64 out in 0.5 s, 2.3 tokens at a time, as drafts were right, stop"
-    )
-
-    waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
-    summary = s.format_summary(waited, client="PI")
-    assert "98 % cached, waited for prefix 12.3 s, read" in summary
-
-    nothing: s.RequestFacts = {
-        **FACTS,
-        "out": 0,
-        "cached": 0,
-        "prefill": 0.0,
-        "decode": 0.0,
-        "ttft_ms": 0,
-        "finish": "cancelled",
-    }
-
-    assert s.format_summary(nothing, client="") == "-  2,003 tokens, cancelled"
 
 
 def test_a_request_has_one_short_line(served, caplog):
@@ -661,7 +576,7 @@ def test_a_stream_shows_the_progress_of_prefill_to_who_asks(served):
     body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
     assert send(served, "POST", CHAT, body) == 200
 
-    longer = [SYSTEM, user(begin_text + " " + words(1500, 21))]
+    longer = [SYSTEM, user(begin_text + " " + words(500, 21))]
     chunks = chunks_of(
         served, longer, return_progress=True, stream_options={"include_usage": True}
     )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,24 @@ class Bench:
         ticket = self.engine.submit(job)
         self.asked[ticket] = list(tokens)
         return ticket
+
+    def submit_at_once(self, prompts, fields=()):
+        """Requests that are all there before the model reads the first of them."""
+        is_held, everyone = threading.Event(), threading.Event()
+
+        def hold(_scheduler):
+            is_held.set()
+            everyone.wait(MAX_WAIT_SECONDS)
+
+        self.engine._inbox.put(hold)
+        # Else it may take some of them with this task.
+        assert is_held.wait(MAX_WAIT_SECONDS)
+        fields = fields or [{}] * len(prompts)
+        handles = [
+            self.submit(p, **how) for p, how in zip(prompts, fields, strict=True)
+        ]
+        everyone.set()
+        return handles
 
     def outcome(self, ticket, timeout=MAX_WAIT_SECONDS):
         """(ids, Ended or the error): how a request went, whatever way that was."""

@@ -470,6 +470,17 @@ class Served(Client):
         finally:
             self.recorder.before_call = _go_on
 
+    def parse(self, messages: list[Message], **fields: Any) -> s.ChatRequest:
+        """Greedy, as a chat that has come."""
+        body = {"messages": messages, "temperature": 0, **fields}
+        config = self.state.config
+        return s.parse_chat_request(body, config, request_id="a", headers={})
+
+    def prepare(self, messages: list[Message], **fields: Any) -> s.EngineRequest:
+        """What the engine would be given for a chat."""
+        state = self.state.for_tenant("")
+        return s.prepare_request(state, self.parse(messages, **fields)).engine_request
+
     def request(self, exchange: Exchange) -> Request:
         """An exchange in tokens, from the messages alone."""
         messages = exchange.messages

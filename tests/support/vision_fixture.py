@@ -152,17 +152,17 @@ class Seeing:
         self._process = lru_cache(8)(self._process)  # each prompt is wanted twice
         self.pad = self.oracle.config.image_token_id
 
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        (self.end,) = self.ids("<|im_end|>")
+        self._find_turns()
 
-        (self.end,) = encode("<|im_end|>")
-        (start,) = encode("<|im_start|>")
-        self.turns = ImageTurns(
-            start=start,
-            system=encode("<|im_start|>system\n"),
-            user=encode("<|im_start|>user\n"),
-            tool=encode("<|im_start|>user\n<tool_response>"),
-        )
+    def _find_turns(self) -> None:
+        (start,) = self.ids("<|im_start|>")
+        roles = ("system\n", "user\n", "user\n<tool_response>")
+        heads = [self.ids(f"<|im_start|>{role}") for role in roles]
+        self.turns = ImageTurns(start, *heads)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _load(self, folder: Path, config: s.Config) -> s.LoadedModel:
         loaded = s.load_model(folder, config)
@@ -292,14 +292,15 @@ class Seeing:
         }
 
     def prompt(self, messages: list[Message]) -> tuple[int, ...]:
-        """Token ids; of an image numbers that no other image has."""
+        """Token ids; of an image, from its first token to its last, numbers of its own."""
         ids = np.array(self.inputs(messages)["input_ids"])[0].tolist()
         images = iter(self.text(messages)[1])
+        line_break = self.ids("[IMG_BREAK]")
 
         marked = []
         n_inside = 0  # tokens of the image so far
         for token in ids:
-            if token != self.pad:
+            if token != self.pad and not (n_inside and (token,) == line_break):
                 n_inside = 0
                 marked.append(token)
                 continue
@@ -318,8 +319,8 @@ class Seeing:
     def is_hybrid(self) -> bool:
         return self.state.engine.report["kv_bytes_per_token"] < 300
 
-    def largest_difference(self, record: SeenRequest) -> float:
-        """Largest difference to a cold run of the plain model over all tokens of the reply."""
+    def cold_logits(self, record: SeenRequest) -> mx.array:
+        """Of a cold run of the plain model: (tokens of the reply, vocabulary)."""
         arrays = self.inputs(record.messages)
         prompt_ids = arrays["input_ids"]
         reply_ids = mx.array([record.reply[:-1]], mx.int32)
@@ -327,11 +328,13 @@ class Seeing:
         language_model = self.oracle.language_model
         language_model._rope_deltas = None
         language_model._position_ids = None
-        logits = self.oracle(**arrays).logits[0, prompt_ids.shape[1] - 1 :]
+        return self.oracle(**arrays).logits[0, prompt_ids.shape[1] - 1 :]
 
+    def largest_difference(self, record: SeenRequest) -> float:
+        """Largest difference to a cold run of the plain model over all tokens of the reply."""
         allowed = np.isfinite(record.logprobs)  # without tools a call is forbidden
         assert allowed.mean() > 0.99
-        logits = mx.where(mx.array(allowed), logits, -mx.inf)
+        logits = mx.where(mx.array(allowed), self.cold_logits(record), -mx.inf)
         cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         assert np.ptp(cold[allowed]) > 1, "even logits do not show a wrong cache"
         return float(np.abs(cold[allowed] - record.logprobs[allowed]).max())
