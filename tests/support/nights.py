@@ -8,15 +8,15 @@ At night, too:
   and settings with each other, families x tests (opaque, vision, system prompts), kinds x tests
   (status, structured output, tiny models)
 - large rows and much memory: two agents of a model with states, what is written to the disk
-  before it goes, a small request beside a large one, six tests of engine limits
-- agents that test_client_changes.py has in other words: an edited result, five last messages
-- an exception anywhere on the other kind of model, and at the fourth call
-- scenarios of clients that another one is like
-  (thinking left blank, moved, as text; arguments understood; two sessions; resent), and the bar of
-  each rule but one of its class
-- joining, leaving and being left alone with drafts, on other kinds; heads of other models; models
-  of this year but Qwen3.8; other signals inside MLX; the command of a cluster with real servers
-- a restart of windows, of images on dense layers, of opaque families but deepseek_v4; a keeper
+  before it goes, a small request beside a large one, a long row beside short ones, four tests of
+  engine limits
+- an exception at four of five steps, on the other kind of model, and at the fourth call
+- scenarios of clients that another one is like (as it is; thinking moved or in its text; restamped,
+  announced, a second call, a new session), and the bar of each rule but one
+- drafters on other kinds of models, after an image and after a sleep but for one drafter each;
+  planted faults of a suite but one or two; models of this year; families of vision models but
+  three, opaque ones but two, heads of prompts but four; other signals inside MLX; the command of a cluster with real servers
+- each request after a restart over HTTP, of images on dense layers, of opaque families but deepseek_v4; a keeper
   of LiteLLM told to end, a server killed beside it; ranks with other weights or end tokens, a rank
   that stops
 - real clients (tests/clients), where they are installed
