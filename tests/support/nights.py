@@ -4,33 +4,31 @@ By day each property is tested once, where a fault would be seen soonest: on one
 (one with states, where they matter), each family and each value once, one kill, one storm.
 At night, too:
 
-- products: kinds x scenarios (engine, agents, drafts, draft model, packed KV, vision), fields
-  and settings with each other, families x tests (opaque, vision, system prompts), kinds x tests
+- products: kinds x scenarios (engine, agents, drafts, draft model, packed KV, vision), fields and
+  settings with each other, families x tests (opaque, vision, system prompts), kinds x tests
   (status, structured output, tiny models)
-- large rows and much memory: two agents of a model with states, what is written to the disk
-  before it goes, a small request beside a large one, a long row beside short ones, four tests of
-  engine limits
+- large rows and much memory: two agents of a model with states, what is written to the disk before
+  it goes, a small request beside a large one, a long row beside short ones, four tests of engine
+  limits
 - an exception at four of five steps, on the other kind of model, and at the fourth call
 - scenarios of clients that another one is like (as it is; thinking moved or in its text; restamped,
   announced, a second call, a new session), and the bar of each rule but one
 - drafters on other kinds of models, after an image and after a sleep but for one drafter each;
   planted faults of a suite but one or two; models of this year; families of vision models but
-  three, opaque ones but two, heads of prompts but four; other signals inside MLX; the command of a cluster with real servers
-- each request after a restart over HTTP, of images on dense layers, of opaque families but deepseek_v4; a keeper
-  of LiteLLM told to end, a server killed beside it; ranks with other weights or end tokens, a rank
-  that stops
+  three, opaque ones but two, heads of prompts but four; other signals inside MLX; the command of a
+  cluster with real servers
+- each request after a restart over HTTP, of images on dense layers, of opaque families but
+  deepseek_v4; a keeper of LiteLLM told to end, a server killed beside it; ranks with other weights
+  or end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
-- a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent
-  for each template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
+- a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent for each
+  template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
 - three of four examples of hypothesis and of damaged calls; shapes of a past with the other
   templates, those of models with their own vocabulary, too; the ledger's other properties with all
 - more seeds of the ledger's restarts and of batches beside mlx-lm's own; senders x ids x places;
   images that cannot be read in two other ways; real templates with the other vocabulary
-- the dense kind for the Messages API and structured output; families whose state is all there is
-  (mamba2, granitemoehybrid, olmo_hybrid, rwkv7) under one head; layers of three large models as
-  counted; four of five steps in which an exception may come
-- scenarios of clients that another one has in it (billed, operator and late notes, a new session);
-  packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
+- the dense kind for the Messages API and structured output; layers of three large models as counted
+- packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
 - servers behind the real LiteLLM, replicas and by name, and whole replies through it; the page in
   light colours; slow and broken requests of other forms; a console that is closed or full; the
   report of machine_report.py; other kinds of tiny models
