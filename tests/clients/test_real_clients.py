@@ -10,7 +10,6 @@ puts them. Each starts once and talks to a dense and to a hybrid model.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import dropwhile, pairwise
@@ -30,7 +28,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import server_fixture
 import start_llm as s
 from clients.drive import (
     FILES,
@@ -597,19 +594,6 @@ def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
     assert np.abs(cold - np.array(last.logits)).max() == 0
 
 
-# -- what the script has no part in ----------------------------------------------------------------
-
-
-def post(url: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as answer:
-        answer.read()
-
-
 # -- other sessions, other agents ------------------------------------------------------------------
 
 COUNT = "Count the files of this folder."
@@ -969,92 +953,6 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
 
 
 # -- several servers behind port 4000 --------------------------------------------------------------
-
-MOST_BESIDE_ONE = 1.02  # prefilled / fewest of two servers, over that of one
-
-
-HELD_REPLY = 2  # of the first turn, after two calls of tools
-ASIDE = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 1}
-
-
-@contextmanager
-def killable_server(
-    model: Path, replies: list[list[int]]
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL."""
-    port = free_port()
-    program = Path(server_fixture.__file__).with_name("scripted_process.py")
-    arguments = [str(model), str(port), json.dumps(replies), str(HELD_REPLY)]
-    process = subprocess.Popen(
-        [sys.executable, str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_for_line(process, "up")
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
-    assert process.stdout is not None
-    assert any(line.strip() == expected for line in process.stdout), expected
-
-
-def kill_in_mid_reply(process: subprocess.Popen[str]) -> None:
-    wait_for_line(process, "held")
-    process.kill()
-
-
-@pytest.mark.parametrize("name", BEHIND_PROXY)
-def test_a_server_killed_in_mid_reply_costs_a_client_one_cold_prefix(
-    name, tmp_path, table
-):
-    """`kill -9` in the third reply; the client asks again, and the other server answers."""
-    skip_if_missing(name)
-    model = tiny_model(DENSE, tmp_path, **SMALL)
-    client_turns = turns(CLIENT_NAMES[name])
-    scribe = Scribe(model)
-    replies = [
-        encode_reply(scribe, text) for _, texts in client_turns for text in texts
-    ]
-    with ExitStack() as stack:
-        process, killed_url = stack.enter_context(killable_server(model, replies))
-        served = stack.enter_context(serving(DENSE, tmp_path))
-        url = stack.enter_context(proxied(served, killed_url))
-        wait_until(lambda: is_answering(url))
-        post(url, ASIDE)  # so this server has more, and the next goes to the other
-        forget(served)
-
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        script = Script(patch, scribe, {"": replies})
-        tap = Wiretap(patch, served)
-        client = stack.enter_context(running(name, {DENSE: url}, tmp_path / "client"))
-        killer = stack.enter_context(ThreadPoolExecutor(1))
-        was_killed = killer.submit(kill_in_mid_reply, process)
-        n_answers = -HELD_REPLY  # of the server that lives on
-        for user_text, texts in client_turns:
-            client.say(DENSE, user_text)
-            n_answers += len(texts)
-            wait_until(lambda n=n_answers: len(tap.told) >= n)
-        was_killed.result()
-
-    requests = [Request(record.prompt, record.reply) for record in script.said]
-    n_prefilled = prefilled(served.recorder.fed, requests)
-    n_fewest = sum(fewest(requests))  # of a server that knows nothing at first
-    table(
-        f"{name:19} killed in reply {HELD_REPLY + 1}, then {len(requests)} requests"
-        f" prefilled {n_prefilled} / {n_fewest}, the first {len(requests[0].prompt)}"
-    )
-    assert [record.reply for record in script.said] == [
-        tuple(reply) for reply in replies[HELD_REPLY:]
-    ]
-    assert results_of(tap.posted[-1].body)[0].count("falcon") == 1
-    assert n_prefilled <= MOST_BESIDE_ONE * n_fewest
-
 
 # -- restarts of the server ------------------------------------------------------------------------
 

@@ -443,19 +443,6 @@ def test_a_refusal_names_the_clients_that_have_room(desk):
     assert "OpenClaw" not in result.stderr
 
 
-@pytest.mark.parametrize("name", launch.CLIENTS)
-def test_in_an_hours_context_a_client_works_for_an_hour_before_it_compacts(name):
-    client = launch.CLIENTS[name]
-    hour = client.least_context(MODEL, n_work=launch.HOUR_TOKENS)
-    target = launch.Target("", "", MODEL, hour)
-    shorter = replace(target, context=hour - 200)
-
-    assert launch.explain_compaction(name, target) == ""
-    n_work = client.count_work(shorter)
-    assert launch.HOUR_TOKENS > n_work > launch.HOUR_TOKENS - 400
-    assert f"after {n_work:,} tokens" in launch.explain_compaction(name, shorter)
-
-
 # LiteLLM -----------------------------------------------------------------------------------------
 
 

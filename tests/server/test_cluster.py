@@ -594,24 +594,6 @@ def test_ranks_with_other_weights_load_no_model(two_ranks, tmp_path, monkeypatch
         s.load_model(models[1], s.Config(), two_ranks[1])
 
 
-def test_rank_0_may_stop_while_it_loads(two_ranks):
-    """Loading cannot be stopped, so the process ends, and its connections."""
-    can_end = threading.Event()
-
-    def load():
-        can_end.wait()
-        raise s.ModelError("it was stopped")
-
-    engine = s.Engine(s.Config(), s.CacheMetrics(), load=load, cluster=two_ranks[0])
-    ends = []
-    two_ranks[1].on_end = ends.append
-    engine.start()
-    engine.stop()
-    wait_until(lambda: ends)
-    can_end.set()
-    assert str(ends[0]) == "rank 0 was stopped" and not ends[0].is_failure
-
-
 def test_messages_of_two_threads_do_not_mingle(connection):
     """One of them longer than what the socket takes at once."""
     connection[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
@@ -856,13 +838,6 @@ def test_a_rank_whose_others_do_not_come_names_them(port_of_rank_0, monkeypatch)
     assert rank.error == f"rank 0 did not answer at {address} within 0.7 s"
     rank = Joining(port_of_rank_0, 0).wait()
     assert rank.error == "rank 1 did not come within 0.7 s"
-
-
-@pytest.mark.parametrize(("cache_disk", "is_logged"), (("on", True), ("off", False)))
-def test_settings_that_ranks_cannot_keep_are_named(cache_disk, is_logged, caplog):
-    s._warn_of_forced(s.Config.from_env({"CACHE_DISK": cache_disk}))
-    assert ("with several ranks CACHE_DISK is 'off'" in caplog.text) == is_logged
-    assert "SPECULATION" not in caplog.text  # nobody has set it
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from nights import at_night
 from page_stub import (
     AGENTS,
-    NOW,
     cache_entry,
     chat_events,
     ended,
@@ -276,19 +275,6 @@ def test_the_servers_behind_litellm_and_how_they_are(visit):
         assert page.title() != "pwned"
 
 
-def test_the_machines_that_have_a_part_of_the_model(visit):
-    with serving_page() as stub:
-        page = visit(stub)
-        expect(page.locator("#machines")).to_be_hidden()  # it has all of it
-        stub.status["ranks"] = {"hosts": ["10.0.0.1", EVIL]}
-        refresh(page)
-        expect(page.locator("#ranks li").first).to_contain_text(
-            "rank 0 10.0.0.1: 1/2 of each layer"
-        )
-        assert page.locator("#machines img").count() == 0
-        assert page.locator("#ranks li").count() == 2
-
-
 def test_the_demo_model_is_offered_what_it_knows_and_no_agent(visit):
     with serving_page() as stub:
         page = visit(stub)
@@ -346,22 +332,6 @@ def test_a_long_prefill_shows_the_time_that_is_left(visit):
         expect(page.locator(".times .left")).to_be_visible()
 
 
-def test_a_reply_that_repeated_itself_has_not_reached_a_limit(visit):
-    body = idle_body()
-    body["recent"] = [ended("abcdef12", finish="repeated")]
-    events = chat_events("Again again")
-    events[-2]["choices"][0]["finish_reason"] = "length"
-    with serving_page(status=body, events=events) as stub:
-        page = visit(stub)
-        words = "it repeated itself and was stopped"
-        expect(page.locator(".request .reason")).to_contain_text(words)
-
-        page.fill("#prompt", "Hello")
-        page.click("#send")
-        expect(page.locator(".reply .figures")).to_contain_text(words)
-        assert "limit of tokens" not in page.locator("body").inner_text()
-
-
 def test_what_was_read_again_is_explained_at_its_request(visit):
     body = four_agents_body()
     body["divergences"][0]["id"] = body["recent"][-1]["id"]
@@ -396,19 +366,6 @@ def test_a_conversation_is_one_row_with_its_newest_step(visit):
         first = page.locator(".request").first
         expect(first).to_contain_text("Fix the failing login test")
         expect(first.locator(".total")).to_contain_text("13 steps")
-
-
-def test_how_to_connect_an_agent_is_open_until_one_came(visit):
-    body = idle_body()
-    mine = ended("r1", time=NOW, session="page-1")
-    body["recent"] = [mine]
-    with serving_page(status=body) as stub:
-        page = visit(stub)
-        expect(page.locator("#connect")).to_have_attribute("open", "")
-
-        stub.status["recent"] = [mine, ended("r2", time=NOW, **whose("a"))]
-        refresh(page)
-        expect(page.locator("#connect")).not_to_have_attribute("open", "")
 
 
 # -- what is in the cache --------------------------------------------------------------

@@ -264,26 +264,6 @@ def test_every_conversation_stays_where_its_prefix_is(farm, has_id):
     wait_until(lambda: all(replica["sessions"] > 0 for replica in farm.replicas()))
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1beta/models/m:generateContent"])
-def test_what_litellm_translates_goes_to_the_server_of_its_conversation(farm, path):
-    words = status_client.words(50, len(path))
-    body: Any = {"model": "m", "input": words, "max_output_tokens": 2}
-    if "beta" in path:
-        parts = [{"role": "user", "parts": [{"text": words}]}]
-        body = {"contents": parts, "generationConfig": {"maxOutputTokens": 2}}
-    before = farm.totals()
-    for _ in range(4):
-        status, answer = farm.ask(body, path)
-        assert status == 200, answer
-
-    def has_ended() -> bool:
-        return sum(farm.totals()) == sum(before) + 4
-
-    wait_until(has_ended)
-    grown = [n - old for n, old in zip(farm.totals(), before, strict=True)]
-    assert sorted(grown) == [0, 0, 4]
-
-
 def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
     # Each turn brings more than MIN_FILE_TOKENS, so it is written whenever a file with
     # the turns before it was.
@@ -322,22 +302,6 @@ def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(
     said = farm.servers[0].said
     assert OWN_KEY not in said
     assert KEY not in said
-
-
-def test_a_signal_drains_a_server_and_its_sessions_go_on(farm):
-    talks = [Talk(farm, 500 + seed, session=f"drained{seed}") for seed in range(6)]
-    for talk in talks:
-        talk.turn()
-    places = {talk.session: farm.server_of(talk.session) for talk in talks}
-    farm.servers[2].process.send_signal(signal.SIGUSR1)
-    farm.wait_for_state(2, "draining")
-    for talk in talks:
-        assert talk.turn() <= MARGIN
-        assert farm.server_of(talk.session) == places[talk.session]
-    new = [Talk(farm, 700 + seed, session=f"new{seed}") for seed in range(4)]
-    for talk in new:
-        talk.turn()
-        assert farm.server_of(talk.session) != 2
 
 
 def test_a_request_under_way_on_a_killed_server_ends_with_an_error(farm):

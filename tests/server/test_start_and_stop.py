@@ -201,18 +201,6 @@ def test_a_server_whose_stderr_nobody_reads_serves_on(start):
     reader.close()
 
 
-@pytest.mark.slow  # by day: the console alone, below
-@pytest.mark.parametrize("is_full", [False, True])
-def test_a_server_whose_stderr_is_closed_or_full_starts_and_serves(start, is_full):
-    reader, stderr = CONTEXT.Pipe(duplex=False)
-    reader.close()
-    program = start(stderr=Path("/dev/full") if is_full else stderr)
-
-    flood(program, 3)
-
-    assert program.end(signal.SIGTERM) == 0
-
-
 @contextlib.contextmanager
 def console_on_a_pipe():
     """A console, and a function that reads what has been written."""

@@ -6,27 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import start_llm as s
-from engine_fixture import Bench, words
+from engine_fixture import words
+from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import DENSE, HYBRID, SLIDING
 
-
-@pytest.fixture
-def bench(models, monkeypatch):
-    started = []
-
-    def start(kind, **settings):
-        # As small as a slice may be, so that a tiny context has more than one.
-        settings = {"kernel_warm_up": "on", "prefill_step_size": 256, **settings}
-        started.append(Bench(models(kind), monkeypatch, **settings))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.engine.stop()
+# As small as a slice may be, so that a tiny context has more than one.
+WARM_UP = {"kernel_warm_up": "on", "prefill_step_size": 256}
 
 
-@pytest.mark.parametrize("kind", [DENSE, HYBRID, SLIDING])
+@pytest.mark.parametrize("kind", [at_night(DENSE), HYBRID, at_night(SLIDING)])
 def test_each_kind_of_work_runs_and_nothing_of_it_is_left(bench, kind, monkeypatch):
     batch_sizes, hit_kinds = set(), set()
     step, start = s.DecodeBatch.step, s.PrefixCache.start
@@ -50,7 +39,7 @@ def test_each_kind_of_work_runs_and_nothing_of_it_is_left(bench, kind, monkeypat
         put(handle, event)
 
     monkeypatch.setattr(s.RequestHandle, "put", note_end)
-    engine = bench(kind).engine
+    engine = bench(kind, **WARM_UP).engine
 
     assert {1, 8} <= batch_sizes
     assert {"miss", "branch" if kind == DENSE else "checkpoint"} <= hit_kinds
@@ -61,7 +50,7 @@ def test_each_kind_of_work_runs_and_nothing_of_it_is_left(bench, kind, monkeypat
 
 
 def test_what_comes_after_it_is_exact(bench):
-    b = bench(DENSE)
+    b = bench(DENSE, **WARM_UP)
     prompt = words(np.random.default_rng(1), 300)
     ids, end, ticket = b.ask(prompt)
     assert end.cached_tokens == 0
@@ -83,7 +72,7 @@ def test_a_request_that_fails_is_logged_and_the_server_starts(
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(s.DecodeBatch, "step", fail)
-    engine = bench(DENSE).engine
+    engine = bench(DENSE, **WARM_UP).engine
     assert engine.state == "ready"
     assert "warm-up: " in caplog.text
 
@@ -99,7 +88,7 @@ def test_a_stop_during_the_warm_up_waits_for_its_end(bench, monkeypatch):
 
     monkeypatch.setattr(s.Scheduler, "step", slow_step)
     monkeypatch.setattr(s.Engine, "_open", lambda *_args: opened.append(True))
-    engine = bench(DENSE, is_awaited=False).engine
+    engine = bench(DENSE, is_awaited=False, **WARM_UP).engine
     assert began.wait(MAX_WAIT_SECONDS)
     threading.Timer(0.2, may_go_on.set).start()
     engine.stop()

@@ -1,4 +1,4 @@
-"""Captures: the proxy changes nothing; requests of one conversation are found as one."""
+"""capture_proxy.py: a request and its response pass unchanged, and no key is written down."""
 
 import contextlib
 import http.client
@@ -20,7 +20,6 @@ from server_fixture import MAX_WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
-MESSAGES = "/v1/messages?beta=true"
 
 
 def load_script(name: str) -> ModuleType:
@@ -34,7 +33,6 @@ def load_script(name: str) -> ModuleType:
 
 
 capture_proxy = load_script("capture_proxy")
-captured_prompts = load_script("captured_prompts")
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -238,142 +236,3 @@ def test_a_response_that_breaks_off_breaks_off_for_the_client(proxied):
     (record,) = proxy.records()
     assert record["response"]["body"] == "data: half"
     assert record["response"]["trouble"].startswith("the server")
-
-
-# -- synthetic conversations -----------------------------------------------------------------------
-
-RULES = "\n".join(
-    f"Keep {thing} tidy, and lose no {thing}." for thing in ("boats", "doors", "hats")
-)
-QUESTION = "Read the notes and tell me what they say."
-N_STEPS = 5
-
-Message = dict[str, Any]
-
-
-def exchange(seq: int, body: Any, **fields: Any) -> Any:
-    fields = {"path": CHAT, "headers": {}, "status": 200, "reply": "", **fields}
-    return capture_proxy.Exchange(seq=seq, method="POST", body=body, **fields)
-
-
-def called(i: int) -> Message:
-    arguments = json.dumps({"path": f"{i}.txt"})
-    function = {"name": "read", "arguments": arguments}
-    call = {"id": f"call_{i}", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-
-def tool(name: str) -> Message:
-    function = {"name": name, "description": f"can {name}"}
-    return {"type": "function", "function": function}
-
-
-def chat(*, question: str = QUESTION) -> list[Any]:
-    """Requests of an agent: the k-th comes after k calls."""
-    exchanges = []
-    for k in range(N_STEPS):
-        messages = [
-            {"role": "system", "content": RULES},
-            {"role": "user", "content": question},
-        ]
-        for i in range(k):
-            messages += [called(i), tool_message(i, f"what {i} says")]
-        body = {"model": "m", "messages": messages, "tools": [tool("read")]}
-        exchanges.append(exchange(k + 1, body))
-    return exchanges
-
-
-def tool_message(i: int, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call_{i}", "content": content}
-
-
-def anthropic(system: Callable[[int], Any] = lambda k: RULES) -> list[Any]:
-    """The same in Anthropic's API."""
-    exchanges = []
-    for k in range(N_STEPS):
-        messages: list[Message] = [{"role": "user", "content": QUESTION}]
-        for i in range(k):
-            use = {
-                "type": "tool_use",
-                "id": f"toolu_{i}",
-                "name": "read",
-                "input": {"n": i},
-            }
-            result = {
-                "type": "tool_result",
-                "tool_use_id": f"toolu_{i}",
-                "content": f"says {i}",
-            }
-            messages.append({"role": "assistant", "content": [use]})
-            messages.append({"role": "user", "content": [result]})
-
-        body = {
-            "model": "m",
-            "system": system(k),
-            "messages": messages,
-            "max_tokens": 9,
-        }
-        exchanges.append(exchange(k + 1, body, path=MESSAGES))
-    return exchanges
-
-
-def billing(k: int) -> list[Message]:
-    line = f"x-anthropic-billing-header: cc_version=2.1.121.dd4; cc_entrypoint=cli; cch={k + 9}a{k}8e;"  # noqa: E501
-    return [{"type": "text", "text": line}, {"type": "text", "text": RULES}]
-
-
-def lengths_of(exchanges: list[Any]) -> list[int]:
-    """How many requests each conversation has, in the order of their first ones."""
-    prompts = list(captured_prompts.prompts_of(exchanges))
-    return [len(talk) for talk in captured_prompts.follow(prompts)]
-
-
-# -- which requests are one conversation -----------------------------------------------------------
-
-
-def questions(n: int) -> list[Any]:
-    """Branches: the same messages, then another question each time."""
-    body = chat()[-1].body
-    answer = {"role": "assistant", "content": "Done."}
-    exchanges = []
-    for i in range(n):
-        question = {"role": "user", "content": f"Question {i}: where is it?"}
-        messages = [*body["messages"], answer, question]
-        exchanges.append(exchange(20 + i, {**body, "messages": messages}))
-    return exchanges
-
-
-def sub_agents() -> list[Any]:
-    """Two agents with one system prompt and tasks that are nearly the same, side by side."""
-    first_agent, second_agent = (
-        chat(question=f"Please count the files in folder {n}.") for n in (1, 2)
-    )
-    exchanges = []
-    for pair in zip(first_agent, second_agent, strict=True):
-        exchanges += pair
-    return exchanges
-
-
-def title() -> list[Any]:
-    system = {"role": "system", "content": "You write short titles."}
-    question = {"role": "user", "content": QUESTION}
-    return [exchange(1, {"messages": [system, question]})]
-
-
-@pytest.mark.parametrize(
-    ("exchanges", "lengths"),
-    [
-        (chat(), [N_STEPS]),
-        (anthropic(), [N_STEPS]),
-        (anthropic(billing), [N_STEPS]),
-        ([*title(), *chat(), *questions(4)], [1, N_STEPS + 1, 1, 1, 1]),
-        (sub_agents(), [N_STEPS, N_STEPS]),
-        ([*chat(), *anthropic()], [N_STEPS, N_STEPS]),
-    ],
-    ids=[
-        *("chat", "anthropic", "billing header", "title and branches", "sub-agents"),
-        "both APIs",
-    ],
-)
-def test_a_conversation_is_followed(exchanges, lengths):
-    assert lengths_of(exchanges) == lengths

@@ -1,16 +1,13 @@
 """SCRIPTS for clients: what a real client's recorded requests show about the cache."""
 
 import json
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import client_check
 import pytest
 from capture_proxy import Exchange
 from clients import drive
 
-ROOT = Path(__file__).parents[2]
 QUESTION = {"role": "user", "content": "Which files are here?"}
 ANSWER = {"role": "assistant", "content": "Two of them."}
 
@@ -121,75 +118,6 @@ def test_a_client_that_is_missing_is_told_in_one_line(monkeypatch, tmp_path, cap
     monkeypatch.setattr(drive, "CLIENTS", tmp_path)
     assert client_check.main(["pi"]) == 2
     assert "install.sh node24 pi" in capsys.readouterr().err
-
-
-# -- on a Mac ----------------------------------------------------------------------
-
-ALL_NAMES = ["node24", "codex", *client_check.CLIENTS]
-STUBS = {
-    "uname": 'case $1 in -s) echo "$SYSTEM" ;; -m) echo "$MACHINE" ;; esac',
-    "npm": 'echo "$PWD $*" >> "$CLIENTS_HOME/npm.log"',
-    "node": 'echo "$NODE_VERSION"',
-}
-
-
-def install(
-    folder: Path, names: list[str], *, system: str, machine: str, node: str = "v24.16.0"
-) -> subprocess.CompletedProcess[str]:
-    """Run the installer as if on such a machine; what it asks of npm is noted."""
-    programs = folder / "bin"
-    programs.mkdir(parents=True)
-    for name, text in STUBS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
-    environment = {
-        "PATH": f"{programs}:/usr/bin:/bin",
-        "CLIENTS_HOME": str(folder),
-        "SYSTEM": system,
-        "MACHINE": machine,
-        "NODE_VERSION": node,
-    }
-    return subprocess.run(
-        ["bash", ROOT / drive.INSTALL, *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-
-
-@pytest.mark.parametrize(
-    ("system", "machine", "name"),
-    [("Linux", "x86_64", "linux-x64"), ("Darwin", "arm64", "darwin-arm64")],
-)
-def test_the_packages_and_programs_are_those_of_the_machine(
-    tmp_path, monkeypatch, system, machine, name
-):
-    done = install(tmp_path, ALL_NAMES, system=system, machine=machine)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    others = set(drive.CODEX_TARGETS) - {name}
-    asked = (tmp_path / "npm.log").read_text()
-    assert f"@openai/codex-{name}@" in asked and f"opencode-{name}@" in asked
-    assert (f"node-{name}@" in asked) is (system == "Linux")
-    assert not any(other in asked for other in others)
-    node = (tmp_path / "node24/bin/node").readlink()
-    own_node = tmp_path / f"node24-pkg/node_modules/node-{name}/bin/node"
-    assert node == (own_node if system == "Linux" else tmp_path / "bin/node")
-    manifest = json.loads((tmp_path / "openclaw/package.json").read_text())
-    assert manifest == {"private": True}
-    old = json.loads((tmp_path / "openclaw-2026.2.17/package.json").read_text())
-    assert old["overrides"]["linkedom"] == "0.18.12"
-
-    assert drive.npm_platform(system, machine) == name
-    monkeypatch.setattr(drive, "PLATFORM", name)
-    for client_class in (drive.ClaudeCode, drive.Codex, drive.Copilot, drive.OpenCode):
-        room = tmp_path / client_class.__name__
-        client = client_class(room, {"s": "http://127.0.0.1:1"}, model="m")
-        program = client._command("s", "Hello.")[0]
-        assert f"-{name}/" in program
-    assert drive.CODEX_TARGETS[name] in drive.Codex._command(client, "s", "Hello.")[0]
 
 
 def test_calls_of_a_reply_are_counted_streamed_or_whole():

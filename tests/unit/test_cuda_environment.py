@@ -35,12 +35,6 @@ def test_what_the_user_has_set_stays(machine, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_leaves_mlx_its_own(machine, tmp_path):
-    (tmp_path / "start-llm").touch()
-    s.set_cuda_environment(machine)
-    assert "MLX_PTX_CACHE_DIR" not in machine
-
-
 def test_without_a_gpu_that_mlx_can_use_there_is_no_folder(machine, monkeypatch):
     monkeypatch.setattr(s, "_find_architecture", lambda: "")
     s.set_cuda_environment(machine)
