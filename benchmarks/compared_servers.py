@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from project_files import START_LLM
+from project_files import START_LLM, script
 
 OURS = "start-llm"
 THEIRS = "mlx_lm.server"
@@ -35,17 +35,25 @@ def compare_with(file: Path) -> None:
 
 
 @dataclass
-class Reply:
-    """One answer; times in seconds since the request was sent."""
+class Reply(script("pi_like_probe").Reply):  # type: ignore[misc]
+    """One answer, with the moment of every piece of it, in seconds since it was sent."""
 
-    message: Body = field(default_factory=dict)
-    finish_reason: str | None = None
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_out: int = 0
-    stamps: list[float] = field(default_factory=list)  # of every piece of text
+    stamps: list[float] = field(default_factory=list)
     sent: float = 0.0  # perf_counter
-    total: float = 0.0
+
+    def _add(self, delta: Body) -> bool:
+        has_text: bool = super()._add(delta)
+        if has_text:
+            self.stamps.append(self.seconds)
+        return has_text
+
+    @property
+    def message(self) -> Body:
+        message: Body = {"role": "assistant", "content": self.content}
+        message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
     @property
     def ttft(self) -> float:
@@ -53,7 +61,7 @@ class Reply:
 
     @property
     def prefilled(self) -> int:
-        return self.n_prompt - self.n_cached
+        return int(self.n_prompt - self.n_cached)
 
     @property
     def decode_speed(self) -> float:
@@ -94,10 +102,17 @@ class Server:
                 )
             lines = list(stamped_lines(response, sent, give_up_after))
         except TimeoutError:
-            return Reply(sent=sent, total=time.perf_counter() - sent)
+            return Reply(sent=sent, seconds=time.perf_counter() - sent)
         finally:
             connection.close()
-        return read_reply(lines, sent=sent)
+
+        reply = Reply(sent=sent)
+        for seconds, line in lines:
+            event = json.loads(line)
+            if "error" in event:
+                raise RuntimeError(f"error event: {event['error']}")
+            reply.hear(event, seconds=seconds)
+        return reply
 
     def status_of(self, body: Body) -> tuple[int, float]:
         """Status and seconds of a request that is expected to be refused."""
@@ -136,60 +151,6 @@ def stamped_lines(
             yield seconds, line[6:]
         if give_up_after is not None and seconds > give_up_after:
             raise TimeoutError
-
-
-def read_reply(lines: list[tuple[float, bytes]], *, sent: float) -> Reply:
-    """The events of one stream, joined."""
-    reply = Reply(sent=sent, total=time.perf_counter() - sent)
-    reasoning = ""
-    content = ""
-    calls: dict[int, Body] = {}
-    for seconds, line in lines:
-        event = json.loads(line)
-        if "error" in event:
-            raise RuntimeError(f"error event: {event['error']}")
-        read_usage(reply, event.get("usage"))
-        for choice in event.get("choices", ()):
-            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            delta = choice.get("delta", {})
-            new_reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-            new_content = delta.get("content")
-            new_calls = delta.get("tool_calls")
-            reasoning += new_reasoning or ""
-            content += new_content or ""
-            join_calls(calls, new_calls or ())
-            if new_reasoning or new_content or new_calls:
-                reply.stamps.append(seconds)
-
-    reply.message = {
-        "role": "assistant",
-        "content": content,
-        "reasoning_content": reasoning,
-    }
-    if calls:
-        reply.message["tool_calls"] = list(calls.values())
-    return reply
-
-
-def read_usage(reply: Reply, usage: Body | None) -> None:
-    if usage:
-        reply.n_prompt = usage["prompt_tokens"]
-        reply.n_out = usage["completion_tokens"]
-        details = usage.get("prompt_tokens_details") or {}
-        reply.n_cached = details.get("cached_tokens", 0)
-
-
-def join_calls(calls: dict[int, Body], deltas: Any) -> None:
-    for place, delta in enumerate(deltas):
-        index = delta.get("index", place if delta.get("id") is None else len(calls))
-        function = delta["function"]
-        if index not in calls:
-            calls[index] = {
-                "id": delta["id"],
-                "type": "function",
-                "function": {"name": function["name"], "arguments": ""},
-            }
-        calls[index]["function"]["arguments"] += function.get("arguments") or ""
 
 
 # Processes --------------------------------------------------------------------------------------

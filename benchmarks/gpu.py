@@ -1,6 +1,6 @@
 """Compare this server with mlx_lm.server on a model of real size, on a GPU, in ten minutes.
 
-    .venv/bin/python benchmarks/gpu.py MODEL [--tokens 3000 12000 48000] [--markdown DOCUMENT]
+    .venv/bin/python benchmarks/gpu.py MODEL [--tokens 3000 12000 48000]
 
 MODEL is a repository or a folder that mlx-lm loads. Both servers run one after the other, each
 alone on the GPU, and are asked the same: cold prompts and the messages that follow, one reply and
@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -29,27 +28,14 @@ import mlx.core as mx
 from agent_workload import Body, Words, endless
 from compared_servers import Reply, Server, our_server, their_server
 from mlx_lm_reference import Plain
-from report import markdown, write_into
+from report import markdown
 from rich.console import Console
-from rich.table import Table
 from sections import ask_together, speed_in_all, tokenizer_of
 
 N_STEPS = 12  # of the agent
 N_AT_ONCE = 8
 N_OUT = 128
 say = Console(stderr=True, highlight=False).print
-
-
-@dataclass(slots=True)
-class Figures:
-    """What one server did: a text for each row of the table."""
-
-    rows: dict[str, str] = field(default_factory=dict)
-    prefilled: int = 0  # tokens since the last row
-
-    def add(self, what: str, text: str) -> None:
-        self.rows[what] = text
-        say(f"  {what}: {text}")
 
 
 class Asker:
@@ -60,6 +46,7 @@ class Asker:
         self._words = words
         self._tokens = tokens
         self._fields = endless(words.tokenizer, N_OUT)
+        self.rows: dict[str, str] = {}
 
     def body(self, *texts: str, n_out: int = N_OUT) -> Body:
         """A chat of a system prompt and questions, each answered with "yes" but the last."""
@@ -70,21 +57,21 @@ class Asker:
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": "yes"},
             ]
-        fields = {
-            name: value for name, value in self._fields.items() if name != "tools"
-        }
-        return {**fields, "messages": messages[:-1], "max_tokens": n_out}
+        return {**self._fields, "messages": messages[:-1], "max_tokens": n_out}
 
     def text(self, n_tokens: int) -> str:
         return self._words.text(n_tokens)
 
-    def run(self) -> Figures:
-        """All of it, in the order of the table."""
-        figures = Figures()
+    def add(self, what: str, text: str) -> None:
+        self.rows[what] = text
+        say(f"  {what}: {text}")
+
+    def run(self) -> dict[str, str]:
+        """A text for each row of the table, in its order."""
         for n_tokens in self._tokens:
-            self._measure_first_token(figures, n_tokens)
+            self._measure_first_token(n_tokens)
         reply = self._server.ask(self.body(self.text(100), self.text(100)))
-        figures.add("decode, one stream", f"{reply.decode_speed:.0f} tokens/s")
+        self.add("decode, one stream", f"{reply.decode_speed:.0f} tokens/s")
         for n_requests, n_prompt, n_out in ((N_AT_ONCE, 150, N_OUT), (4, 40, 24)):
             bodies = [
                 self.body(self.text(20), self.text(n_prompt), n_out=n_out)
@@ -92,28 +79,28 @@ class Asker:
             ]
             speed = speed_in_all(ask_together(self._server, bodies))
             what = f"{n_requests} at once, prompts of {n_prompt}, replies of {n_out}"
-            figures.add(what, f"{speed:.0f} tokens/s")
-        self._measure_shared_prefix(figures)
-        self._measure_agent(figures)
-        return figures
+            self.add(what, f"{speed:.0f} tokens/s")
+        self._measure_shared_prefix()
+        self._measure_agent()
+        return self.rows
 
-    def _measure_first_token(self, figures: Figures, n_tokens: int) -> None:
+    def _measure_first_token(self, n_tokens: int) -> None:
         system = self.text(n_tokens)
         question, next_question = self.text(20), self.text(20)
         cold = self._server.ask(self.body(system, question, n_out=24))
         warm = self._server.ask(self.body(system, question, next_question, n_out=24))
         what = f"first token, cold; next message: {n_tokens:,} tokens"
-        figures.add(what, f"{cold.ttft:.2f}; {warm.ttft:.2f} s")
+        self.add(what, f"{cold.ttft:.2f}; {warm.ttft:.2f} s")
 
-    def _measure_shared_prefix(self, figures: Figures) -> None:
+    def _measure_shared_prefix(self) -> None:
         n_shared = self._tokens[len(self._tokens) // 2]
         system = self.text(n_shared)
         bodies = [self.body(system, self.text(20), n_out=32) for _ in range(N_AT_ONCE)]
         replies = ask_together(self._server, bodies)
         what = f"{N_AT_ONCE} at once on one prefix of {n_shared:,} tokens"
-        figures.add(what, seconds_and_tokens(replies))
+        self.add(what, seconds_and_tokens(replies))
 
-    def _measure_agent(self, figures: Figures) -> None:
+    def _measure_agent(self) -> None:
         """OpenClaw's shape: another message id in the system prompt at each step."""
         n_system = self._tokens[len(self._tokens) // 2]
         instructions, rules = self.text(n_system // 4), self.text(n_system * 3 // 4)
@@ -128,7 +115,7 @@ class Asker:
             questions.append(self.text(120))
             replies.append(self._server.ask(self.body(system, *questions, n_out=24)))
         what = f"{N_STEPS} steps of an agent, {n_system:,} tokens of instructions"
-        figures.add(what, seconds_and_tokens(replies))
+        self.add(what, seconds_and_tokens(replies))
 
 
 def seconds_and_tokens(replies: Sequence[Reply]) -> str:
@@ -153,7 +140,7 @@ def measure(
             say("once, so that all is compiled:")
             Asker(server, Words(tokenizer, 3), tokens).run()
             say("measured:")
-            return Asker(server, Words(tokenizer, 4), tokens).run().rows
+            return Asker(server, Words(tokenizer, 4), tokens).run()
 
 
 def main() -> None:
@@ -164,7 +151,6 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[3_000, 12_000, 48_000]
     )
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     options = parser.parse_args()
 
     ours = measure(our_server, options.model, options.tokens)
@@ -179,13 +165,7 @@ def main() -> None:
     )
     device = mx.device_info().get("device_name", "")
     headings = (f"{options.model.name} on {device}", "start-llm", "mlx_lm.server")
-    table = Table(*headings)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    if options.markdown:
-        about = "With `python benchmarks/gpu.py`, each server alone on the GPU."
-        write_into(options.markdown, "gpu", markdown(headings, rows, about))
+    print(markdown(headings, rows, "With `gpu.py`, each server alone on the GPU."))
 
 
 if __name__ == "__main__":

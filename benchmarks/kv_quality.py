@@ -12,7 +12,6 @@ It prints a table in Markdown, a line for each scheme:
 
 Without a text, three conversations are the text (conversations.json): the demo model has not seen
 their words.
-The scheme mlx-vlm is that library's own TurboQuant, in all layers that the others pack.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from project_files import start_llm
 
 DEMO: Final = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -39,7 +36,6 @@ CONVERSATIONS: Final = Path(__file__).with_name("conversations.json")
 SCHEMES: Final = [
     *(("uniform", bits) for bits in ("8", "6", "4", "3.5", "3", "2.5", "2")),
     *(("turboquant", bits) for bits in ("8", "4", "3.5", "3", "2.5")),
-    *(("mlx-vlm", bits) for bits in ("8", "4", "4/3", "3.5", "3")),
 ]
 
 
@@ -143,91 +139,16 @@ def with_packing(path: Path, scheme: str, bits: str, group_size: str) -> Any:
     return model
 
 
-def with_mlx_vlm(path: Path, bits: str) -> Any:
-    """The model with mlx-vlm's codec in the place of ours.
-
-    Its cache and its attention, as that library's own models call them; but in the last
-    layer too, which it leaves plain. "4/3" has 4 bits for keys and 3 for values, as our
-    3.5 have; its own 3.5 have it the other way round.
-    """
-    # Here, because it takes a second, and all else can do without.
-    from mlx_vlm.models.base import scaled_dot_product_attention as attend_theirs
-    from mlx_vlm.turboquant import TurboQuantKVCache
-
-    model, _ = mlx_lm.load(str(path))
-    make_plain = model.make_cache
-    widths = {"bits": float(bits.split("/")[0])}
-    if "/" in bits:
-        key_bits, value_bits = map(float, bits.split("/"))
-        widths |= {"key_bits": key_bits, "value_bits": value_bits}
-
-    def make_packed() -> list[Any]:
-        return [
-            TurboQuantKVCache(**widths) if type(layer) is KVCache else layer
-            for layer in make_plain()
-        ]
-
-    model.make_cache = make_packed
-    for name in {type(part).__module__ for part in model.modules()}:
-        attend = getattr(sys.modules[name], "scaled_dot_product_attention", None)
-        if attend is not None and not isinstance(attend, EitherAttention):
-            either = EitherAttention(attend, attend_theirs)
-            sys.modules[name].scaled_dot_product_attention = either  # type: ignore[attr-defined]
-    return model
-
-
-@dataclass(frozen=True, slots=True)
-class EitherAttention:
-    """mlx-lm's attention, but mlx-vlm's for caches of its own."""
-
-    attend_others: Callable[..., mx.array]
-    attend_theirs: Callable[..., mx.array]
-
-    def __call__(self, *args: Any, cache: Any, **kwargs: Any) -> mx.array:
-        attend = self.attend_theirs if is_of_mlx_vlm(cache) else self.attend_others
-        return attend(*args, cache=cache, **kwargs)
-
-
-def is_of_mlx_vlm(cache: Any) -> bool:
-    """Whether it is a cache with mlx-vlm's codec."""
-    return type(cache).__module__ == "mlx_vlm.turboquant"
-
-
 def share_of_bytes(path: Path, make: Callable[[Path], Any]) -> float:
     """Bytes of a token by those of bfloat16."""
     module = start_llm()
     plain, _ = mlx_lm.load(str(path))
     packed = make(path)
-    if any(map(is_of_mlx_vlm, make_prompt_cache(packed))):
-        return share_of_mlx_vlm(plain, packed)
     plain.set_dtype(mx.bfloat16)
     packed.set_dtype(mx.bfloat16)
     share: float
     share = module.measure_kv(packed).token_bytes / module.measure_kv(plain).token_bytes
     return share
-
-
-def share_of_mlx_vlm(plain: Any, packed: Any, n_tokens: int = SLICE_TOKENS) -> float:
-    """The same of caches that are no list of arrays: counted after so many tokens."""
-    plain.set_dtype(mx.bfloat16)
-    n_plain = n_packed = 0
-    for old, new in zip(
-        prefill(plain, n_tokens), prefill(packed, n_tokens), strict=True
-    ):
-        if is_of_mlx_vlm(new):
-            n_plain += old.nbytes
-            n_packed += new.nbytes
-    return n_packed / n_plain
-
-
-def headings(options: argparse.Namespace) -> list[str]:
-    """Of the columns that are measured."""
-    names = ["scheme", "bits", "bytes", "KL", "top"]
-    if options.speed:
-        names += ["prefill", "decode"]
-    if options.peak:
-        names.append("peak")
-    return names
 
 
 def print_row(cells: list[str]) -> None:
@@ -250,19 +171,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    row: list[str],
-    model: Any,
-    plain: Any,
-    options: argparse.Namespace,
-) -> None:
-    """Add to the row of a scheme what the options want measured."""
-    if options.speed:
-        row += speed(plain, model, options.speed)
-    if options.peak:
-        row.append(f"{peak_bytes(model, options.peak) / 1e6:,.0f} MB")
-
-
 def main() -> None:
     options = parse_options()
     path = options.model_dir
@@ -272,7 +180,9 @@ def main() -> None:
         (ids, log_probabilities(plain, ids)) for ids in texts(tokenizer, options)
     ]
     print("tokens", sum(len(ids) for ids, _ in expected), end="\n\n", flush=True)
-    names = headings(options)
+    names = ["scheme", "bits", "bytes", "KL", "top"]
+    names += ["prefill", "decode"] if options.speed else []
+    names += ["peak"] if options.peak else []
     print_row(names)
     print_row(["---", *("--:" for _ in names[1:])])
     for scheme, bits in [("plain", "off"), *SCHEMES]:
@@ -280,8 +190,6 @@ def main() -> None:
             continue
 
         def load(folder: Path, scheme: str = scheme, bits: str = bits) -> Any:
-            if scheme == "mlx-vlm":
-                return with_mlx_vlm(folder, bits)
             name = "uniform" if scheme == "plain" else scheme
             return with_packing(folder, name, bits, options.group_size)
 
@@ -289,7 +197,10 @@ def main() -> None:
         kl, top = compare(model, expected)
         row = [scheme, bits, f"{share_of_bytes(path, load):.2f}"]
         row += [f"{kl:.6f}", f"{top:.2%}"]
-        measure(row, model, plain, options)
+        if options.speed:
+            row += speed(plain, model, options.speed)
+        if options.peak:
+            row.append(f"{peak_bytes(model, options.peak) / 1e6:,.0f} MB")
         print_row(row)
 
 

@@ -16,28 +16,24 @@ import base64
 import http.client
 import io
 import json
-import os
 import random
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from compared_servers import free_port
+from compared_servers import our_server, peak_memory
 from PIL import Image
 from project_files import tiny_vision
 
-ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -121,10 +117,6 @@ def counted_tools(n: int) -> bytes:
     return chat(user("go"), tools=tools)
 
 
-def forced_tools(n: int) -> bytes:
-    return many_tools(n, tool_choice="required")
-
-
 def system_text(n_bytes: int) -> bytes:
     """A system message with a field that changes, which is rendered as it was first."""
     text = f"Current time is {NUMBER}. " + "some words of a client " * (n_bytes // 23)
@@ -188,59 +180,49 @@ def token_ids(n_bytes: int) -> bytes:
     return json.dumps({"prompt": [1] * (n_bytes // 3), "max_tokens": 1}).encode()
 
 
-def images(n: int) -> bytes:
-    """Images of 64 million pixels in 10 kB each; no two are the same."""
-    urls = []
-    for i in range(n):
-        file = io.BytesIO()
-        Image.new("1", (8_000, 8_000), i % 2).resize((8_000, 8_000 - i)).save(
-            file, "PNG"
-        )
-        urls.append(
-            "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        )
+def pictures(*files: bytes, kind: str = "png") -> bytes:
+    """A message of such images alone."""
+    head = f"data:image/{kind};base64,"
+    urls = [head + base64.b64encode(file).decode() for file in files]
     contents = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return chat(user(contents))
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def large_image() -> bytes:
+    """An image of 64 million pixels in 10 kB."""
+    return pictures(saved(Image.new("1", (8_000, 8_000))))
 
 
 def noise(n_bytes: int) -> bytes:
     """An image of random pixels, which cannot be compressed."""
     side = int((n_bytes * 3 / 4 / 3) ** 0.5)
     pixels = random.Random(2).randbytes(side * side * 3)
-    file = io.BytesIO()
-    Image.frombytes("RGB", (side, side), pixels).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
+    return pictures(saved(Image.frombytes("RGB", (side, side), pixels)))
 
 
 def clear_picture() -> bytes:
     """An image of 64 million pixels, half transparent, in 250 kB."""
-    file = io.BytesIO()
-    Image.new("RGBA", (8_000, 8_000), (9, 0, 0, 128)).save(file, "PNG")
-    return picture_chat(file.getvalue(), "png")
+    return pictures(saved(Image.new("RGBA", (8_000, 8_000), (9, 0, 0, 128))))
 
 
 def scans(n: int) -> bytes:
     """A progressive JPEG of 64 million pixels; its last scan comes again and again."""
-    file = io.BytesIO()
-    Image.new("L", (8_000, 8_000)).save(file, "JPEG", progressive=True)
-    data = file.getvalue()
+    data = saved(Image.new("L", (8_000, 8_000)), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
-    return picture_chat(data[:-2] + scan * n + data[-2:], "jpeg")
+    return pictures(data[:-2] + scan * n + data[-2:], kind="jpeg")
 
 
 def chunks(n: int) -> bytes:
     """A PNG of one pixel, and empty chunks."""
-    file = io.BytesIO()
-    Image.new("L", (1, 1)).save(file, "PNG")
-    data = file.getvalue()
+    data = saved(Image.new("L", (1, 1)))
     chunk = b"\0\0\0\0abCd" + zlib.crc32(b"abCd").to_bytes(4)
-    return picture_chat(data[:33] + chunk * n + data[33:], "png")
-
-
-def picture_chat(data: bytes, kind: str) -> bytes:
-    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
-    return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
+    return pictures(data[:33] + chunk * n + data[33:])
 
 
 def nested(n_bytes: int) -> bytes:
@@ -267,7 +249,9 @@ LOADS = {
     "32,000 reminders": Load(lambda: reminders(32_000)),
     "32,000 tools": Load(lambda: many_tools(32_000)),
     "120,000 tools": Load(lambda: many_tools(120_000)),
-    "16,000 tools, a forced call": Load(lambda: forced_tools(16_000)),
+    "16,000 tools, a forced call": Load(
+        lambda: many_tools(16_000, tool_choice="required")
+    ),
     "count 16,000 tools": Load(lambda: counted_tools(16_000), path=COUNT_TOKENS),
     "six tools of 10 MB, in turn": Load(lambda: tools(10 * MB), n=6, is_in_turn=True),
     "25 systems of 2 MB, in turn": Load(
@@ -287,7 +271,7 @@ LOADS = {
     "burst of 60 with 1 MB": Load(lambda: words(MB), n=60),
     "burst of 60 with 1 MB, no space": Load(lambda: letters(MB), n=60),
     "burst of 500 with 1 kB": Load(lambda: words(1_000), n=500),
-    "six images of 64 megapixels": Load(lambda: images(1), n=6, has_images=True),
+    "six images of 64 megapixels": Load(large_image, n=6, has_images=True),
     "six images with transparency": Load(clear_picture, n=6, has_images=True),
     "an image of 3,000 scans": Load(lambda: scans(3_000), has_images=True),
     "an image of 3 million chunks": Load(lambda: chunks(3_000_000), has_images=True),
@@ -305,35 +289,6 @@ LOADS = {
         lambda: noise(8 * MB), n=12, has_images=True
     ),
 }
-
-
-@contextmanager
-def serving(model: str, memory_bytes: int) -> Iterator[tuple[int, psutil.Process]]:
-    """The port and the process of a server that is ready."""
-    port = free_port()
-    settings = {
-        "MODEL_PATH": model,
-        "MLX_PORT": str(port),
-        "CACHE_DISK": "off",
-        "ENABLE_PROXY": "false",
-        "MEMORY_LIMIT_BYTES": str(memory_bytes),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "start-llm.py"],
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while not is_ready(port):
-            if process.poll() is not None:
-                raise SystemExit("the server has ended")
-            time.sleep(0.2)
-        yield port, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def is_ready(port: int) -> bool:
@@ -366,20 +321,13 @@ def send(port: int, path: str, body: bytes) -> str:
         return str(response.status)
 
 
-def measure(port: int, process: psutil.Process, load: Load) -> str:
+def measure(port: int, pid: int, load: Load) -> str:
     """Statuses, seconds, and memory of the process before and at its peak."""
     body = load.body()
     bodies = [body.replace(NUMBER.encode(), b"%d" % i) for i in range(load.n)]
     n_bytes = sum(map(len, bodies))
-    first_rss = process.memory_info().rss
-    peak_rss = first_rss
     health_seconds = 0.0
     is_done = threading.Event()
-
-    def watch_memory() -> None:
-        nonlocal peak_rss
-        while not is_done.wait(0.01):
-            peak_rss = max(peak_rss, process.memory_info().rss)
 
     def watch_health() -> None:
         nonlocal health_seconds
@@ -390,23 +338,24 @@ def measure(port: int, process: psutil.Process, load: Load) -> str:
 
     n_clients = 1 if load.is_in_turn else load.n
     with (
-        ThreadPoolExecutor(2) as watchers,
+        ThreadPoolExecutor(1) as watchers,
         ThreadPoolExecutor(n_clients) as clients,
         ExitStack() as stack,
+        peak_memory(pid) as resident,
     ):
         for _ in range(load.n_stalled):
             stack.enter_context(announce(port, load.stalled_bytes))
         time.sleep(load.n_stalled > 0)  # until they are read
-        watches = [watchers.submit(watch_memory), watchers.submit(watch_health)]
+        watch = watchers.submit(watch_health)
         started_at = time.monotonic()
         sent = clients.map(lambda body: send(port, load.path, body), bodies)
         statuses = Counter(sent)
         seconds = time.monotonic() - started_at
         is_done.set()
-        for watch in watches:
-            watch.result()
+        watch.result()
+    first_rss, peak_rss = resident
     time.sleep(1)
-    last_rss = process.memory_info().rss
+    last_rss = psutil.Process(pid).memory_info().rss
 
     counts = ", ".join(f"{n} x {status}" for status, n in statuses.items())
     return (
@@ -428,11 +377,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, load in LOADS.items():
             if not any(word in name for word in options.only):
                 continue
-            model = options.model or "demo"
+            scratch = Path(folder)
+            model = Path(options.model or "demo")
             if load.has_images and not options.model:
-                model = str(tiny_vision().tiny_vision_model("qwen3_vl", Path(folder)))
-            with serving(model, options.memory) as (port, process):
-                print(f"{name:35} {measure(port, process, load)}", flush=True)
+                model = tiny_vision().tiny_vision_model("qwen3_vl", scratch)
+            with our_server(
+                model, scratch, memory_limit_bytes=options.memory
+            ) as server:
+                text = measure(server.port, server.pid, load)
+            print(f"{name:35} {text}", flush=True)
 
 
 if __name__ == "__main__":

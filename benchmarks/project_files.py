@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
 SUPPORT = ROOT / "tests" / "support"
 START_LLM = Path(os.environ.get("START_LLM") or ROOT / "start-llm.py")
 
@@ -33,9 +36,14 @@ def install_and_run() -> ModuleType:
 
 
 def make_tiny_model() -> ModuleType:
-    return load_file(
-        ROOT / "scripts" / "tools" / "make_tiny_model.py", "make_tiny_model"
-    )
+    return load_file(SCRIPTS / "tools" / "make_tiny_model.py", "make_tiny_model")
+
+
+def script(name: str) -> Any:
+    """A program for users; they import one another by name."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
+    return importlib.import_module(name)
 
 
 def tiny_heads() -> ModuleType:

@@ -1,7 +1,7 @@
 """Several servers behind one LiteLLM (PROXY_REPLICAS): prefilled tokens, and speed.
 
     .venv/bin/python benchmarks/replicas.py [--servers 1 2 3] [--sessions 40] [--turns 5]
-            [--rounds 3] [--only tokens throughput overhead checks]
+            [--rounds 3] [--only tokens throughput overhead]
 
 tokens      interleaved sessions of agents at port 4000: prefilled / fewest. The fewest are those of
             one server, and for each further one the instructions, which all sessions share; in
@@ -10,8 +10,6 @@ tokens      interleaved sessions of agents at port 4000: prefilled / fewest. The
 throughput  the same sessions, eight at a time: requests a second, over those of the first of
             --servers. All servers run, and each round takes them in turns
 overhead    what LiteLLM adds to the first token (benchmarks/proxy.py), in turns likewise
-checks      LiteLLM's own ways to choose between two servers, without the gate: prefilled / fewest,
-            and on how many servers six first requests of a session land, sent at once
 
 Small models, on one machine: its cores are shared by all servers.
 """
@@ -21,11 +19,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,9 +42,7 @@ HEAD_TOKENS = 1_500  # of the instructions, which all sessions share
 N_OUT = 160  # tokens of a reply, which ends before
 N_AT_ONCE = 8
 START_SECONDS = 120.0
-LITELLM = Path(sys.executable).with_name("litellm")
-KINDS = ("tokens", "throughput", "overhead", "checks")
-CHECKS = ("none", "session_affinity", "deployment_affinity", "prompt_caching")
+KINDS = ("tokens", "throughput", "overhead")
 
 
 @dataclass(frozen=True)
@@ -111,47 +104,6 @@ def farm_of(n_servers: int, model: Path, scratch: Path) -> Iterator[Farm]:
         wait_until_up(proxy_port)
         time.sleep(3)  # the gate has asked all servers how they are
         yield Farm([first.port, *others], proxy_port)
-
-
-@contextmanager
-def litellm_alone(check: str, model: Path, scratch: Path) -> Iterator[Farm]:
-    """Two servers behind LiteLLM as it comes, with one of its own checks."""
-    with ExitStack() as stack:
-        ports = [stack.enter_context(our_server(model, scratch)).port for _ in range(2)]
-        router: dict[str, Any] = {"num_retries": 0, "disable_cooldowns": True}
-        if check != "none":
-            router["optional_pre_call_checks"] = [check]
-        routes = [
-            {
-                "model_name": "*",
-                "litellm_params": {
-                    "model": "openai/any",
-                    "api_base": f"http://127.0.0.1:{port}/v1",
-                    "api_key": "none",
-                },
-            }
-            for port in ports
-        ]
-        proxy_port = free_port()
-        config = scratch / f"litellm-{check}.json"
-        general = {"dangerously_permit_weak_or_unset_master_key": True}
-        settings = {
-            "model_list": routes,
-            "router_settings": router,
-            "general_settings": general,
-        }
-        config.write_text(json.dumps(settings))
-        command = [str(LITELLM), "--config", str(config), "--port", str(proxy_port)]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        wait_until_up(proxy_port)
-        yield Farm(ports, proxy_port)
 
 
 class Sessions:
@@ -281,48 +233,6 @@ def measure_overhead(farms: Sequence[Farm], n_requests: int = 200) -> None:
         )
 
 
-def measure_checks(
-    model: Path, scratch: Path, tokenizer: Any, options: argparse.Namespace
-) -> None:
-    for check in CHECKS:
-        with litellm_alone(check, model, scratch) as farm:
-            for has_ids in (True, False):
-                sessions = Sessions(
-                    farm.proxy_port,
-                    tokenizer,
-                    options,
-                    seed=5,
-                    look=(has_ids, PLAIN),
-                )
-                farm.forget()
-                count = sessions.interleave(options.turns, 5)
-                name = "with an id" if has_ids else "without an id"
-                ratio = count.prefilled / (count.fewest + sessions.n_shared)
-                print(f"LiteLLM's {check}, {name}: {ratio:.3f}", flush=True)
-            print(f"LiteLLM's {check}, six at once: {six_at_once(farm)} servers")
-
-
-def six_at_once(farm: Farm) -> int:
-    """On how many servers the first six requests of a session land; the most of ten."""
-    most = 0
-    for number in range(10):
-        before = farm.prompts()
-        headers = {"x-session-id": f"at-once-{number}"}
-        server = Server("LiteLLM", farm.proxy_port, model="any", headers=headers)
-        bodies = [
-            {
-                "messages": [{"role": "user", "content": f"{number} {n}"}],
-                "max_tokens": 2,
-            }
-            for n in range(6)
-        ]
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(server.ask, bodies))
-        n_used = sum(after > n for after, n in zip(farm.prompts(), before, strict=True))
-        most = max(most, n_used)
-    return most
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -331,40 +241,28 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=KINDS)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
 
-    def is_wanted(name: str) -> bool:
-        return options.only is None or name in options.only
-
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         scratch = Path(folder)
         maker = make_tiny_model()
         model = scratch / "model"
         maker.make_model(model, maker.choose_recipe("qwen3", size="small"))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        for n_servers in options.servers if is_wanted("tokens") else ():
+        for n_servers in options.servers if "tokens" in options.only else ():
             with farm_of(n_servers, model, scratch) as farm:
                 measure_tokens(farm, tokenizer, options, 100 * n_servers)
-        if is_wanted("throughput") or is_wanted("overhead"):
-            measure_in_turns(model, scratch, tokenizer, options)
-        if is_wanted("checks"):
-            measure_checks(model, scratch, tokenizer, options)
+        if options.only == ["tokens"]:
+            return
 
-
-def measure_in_turns(
-    model: Path, scratch: Path, tokenizer: Any, options: argparse.Namespace
-) -> None:
-    """With all servers up at once."""
-    wanted = options.only or KINDS
-    with ExitStack() as stack:
-        farms = [
+        farms = [  # all servers are up at once
             stack.enter_context(farm_of(n_servers, model, scratch))
             for n_servers in options.servers
         ]
-        if "throughput" in wanted:
+        if "throughput" in options.only:
             measure_throughput(farms, tokenizer, options)
-        if "overhead" in wanted:
+        if "overhead" in options.only:
             measure_overhead(farms)
 
 

@@ -699,7 +699,7 @@ def short_request(server: Server, words: Words) -> float:
     messages.append({"role": "user", "content": words.text(280)})
     body = chat(messages, n_out=0, **endless(words.tokenizer, 64))
     del body["tools"]
-    return server.ask(body).total
+    return float(server.ask(body).seconds)
 
 
 def short_together(bench: Bench) -> Iterator[Line]:

@@ -12,19 +12,18 @@ EXIT STATUS  0 memory flat, correctness counters 0, no thread, file or request l
 import argparse
 import http.client
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
-from project_files import install_and_run
+from compare import with_openblas
+from compared_servers import Server, our_server
 
 HOME = Path(__file__).resolve().parents[1]
 DAY_IN = 96  # times as fast
@@ -34,63 +33,34 @@ CORRECTNESS = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
 WORDS = (HOME / "README.md").read_text().split()
 
 
-class Server:
-    """start-llm.py in a process of its own."""
+SETTINGS = {
+    "log_level": "WARNING",
+    "prompt_cache_ttl_seconds": 1800 / DAY_IN,
+    "prompt_cache_session_max_idle_seconds": 1800 / DAY_IN,
+    "ledger_ttl_seconds": 86_400 / DAY_IN / 24,
+    "idle_connection_seconds": 5,
+}
 
-    def __init__(
-        self, model: str, port: int, folder: Path, changes: dict[str, str]
-    ) -> None:
-        """`changes`: of settings, as KV_BITS."""
-        self.port = port
-        settings = {
-            "MODEL_PATH": model,
-            "MLX_PORT": str(port),
-            "CACHE_DISK": "off",
-            "ENABLE_PROXY": "false",
-            "LOG_ROOT": str(folder / "logs"),
-            "LOG_LEVEL": "WARNING",
-            "PROMPT_CACHE_TTL_SECONDS": str(1800 / DAY_IN),
-            "PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS": str(1800 / DAY_IN),
-            "LEDGER_TTL_SECONDS": str(86_400 / DAY_IN / 24),
-            "IDLE_CONNECTION_SECONDS": "5",
-            **changes,
-        }
-        command = [sys.executable, str(HOME / "start-llm.py")]
-        self.said = folder / "stderr.txt"
-        with self.said.open("wb") as stderr:
-            # With the BLAS that install_and_run.py gives the server.
-            environ = install_and_run().server_environment(Path(sys.prefix), os.environ)
-            self.process = subprocess.Popen(
-                command, env={**environ, **settings}, stderr=stderr
-            )
-        self.seen = psutil.Process(self.process.pid)
 
-    def get(self, path: str) -> dict[str, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", path)
-            body: dict[str, Any] = json.loads(connection.getresponse().read())
-            return body
-        finally:
-            connection.close()
+def status_of(server: Server) -> dict[str, Any]:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{server.port}/v1/status", timeout=30
+    ) as answer:
+        body: dict[str, Any] = json.load(answer)
+        return body
 
-    def wait_until_ready(self) -> None:
-        while True:
-            try:
-                if self.get("/health")["status"] == "ok":
-                    return
-            except OSError:
-                time.sleep(0.2)
 
-    def sample(self) -> dict[str, float]:
-        body = self.get("/v1/status")
-        return {
-            "rss": self.seen.memory_info().rss,
-            "threads": self.seen.num_threads(),
-            "files": self.seen.num_fds(),
-            "lines": body["engine"]["lines"],
-            "requests": len(body["requests"]),
-        }
+def sample(server: Server) -> dict[str, float]:
+    """What the process holds."""
+    body = status_of(server)
+    process = psutil.Process(server.pid)
+    return {
+        "rss": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "files": process.num_fds(),
+        "lines": body["engine"]["lines"],
+        "requests": len(body["requests"]),
+    }
 
 
 class Agent:
@@ -158,12 +128,11 @@ class Agent:
 def at_rest(server: Server) -> dict[str, float]:
     """Once nothing runs and every TTL has passed."""
     time.sleep(2 * 1800 / DAY_IN)
-    return server.sample()
+    return sample(server)
 
 
 def run(server: Server, minutes: float, n_agents: int) -> list[str]:
     """The day. Returns what was wrong with it."""
-    server.wait_until_ready()
     agents = [Agent(server.port, seed) for seed in range(n_agents)]
     rests = []
     for part in range(4):  # each with its night
@@ -173,7 +142,7 @@ def run(server: Server, minutes: float, n_agents: int) -> list[str]:
         print(part, "at rest", rests[-1], flush=True)
 
     faults = find_growth(rests, agents)
-    counters = server.get("/v1/status")["counters"]
+    counters = status_of(server)["counters"]
     faults += [f"{name} is {counters[name]}" for name in CORRECTNESS if counters[name]]
     faults += [error for agent in agents for error in agent.errors]
     print("counters", counters)
@@ -190,7 +159,7 @@ def have_agents_work(
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        print(part, server.sample(), flush=True)
+        print(part, sample(server), flush=True)
         time.sleep(min(30, max(1, deadline - time.monotonic())))
 
 
@@ -220,22 +189,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--agents", type=int, default=6)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--port", type=int, default=8099)
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings"
     )
     args = parser.parse_args()
-    changes = dict(pair.split("=", 1) for pair in args.set)
+    with_openblas()
+    changes = {
+        name.lower(): value for name, value in (p.split("=", 1) for p in args.set)
+    }
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(args.model, args.port, Path(folder), changes)
-        try:
+        scratch = Path(folder)
+        with our_server(Path(args.model), scratch, **SETTINGS | changes) as server:
             faults = run(server, args.minutes, args.agents)
-        finally:
-            server.process.terminate()
-            status = server.process.wait(30)
-        log_text = server.said.read_text()
-    if status != 0:
-        faults.append(f"exit status {status}")
+        log_text = (scratch / f"{server.name}-{server.port}.log").read_text()
     for line in log_text.splitlines():
         if "Traceback" in line or " ERROR " in line:
             faults.append(line)

@@ -32,10 +32,10 @@ EXIT STATUS  0 measured, 2 a server could not be asked, 130 stopped by Ctrl-C
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 import urllib.error
@@ -114,42 +114,55 @@ class Server:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.model = model or self._first_model()
 
-    def _open(self, path: str, body: Body | None = None) -> Any:
+    def open(
+        self, path: str, body: Body | None = None, *, method: str | None = None
+    ) -> Any:
+        """The response to a GET, or with a body to a POST. Raises CannotAsk."""
         headers = {
             "Content-Type": "application/json",
             "Authorization": f"Bearer {self._key}",
             "x-api-key": self._key,
             "anthropic-version": "2023-06-01",
         }
+        url = self.url + path
         payload = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, payload, headers)
         try:
+            request = urllib.request.Request(url, payload, headers, method=method)
             return self._opener.open(request, timeout=TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             said = error.read(500).decode(errors="replace")
-            raise CannotAsk(f"{self.url}{path} answers {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
-            raise CannotAsk(f"{self.url}{path} does not answer: {error}") from error
+            raise CannotAsk(f"{url} answers {error.code}: {said}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise CannotAsk(f"{url} does not answer: {error}") from error
+
+    def get(self, path: str) -> Any:
+        """The JSON that is there. Raises CannotAsk."""
+        with self.open(path) as response:
+            try:
+                return json.load(response)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise CannotAsk(f"{self.url}{path} is no JSON: {error}") from error
 
     def _first_model(self) -> str:
         try:
-            with self._open("/v1/models") as response:
-                return str(json.load(response)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+            return str(self.get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
             sentence = f"{self.url}/v1/models names no model: say which with --model"
             raise CannotAsk(sentence) from error
 
-    def wait(self, seconds: float) -> None:
-        """Return when it answers. Raises CannotAsk: it did not in so many seconds."""
-        deadline = time.monotonic() + seconds
-        while True:
+    def events(self, path: str, body: Body) -> Iterator[tuple[float, Body]]:
+        """The events of a reply, each with the seconds until it came. Raises CannotAsk."""
+        began = time.monotonic()
+        with self.open(path, body) as response:
             try:
-                self._open("/v1/models").close()
-                return
-            except CannotAsk:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
+                for event in read_events(response):
+                    if "error" in event:
+                        said = json.dumps(event["error"])[:500]
+                        raise CannotAsk(f"{self.url}{path} answers: {said}")
+                    yield time.monotonic() - began, event
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                sentence = f"{self.url}{path} ends in mid-reply: {error}"
+                raise CannotAsk(sentence) from error
 
     def ask(self, request: Request, *, max_tokens: int, session: str) -> Reply:
         """Send a request and read its reply to the end. Raises CannotAsk."""
@@ -158,22 +171,13 @@ class Server:
         else:
             path, body = "/v1/chat/completions", to_openai(request)
         body.update(model=self.model, max_tokens=max_tokens, stream=True, temperature=0)
-        began = time.monotonic()
         reader: ChatReader | AnthropicReader
         reader = AnthropicReader() if self._is_anthropic else ChatReader()
         first_token = None
-        with self._open(path, body) as response:
-            try:
-                for event in read_events(response):
-                    if "error" in event:
-                        said = json.dumps(event["error"])[:500]
-                        raise CannotAsk(f"{self.url}{path} answers: {said}")
-                    if reader.add(event) and first_token is None:
-                        first_token = time.monotonic() - began
-            except (OSError, ValueError) as error:
-                sentence = f"{self.url}{path} ends in mid-reply: {error}"
-                raise CannotAsk(sentence) from error
-        seconds = time.monotonic() - began
+        seconds = 0.0
+        for seconds, event in self.events(path, body):
+            if reader.add(event) and first_token is None:
+                first_token = seconds
         if not reader.prompt_tokens:
             raise CannotAsk(f"{self.url}{path} counts no tokens of the prompt")
         return Reply(
@@ -189,9 +193,9 @@ class Server:
 def read_events(response: Any) -> Iterator[Body]:
     """The data of server-sent events, one JSON object each."""
     for line in response:
-        data = line.decode().strip()
-        if data.startswith("data:") and data != "data: [DONE]":
-            event = json.loads(data[5:])
+        name, _, data = line.decode().strip().partition(":")
+        if name == "data" and data.strip() != "[DONE]":
+            event = json.loads(data)
             if isinstance(event, dict):
                 yield event
 
@@ -625,7 +629,6 @@ def run(
     names: Sequence[str],
     *,
     n_steps: int,
-    restart: str | None = None,
     **how: Any,
 ) -> None:
     """All agents on all servers, which are asked in turns. Raises CannotAsk."""
@@ -640,11 +643,6 @@ def run(
             say(f"\r{name}: {step + 1} of {n_steps} steps", end="")
         for bench, agent in sessions:
             bench.ask_all(agent, agent.last_requests())
-        if restart:
-            subprocess.run(restart, shell=True, check=True)  # noqa: S602 - the user's own
-            bench, agent = sessions[0]
-            bench.server.wait(600)
-            bench.ask(agent, agent.request("restart"))
         say("")
 
 
@@ -718,16 +716,6 @@ def print_report(benches: Sequence[Bench]) -> None:
         print(f"\nall steps: {first:.1f} s and {second:.1f} s, {ratio}")
 
 
-def report_of(bench: Bench) -> Body:
-    """What is written: figures, and each step."""
-    return {
-        "url": bench.server.url,
-        "model": bench.server.model,
-        "figures": dict(rows_of(bench)),
-        "steps": [asdict(step) for step in bench.steps],
-    }
-
-
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -754,10 +742,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--reply-tokens", type=int, default=64, help="of each reply, at most (64)"
     )
-    parser.add_argument(
-        "--restart",
-        help="a shell command that restarts --url's server; one step follows",
-    )
     parser.add_argument("--seed", default="", help="the same words again; default: new")
     parser.add_argument("--json", help="the file to write all steps to")
     return parser.parse_args(arguments)
@@ -780,7 +764,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             benches,
             options.agents,
             n_steps=options.steps,
-            restart=options.restart,
             head_tokens=options.tokens,
             result_tokens=options.result_tokens,
             seed=seed,
@@ -788,12 +771,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("\nstopped")
         return 130
-    except (CannotAsk, subprocess.CalledProcessError) as error:
+    except CannotAsk as error:
         say(f"\n{error}")
         return 2
     print_report(benches)
     if options.json:
-        report = {"seed": seed, "servers": [report_of(bench) for bench in benches]}
+        servers = [
+            {
+                "url": bench.server.url,
+                "model": bench.server.model,
+                "figures": dict(rows_of(bench)),
+                "steps": [asdict(step) for step in bench.steps],
+            }
+            for bench in benches
+        ]
+        report = {"seed": seed, "servers": servers}
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
     return 0

@@ -60,18 +60,6 @@ class Turn:
     messages: Conversation
     n_own: int  # of the messages: those that the line has itself, the last ones
 
-    def body(self) -> Body:
-        """All but the messages."""
-        return {
-            "number": self.number,
-            "time": self.time,
-            "n_messages": len(self.messages),
-            "prompt": self.prompt,
-            "cached": self.cached,
-            "out": self.out,
-            "match": self.match,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -111,18 +99,12 @@ class Comparison:
         )
 
     def body(self) -> Body:
-        """All of it for --json."""
-        difference = None if self.difference is None else asdict(self.difference)
-        return {
-            "left": self.left.body(),
-            "right": self.right.body(),
-            "kind": self.kind,
-            "difference": difference,
-            "new": self.new,
-            "lost": self.lost,
-            "continues": self.continues,
-            "hint": self.hint,
-        }
+        """All of it for --json, but for the messages."""
+        body = asdict(self)
+        for turn in (body["left"], body["right"]):
+            turn["n_messages"] = len(turn.pop("messages"))
+            del turn["n_own"]
+        return {**body, "continues": self.continues, "hint": self.hint}
 
 
 # Reading -----------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import urllib.request
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from agent_steps import CannotAsk, Server
 from chat import usual_server
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
@@ -47,16 +47,10 @@ WIDE = 10_000  # columns, where no terminal limits them
 
 
 def status_of(url: str, key: str) -> Body:
-    """GET /v1/status, with the details of the cache.
-
-    Raises OSError when nobody answers or the key is wrong.
-    """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/v1/status?detail=cache"
-    request = urllib.request.Request(address, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as response:
-        body: Body = json.load(response)
-        return body
+    """GET /v1/status, with the details of the cache. Raises CannotAsk."""
+    server = Server(url, api="openai", model="any", key=key)
+    body: Body = server.get("/v1/status?detail=cache")
+    return body
 
 
 def tree_of(entries: list[Body]) -> Tree:
@@ -153,7 +147,7 @@ def main() -> int:
             print(json.dumps(status_of(args.url, args.key), indent=1))
         else:
             show_status(status_of(args.url, args.key), console)
-    except (OSError, ValueError) as error:
+    except (CannotAsk, OSError, ValueError) as error:
         sys.stderr.write(f"{args.log or args.url}: {error}\n")
         return 2
     return 0

@@ -43,25 +43,24 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import agent_steps
 import psutil  # type: ignore[import-untyped]
-from pi_like_probe import TOOLS, Agent, Body, ProbeError, Prose, Reply, Server
+from agent_steps import CannotAsk
+from pi_like_probe import TOOLS, Agent, Body, Prose, Reply, Server
 from rich.console import Console
 from rich.table import Table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FORMAT: Final = 1  # of the JSON file; another number: other fields
 
-REPLY_SECONDS: Final = 900.0
 SAMPLE_SECONDS: Final = 0.5  # between two looks at the machine's memory
 COLD_SECONDS: Final = 75.0  # the longest cold prompt takes at most this long
 PROMPT_TOKENS: Final = (2_000, 8_000, 16_000, 32_000)  # tried as far as time allows
@@ -88,81 +87,66 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Subject:
-    """The server that is measured."""
+    """The server that is measured. Every method raises CannotAsk."""
 
-    url: str
+    server: Server
     log_folder: Path
     process: subprocess.Popen[bytes]
-
-    def get(self, path: str) -> Any:
-        """Raises OSError or ValueError while nothing answers as it should."""
-        return self._send("GET", path, None)
 
     def complete(self, prompt_ids: Sequence[int], max_tokens: int) -> Body:
         """The greedy continuation of a prompt that is given as tokens."""
         body = {"prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
-        answer: Body = self._send("POST", "/v1/completions", body)
+        with self.server.open("/v1/completions", body) as response:
+            answer: Body = json.load(response)
         return answer
 
     def empty_cache(self) -> None:
         """Forget all KV and all transcripts."""
-        self._send("DELETE", "/v1/cache", None)
+        self.server.open("/v1/cache", method="DELETE").close()
 
     def wait_until_ready(self) -> None:
-        """Return when the model is loaded. Raises ProbeError when the server ended.
+        """Return when the model is loaded, or raise when the server ended.
 
         There is no limit of time: a model may be downloaded, and the server says so.
         """
         while self.process.poll() is None:
-            with suppress(OSError, ValueError):
-                if self.get("/health")["status"] == "ok":
+            with suppress(CannotAsk):
+                if self.server.get("/health")["status"] == "ok":
                     return
             time.sleep(0.2)
-        raise ProbeError("the server ended while it started; see above")
-
-    def _send(self, method: str, path: str, body: Body | None) -> Any:
-        payload = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            self.url + path, payload, headers, method=method
-        )
-        # No proxies: the server is on this machine, whatever the environment says.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=REPLY_SECONDS) as response:
-            return json.loads(response.read() or b"null")
-
-
-def settings_of(model: str, port: int, log_folder: Path) -> dict[str, str]:
-    """The environment of the server: that of this program, but for these."""
-    settings = {
-        "MLX_HOST": "127.0.0.1",
-        "MLX_PORT": str(port),
-        "CACHE_DISK": "off",
-        "API_KEY": "",
-        "ENABLE_PROXY": "false",
-        "LOG_ROOT": str(log_folder),
-        "LOG_LEVEL": "WARNING",
-        "LOG_PROMPT_TOKENS": "true",  # parity asks for the same prompts again
-    }
-    if model:
-        settings["MODEL_PATH"] = model
-    return os.environ | settings
+        raise CannotAsk("the server ended while it started; see above")
 
 
 @contextmanager
-def running_server(model: str) -> Iterator[Subject]:
-    """A server of this checkout. Raises ProbeError when it does not start."""
+def running_server(model: str, **changes: str) -> Iterator[Subject]:
+    """A server of this checkout. Raises CannotAsk when it does not start.
+
+    Its settings are those of this program's environment, but for some and the `changes`.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        log_folder = Path(folder)
+        settings = {
+            "MLX_HOST": "127.0.0.1",
+            "MLX_PORT": str(port),
+            "CACHE_DISK": "off",
+            "CACHE_DISK_FOLDER": f"{folder}/disk",
+            "API_KEY": "",
+            "ENABLE_PROXY": "false",
+            "LOG_ROOT": folder,
+            "LOG_LEVEL": "WARNING",
+            **changes,
+        }
+        if model:
+            settings["MODEL_PATH"] = model
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "start-llm.py")],
-            env=settings_of(model, port, log_folder),
+            env=os.environ | settings,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
         stack.callback(end_process, process)
-        subject = Subject(f"http://127.0.0.1:{port}", log_folder, process)
+        server = Server(f"http://127.0.0.1:{port}", model="any", api_key="unused")
+        subject = Subject(server, Path(folder), process)
         subject.wait_until_ready()
         yield subject
 
@@ -321,9 +305,7 @@ class Measurement:
 
     def __init__(self, subject: Subject, *, is_quick: bool) -> None:
         self._subject = subject
-        self._server = Server(
-            subject.url, model="any", api_key="unused", timeout=REPLY_SECONDS
-        )
+        self._server = subject.server
         self._is_quick = is_quick
         self._chars_per_token = 4.0
         self.plan = QUICK
@@ -352,7 +334,7 @@ class Measurement:
 
     def _ask(self, agent: Agent, max_tokens: int) -> Reply:
         body = agent.body(max_tokens=max_tokens, effort="low")
-        return self._server.ask({**body, "temperature": 0})
+        return self._server.stream({**body, "temperature": 0})
 
     def _warm_up(self) -> None:
         """Compile the kernels, learn the machine's speed, and plan."""
@@ -364,7 +346,7 @@ class Measurement:
         self._chars_per_token = n_chars / reply.n_prompt
         if self._is_quick:
             return
-        model = self._subject.get("/v1/status")["model"]
+        model = self._server.get("/v1/status")["model"]
         self.plan = make_plan(
             reply.n_prompt / (reply.ttft_seconds or reply.seconds),
             most_tokens=model["context_length"],
@@ -391,10 +373,7 @@ class Measurement:
             )
 
     def _measure_agent(self) -> None:
-        server = agent_steps.Server(
-            self._subject.url, api="openai", model="any", key="unused"
-        )
-        bench = agent_steps.Bench(server, max_tokens=self.plan.agent_tokens)
+        bench = agent_steps.Bench(self._server, max_tokens=self.plan.agent_tokens)
         agent_steps.run(
             [bench],
             ["pi"],
@@ -410,7 +389,7 @@ class Measurement:
 
     def _measure_decode(self) -> None:
         question = "Tell a long story about a lighthouse, with many details."
-        reply = self._server.ask(
+        reply = self._server.stream(
             {
                 "messages": [{"role": "user", "content": question}],
                 "max_tokens": self.plan.decode_tokens,
@@ -430,7 +409,7 @@ class Measurement:
 
         began = time.perf_counter()
         with ThreadPoolExecutor(N_AGENTS) as pool:
-            replies = list(pool.map(self._server.ask, bodies))
+            replies = list(pool.map(self._server.stream, bodies))
         seconds = time.perf_counter() - began
 
         figures = self.figures
@@ -449,7 +428,7 @@ class Measurement:
             f" welcome_0. Answer with the file alone.\n\n```python\n{text}```"
         )
         n_tokens = int(len(question) / 2)
-        reply = self._server.ask(
+        reply = self._server.stream(
             {
                 "messages": [{"role": "user", "content": question}],
                 "max_tokens": n_tokens,
@@ -462,7 +441,8 @@ class Measurement:
 
     def _measure_parity(self) -> None:
         self._have_conversations()
-        prompts = read_prompts(self._subject.log_folder, self._first_parity_record)
+        records = read_records(self._subject.log_folder)[self._first_parity_record :]
+        prompts = [record["tokens"] for record in records]
         max_tokens = self.plan.parity_tokens
 
         warm = [self._subject.complete(ids, max_tokens) for ids in prompts]
@@ -482,7 +462,7 @@ class Measurement:
 
     def _have_conversations(self) -> None:
         """A tool loop, an edit of its past, a branch off it, and an insertion."""
-        self._first_parity_record = count_records(self._subject.log_folder)
+        self._first_parity_record = len(read_records(self._subject.log_folder))
         max_tokens = self.plan.parity_tokens
         agent = self._new_agent(self.plan.shared_tokens)
         for _ in range(N_PARITY_TURNS):
@@ -534,15 +514,6 @@ def read_records(log_folder: Path) -> list[Body]:
     paths = sorted(log_folder.rglob("cache-session-*.log"), key=os.path.getmtime)
     lines = [line for path in paths for line in path.read_text("utf-8").splitlines()]
     return [json.loads(line) for line in lines]
-
-
-def count_records(log_folder: Path) -> int:
-    return len(read_records(log_folder))
-
-
-def read_prompts(log_folder: Path, first_record: int) -> list[list[int]]:
-    """The prompts, as tokens, of the requests that were logged from this one on."""
-    return [record["tokens"] for record in read_records(log_folder)[first_record:]]
 
 
 # The report -------------------------------------------------------------------
@@ -622,6 +593,23 @@ def make_report(figures: Figures, status: Body, *, asked: str, is_quick: bool) -
     }
 
 
+ROWS: Final = (  # of the table: what is measured, its field in Figures, how it is written
+    ("a step of an agent, median", "agent_step_seconds", "{:.2f} s"),
+    ("... the worst", "agent_worst_step_seconds", "{:.2f} s"),
+    ("... tokens read, by the fewest", "agent_read_by_fewest", "about {:.2f}"),
+    ("decode, one stream", "decode_tokens_per_second", "{:.1f} tokens/s"),
+    ("eight at once", "eight_tokens_per_second", "{:.1f} tokens/s in all"),
+    ("... their shared prefix was computed", "eight_prefix_computed", "{:.2f} times"),
+    ("... slowest first token", "eight_slowest_first_token", "{:.2f} s"),
+    ("file rewrite", "rewrite_tokens_per_second", "{:.1f} tokens/s"),
+    ("... lines of the file repeated", "rewrite_repeated_share", "{:.0%}"),
+    ("MLX memory, most", "mlx_peak_bytes", "{:.2f} GB"),
+    ("process memory, most", "process_peak_bytes", "{:.2f} GB"),
+    ("wired memory of the machine, most", "wired_peak_bytes", "{:.2f} GB"),
+    ("swap added", "swap_added_bytes", "{:.2f} GB"),
+)
+
+
 def rows_of(figures: Figures) -> list[tuple[str, str]]:
     """The table, a row a figure."""
     rows = [("model ready after", f"{figures.load_seconds:.1f} s")]
@@ -638,56 +626,15 @@ def rows_of(figures: Figures) -> list[tuple[str, str]]:
                 f" {first.warm_cached_share:.1%} cached)",
             ),
         ]
-    rows += [
-        (
-            "a step of an agent, median",
-            show(figures.agent_step_seconds, "{:.2f} s")
-            + show(figures.agent_worst_step_seconds, " (worst {:.2f} s)"),
-        ),
-        (
-            "... tokens read, by the fewest",
-            show(figures.agent_read_by_fewest, "about {:.2f}"),
-        ),
-        (
-            "decode, one stream",
-            show(figures.decode_tokens_per_second, "{:.1f} tokens/s"),
-        ),
-        (
-            "eight at once",
-            show(figures.eight_tokens_per_second, "{:.1f} tokens/s in all"),
-        ),
-        (
-            "... their shared prefix was computed",
-            show(figures.eight_prefix_computed, "{:.2f} times"),
-        ),
-        (
-            "... slowest first token",
-            show(figures.eight_slowest_first_token, "{:.2f} s"),
-        ),
-        ("file rewrite", show(figures.rewrite_tokens_per_second, "{:.1f} tokens/s")),
-        (
-            "... lines of the file repeated",
-            show(figures.rewrite_repeated_share, "{:.0%}"),
-        ),
-        ("MLX memory, most", in_gigabytes(figures.mlx_peak_bytes)),
-        ("process memory, most", in_gigabytes(figures.process_peak_bytes)),
-        ("wired memory of the machine, most", in_gigabytes(figures.wired_peak_bytes)),
-        ("swap added", in_gigabytes(figures.swap_added_bytes)),
-        (
-            "warm reply equals cold reply",
-            f"{figures.parity_equal} of {figures.parity_prompts} prompts"
-            + show(figures.parity_cached_share, " ({:.0%} of them cached)"),
-        ),
-    ]
-    return rows
-
-
-def show(value: float | None, form: str) -> str:
-    return "not told" if value is None else form.format(value)
-
-
-def in_gigabytes(n_bytes: int | None) -> str:
-    return show(None if n_bytes is None else n_bytes / 1e9, "{:.2f} GB")
+    for what, name, form in ROWS:
+        value = getattr(figures, name)
+        if name.endswith("_bytes") and value is not None:
+            value /= 1e9
+        rows.append((what, "not told" if value is None else form.format(value)))
+    text = f"{figures.parity_equal} of {figures.parity_prompts} prompts"
+    if figures.parity_cached_share is not None:
+        text += f" ({figures.parity_cached_share:.0%} of them cached)"
+    return [*rows, ("warm reply equals cold reply", text)]
 
 
 def title_of(report: Body) -> str:
@@ -711,13 +658,16 @@ def print_table(report: Body, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
-    """Start a server, ask it, end it. Raises ProbeError or OSError."""
+    """Start a server, ask it, end it. Raises CannotAsk or OSError."""
     say("starting the server ...")
     began = time.perf_counter()
-    with running_server(model) as subject, MemoryWatch(subject.process.pid) as watch:
+    with (
+        running_server(model, LOG_PROMPT_TOKENS="true") as subject,  # for parity
+        MemoryWatch(subject.process.pid) as watch,
+    ):
         load_seconds = time.perf_counter() - began
         figures = Measurement(subject, is_quick=is_quick).run()
-        status = subject.get("/v1/status")
+        status = subject.server.get("/v1/status")
     figures.load_seconds = load_seconds
     figures.mlx_peak_bytes = status["memory"]["peak"]
     figures.process_peak_bytes = watch.process_bytes
@@ -746,7 +696,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("stopped; nothing was written")
         return 130
-    except (ProbeError, agent_steps.CannotAsk, OSError) as error:
+    except (CannotAsk, OSError) as error:
         say(f"nothing was measured: {error}", style="red", markup=False)
         return 2
 

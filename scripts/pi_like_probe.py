@@ -41,36 +41,25 @@ from __future__ import annotations
 
 import argparse
 import base64
-import http.client
+import io
 import json
-import math
 import mimetypes
 import random
 import re
 import secrets
-import struct
 import sys
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+import agent_steps
+from agent_steps import CannotAsk
 from chat import read_settings, usual_server
+from PIL import Image
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import track
 from rich.table import Table
 
 Body = dict[str, Any]
@@ -87,10 +76,6 @@ DROPPED_THINKING: Final = "thinking is not preserved"  # why a past was not repl
 RESULT_CHARS: Final = 160
 IMAGE_SIDE: Final = 224  # pixels of the image made here
 CORPUS: Final = Path(__file__).resolve().parent / "tools" / "tiny_model" / "corpus.txt"
-
-
-class ProbeError(Exception):
-    """The server cannot be asked; the text says why. Exit status 2."""
 
 
 # The wire ----------------------------------------------------------------------------------------
@@ -116,10 +101,7 @@ class Reply:
     seconds: float = 0.0
 
     def hear(self, event: Body, *, seconds: float) -> None:
-        """Add one event of the stream. Raises ProbeError for an error event."""
-        if "error" in event:
-            raise ProbeError(f"the stream broke off: {event['error']}")
-
+        """Add one event of the stream."""
         self.seconds = seconds
         self.id = event.get("id") or self.id
         if usage := event.get("usage"):
@@ -159,34 +141,17 @@ class Reply:
         self.calls[index]["function"]["arguments"] += arguments
 
 
-class Server:
-    """A running server. Every method raises ProbeError when it does not answer as it should."""
+class Server(agent_steps.Server):
+    """A running server. Every method raises CannotAsk when it does not answer as it should."""
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        model: str,
-        api_key: str,
-        timeout: float,
-        status_url: str = "",
+        self, base_url: str, *, model: str, api_key: str, status_url: str = ""
     ) -> None:
         """`status_url`: where start-llm's status is; empty: at `base_url`."""
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._status_url = status_url or self.base_url
-        self._key = api_key
-        self._timeout = timeout
-        # No proxies: a server on this machine is asked directly, whatever the environment says.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.model = model or self._first_model()
-
-    def _first_model(self) -> str:
-        match self._get("/v1/models"):
-            case {"data": [{"id": str() as name}, *_]}:
-                return name
-        raise ProbeError(
-            f"{self.base_url}/v1/models names no model; name one with --model"
-        )
+        super().__init__(base_url, api="openai", model=model, key=api_key)
+        self._behind = self
+        if status_url:
+            self._behind = Server(status_url, model=self.model, api_key=api_key)
 
     def counters(self) -> dict[str, int] | None:
         """What start-llm counts; None where the server has no such page."""
@@ -205,118 +170,26 @@ class Server:
     def _status(self) -> Body:
         """The status page of start-llm; empty where the server has none."""
         try:
-            body = self._get("/v1/status", base_url=self._status_url)
-        except ProbeError:
+            body = self._behind.get("/v1/status")
+        except CannotAsk:
             return {}
         return body if isinstance(body, dict) else {}
 
-    def ask(self, body: Body) -> Reply:
+    def stream(self, body: Body) -> Reply:
         """Stream one chat request to its end."""
         reply = Reply()
-        request = {
-            "model": self.model,
-            **body,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        began = time.perf_counter()
-        with self._open("/v1/chat/completions", request) as response:
-            for line in response:
-                text = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or text == b"[DONE]":
-                    continue
-                reply.hear(json.loads(text), seconds=time.perf_counter() - began)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        request = {"model": self.model, **body, **options}
+        for seconds, event in self.events("/v1/chat/completions", request):
+            reply.hear(event, seconds=seconds)
         if not reply.n_prompt:
-            raise ProbeError(
-                f"{self.base_url} ended a stream without usage; it is needed here"
+            raise CannotAsk(
+                f"{self.url} ended a stream without usage; it is needed here"
             )
         return reply
 
-    def _get(self, path: str, *, base_url: str = "") -> Any:
-        with self._open(path, base_url=base_url) as response:
-            return json.load(response)
-
-    @contextmanager
-    def _open(
-        self, path: str, body: Body | None = None, *, base_url: str = ""
-    ) -> Iterator[http.client.HTTPResponse]:
-        """The response of a GET, or with a body of a POST; also what goes wrong while reading."""
-        url = (base_url or self.base_url) + path
-        headers = {
-            "Authorization": f"Bearer {self._key}",
-            "Content-Type": "application/json",
-        }
-        payload = None if body is None else js_json(body).encode()
-        try:
-            request = urllib.request.Request(url, payload, headers)
-            with self._opener.open(request, timeout=self._timeout) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            message = error.read(600).decode("utf-8", "replace")
-            raise ProbeError(f"{url} answered {error.code}: {message}") from error
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise ProbeError(f"{url}: {error}") from error
-
 
 # PI ----------------------------------------------------------------------------------------------
-
-INDEX_KEY: Final = re.compile(r"0|[1-9][0-9]{0,9}")
-HALF_CHARACTER: Final = re.compile("[\ud800-\udfff]")
-
-
-def js_json(value: Any) -> str:
-    """JSON as JavaScript writes it: no spaces, raw UTF-8, keys that are indices first."""
-    match value:
-        case dict():
-            keys = sorted(value, key=js_place)
-            pairs = [f"{js_json(key)}:{js_json(value[key])}" for key in keys]
-            return "{" + ",".join(pairs) + "}"
-        case list() | tuple():
-            return "[" + ",".join(map(js_json, value)) + "]"
-        case str():
-            text = json.dumps(value, ensure_ascii=False)
-            return HALF_CHARACTER.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
-        case bool() | None:
-            return json.dumps(value)
-    return js_number(value)
-
-
-def js_place(key: str) -> int:
-    """Where an object keeps this key: indices ascending, then all others in the order given."""
-    index = int(key) if INDEX_KEY.fullmatch(key) else 2**32
-    return min(index, 2**32 - 1)
-
-
-def js_number(value: float) -> str:
-    """Every number is a double there: `2.0` is 2, long integers lose digits, infinity is null."""
-    try:
-        # The same digits as JavaScript's, in another notation.
-        shortest = repr(float(value))
-    except OverflowError:
-        return "null"
-
-    size = abs(float(shortest))
-    if not math.isfinite(size):
-        return "null"
-    if size == 0 or 1e-6 <= size < 1e21:
-        text = f"{abs(Decimal(shortest)):f}"
-        if "." in text:
-            text = text.rstrip("0").removesuffix(".")
-        return f"-{text}" if value < 0 else text
-    digits, _, exponent = shortest.partition("e")
-    return f"{digits}e{int(exponent):+d}"
-
-
-def js_arguments(text: str) -> str:
-    """Tool arguments parsed and written anew; an empty object for what is no JSON."""
-    try:
-        return js_json(json.loads(text, parse_constant=_no_constant))
-    except ValueError:
-        return "{}"
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is a word of Python's JSON alone")
 
 
 def pi_echo(reply: Reply) -> Body | None:
@@ -333,11 +206,14 @@ def pi_echo(reply: Reply) -> Body | None:
 
 
 def _echoed_call(call: Body) -> Body:
+    """Its arguments parsed and written anew; an empty object for what is no JSON."""
     function = call["function"]
-    return {
-        **call,
-        "function": {**function, "arguments": js_arguments(function["arguments"])},
-    }
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = {}
+    text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def tool(
@@ -423,24 +299,16 @@ class Prose:
 
 def make_png(nonce: str) -> bytes:
     """Squares of color, others for another nonce."""
-    colors = random.Random(nonce)
-    row = b"".join(
-        colors.randbytes(3) * (IMAGE_SIDE // 8) for _ in range(8)
-    )  # RGB, eight squares
-    pixels = (b"\0" + row) * IMAGE_SIDE  # a row begins with its filter: none
-    head = struct.pack(">IIBBBBB", IMAGE_SIDE, IMAGE_SIDE, 8, 2, 0, 0, 0)
-    chunks = {b"IHDR": head, b"IDAT": zlib.compress(pixels), b"IEND": b""}
-    png = b"\x89PNG\r\n\x1a\n"
-    for kind, content in chunks.items():
-        checksum = struct.pack(">I", zlib.crc32(kind + content))
-        png += struct.pack(">I", len(content)) + kind + content + checksum
-    return png
+    squares = Image.frombytes("RGB", (8, 8), random.Random(nonce).randbytes(192))
+    file = io.BytesIO()
+    squares.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()
 
 
 def read_image(path: str, nonce: str) -> str:
     """A data URL: of a file, or without a path of an image made for this nonce.
 
-    Raises ProbeError.
+    Raises CannotAsk.
     """
     if not path:
         kind, payload = "image/png", make_png(nonce)
@@ -449,7 +317,7 @@ def read_image(path: str, nonce: str) -> str:
         try:
             payload = Path(path).read_bytes()
         except OSError as error:
-            raise ProbeError(f"--image: {error}") from error
+            raise CannotAsk(f"--image: {error}") from error
     return f"data:{kind};base64,{base64.b64encode(payload).decode()}"
 
 
@@ -643,7 +511,7 @@ class Report:
         """All of it for --json."""
         turns = [{**asdict(turn), "share": round(turn.share, 4)} for turn in self.turns]
         return {
-            "base_url": self.server.base_url,
+            "base_url": self.server.url,
             "model": self.server.model,
             "turns": turns,
             "counters": self.counters,
@@ -655,27 +523,17 @@ class Report:
 # Showing -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, if a person looks at it; yields what moves it one step."""
+def tracked[T](things: Iterable[T], title: str) -> Iterable[T]:
+    """These, with a bar on stderr if a person looks at it."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     if not console.is_terminal:
-        yield lambda: None
-        return
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
+        return things
+    return track(list(things), title, console=console, transient=True)
 
 
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
-    title = f"{report.server.model} at {report.server.base_url}"
+    title = f"{report.server.model} at {report.server.url}"
     table = Table(title=title, title_justify="left")
     table.add_column("turn", justify="right")
     table.add_column("asked")
@@ -721,9 +579,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--api-key", default=usual.key or "none", help="default: the first of API_KEY"
     )
     parser.add_argument(
-        "--timeout", type=float, default=900.0, help="seconds without a word"
-    )
-    parser.add_argument(
         "--role",
         default="developer",
         help="of the prompt; some servers know only system",
@@ -741,12 +596,11 @@ def find_status_url(base_url: str) -> str:
 
 
 def server_from(options: argparse.Namespace) -> Server:
-    """Raises ProbeError when nothing answers there."""
+    """Raises CannotAsk when nothing answers there."""
     return Server(
         options.base_url,
         model=options.model,
         api_key=options.api_key,
-        timeout=options.timeout,
         status_url=find_status_url(options.base_url),
     )
 
@@ -759,7 +613,6 @@ def read_options() -> argparse.Namespace:
         "--head-chars", type=int, default=24_000, help="of the developer prompt"
     )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of one reply")
-    parser.add_argument("--effort", default="medium", help="reasoning_effort")
     parser.add_argument(
         "--image",
         nargs="?",
@@ -774,7 +627,7 @@ def read_options() -> argparse.Namespace:
 
 
 def probe(options: argparse.Namespace) -> Report:
-    """Raises ProbeError."""
+    """Raises CannotAsk."""
     nonce = secrets.token_hex(8)
     image_url = ""
     if options.image is not None:
@@ -786,22 +639,20 @@ def probe(options: argparse.Namespace) -> Report:
     old_counters = first_counters = server.counters()
     turns: list[Turn] = []
     last_turn = None
-    with progress_bar("turns", options.turns) as advance:
-        for _ in range(options.turns):
-            asked_role = agent.messages[-1]["role"]
-            body = agent.body(max_tokens=options.max_tokens, effort=options.effort)
-            reply = server.ask(body)
-            if last_turn is None:
-                first_counters = server.counters()
-            last_turn = measure_turn(
-                reply,
-                asked_role=asked_role,
-                last_turn=last_turn,
-                drops_thinking=server.drops_thinking(reply),
-            )
-            turns.append(last_turn)
-            agent.hear(reply)
-            advance()
+    for _ in tracked(range(options.turns), "turns"):
+        asked_role = agent.messages[-1]["role"]
+        body = agent.body(max_tokens=options.max_tokens, effort="medium")
+        reply = server.stream(body)
+        if last_turn is None:
+            first_counters = server.counters()
+        last_turn = measure_turn(
+            reply,
+            asked_role=asked_role,
+            last_turn=last_turn,
+            drops_thinking=server.drops_thinking(reply),
+        )
+        turns.append(last_turn)
+        agent.hear(reply)
     counters = server.counters()
     return Report(
         server,
@@ -816,7 +667,7 @@ def main() -> int:
     options = read_options()
     try:
         report = probe(options)
-    except ProbeError as error:
+    except CannotAsk as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:

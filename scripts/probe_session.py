@@ -33,17 +33,17 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from agent_steps import CannotAsk
 from pi_like_probe import (
     TOOLS,
     Body,
-    ProbeError,
     Prose,
     Reply,
     Server,
     add_server_options,
     pi_echo,
-    progress_bar,
     server_from,
+    tracked,
 )
 from rich.console import Console
 from rich.table import Table
@@ -152,7 +152,6 @@ class Talk:
     prose: Prose
     messages: list[Body]
     stamp: Stamp
-    advance: Callable[[], None]
     replies: list[Reply] = field(default_factory=list)
     # Of the newest request whose reply came back: tokens of its prompt. One that was cut
     # in its thinking has no words to send back, and what replaces it is not the past.
@@ -168,7 +167,15 @@ class Talk:
         question = {"role": "user", "content": text}
         self.messages.append(question)
 
-        reply = self.server.ask(self._body())
+        # No call and no thinking: a reply is one short text in every request.
+        body = {
+            "messages": self.stamp(self.messages, len(self.replies)),
+            "tools": TOOLS,
+            "tool_choice": "none",
+            "max_completion_tokens": MAX_TOKENS,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        reply = self.server.stream(body)
         echo = pi_echo(reply)
         if echo is not None:
             self.n_continued = reply.n_prompt
@@ -186,36 +193,10 @@ class Talk:
         }
         self.row_fields.append(row)
         self.replies.append(reply)
-        self.advance()
-
-    def _body(self) -> Body:
-        """No call and no thinking: a reply is one short text in every request."""
-        return {
-            "messages": self.stamp(self.messages, len(self.replies)),
-            "tools": TOOLS,
-            "tool_choice": "none",
-            "max_completion_tokens": MAX_TOKENS,
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
 
     def grow(self, kind: str) -> None:
         """Ask once more; all that the request before sent should be cached."""
         self.ask(kind, at_least=self.n_continued - SLACK)
-
-
-def start_talk(
-    server: Server,
-    options: argparse.Namespace,
-    *,
-    stamp: Stamp,
-    advance: Callable[[], None],
-) -> Talk:
-    """A conversation whose system prompt begins like no other's."""
-    nonce = secrets.token_hex(8)
-    prose = Prose(nonce)
-    text = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
-    system = {"role": options.role, "content": text}
-    return Talk(server, prose, [system], stamp, advance)
 
 
 # Scenarios ---------------------------------------------------------------------------------------
@@ -293,20 +274,21 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
 
 
 def play(server: Server, options: argparse.Namespace) -> list[Row]:
-    """One row per request of the scenarios in `only`. Raises ProbeError."""
+    """One row per request of the scenarios in `only`. Raises CannotAsk."""
+    cases = [
+        (name, case, stamp)
+        for name in options.only
+        for case, stamp in SCENARIOS[name].cases.items()
+    ]
     rows: list[Row] = []
-    scenarios = {name: SCENARIOS[name] for name in options.only}
-    n_requests = sum(
-        scenario.n_requests * len(scenario.cases) for scenario in scenarios.values()
-    )
-    with progress_bar("requests", n_requests) as advance:
-        for name, scenario in scenarios.items():
-            for case, stamp in scenario.cases.items():
-                talk = start_talk(server, options, stamp=stamp, advance=advance)
-                scenario.play(talk)
-                rows += [
-                    Row(scenario=name, case=case, **row) for row in talk.row_fields
-                ]
+    for name, case, stamp in tracked(cases, "conversations"):
+        nonce = secrets.token_hex(8)  # so that its system prompt begins like no other's
+        prose = Prose(nonce)
+        text = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
+        system = {"role": options.role, "content": text}
+        talk = Talk(server, prose, [system], stamp)
+        SCENARIOS[name].play(talk)
+        rows += [Row(scenario=name, case=case, **row) for row in talk.row_fields]
     return rows
 
 
@@ -351,7 +333,7 @@ def body_of(rows: Sequence[Row], server: Server) -> dict[str, Any]:
     """All of it for --json."""
     scenarios = summary(rows)
     return {
-        "base_url": server.base_url,
+        "base_url": server.url,
         "model": server.model,
         "requests": [{**asdict(row), "verdict": row.verdict} for row in rows],
         "scenarios": scenarios,
@@ -374,14 +356,14 @@ def main() -> int:
     try:
         server = server_from(options)
         rows = play(server, options)
-    except ProbeError as error:
+    except CannotAsk as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(body_of(rows, server), indent=2))
     else:
         console = Console(highlight=False)
-        show(rows, console, title=f"{server.model} at {server.base_url}")
+        show(rows, console, title=f"{server.model} at {server.url}")
         for name, is_healthy in summary(rows).items():
             word = "[green]healthy[/]" if is_healthy else "[bold red]NOT HEALTHY[/]"
             console.print(f"{word}  {name}")

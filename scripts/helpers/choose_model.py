@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
@@ -92,14 +92,6 @@ class Model:
 QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
 QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
 QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
-QWEN_35B_HEAD: Final = Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_000)
-QWEN_27B_HEAD: Final = Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000)
-QWEN_9B_HEAD: Final = Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000)
-QWEN_4B_HEAD: Final = Head("mlx-community/Qwen3.5-4B-MTP-4bit", 68_000_000)
-GEMMA_26B_HEAD: Final = Head(
-    "mlx-community/gemma-4-26B-A4B-it-assistant-bf16", 872_000_000
-)
-GEMMA_E4B_HEAD: Final = Head("mlx-community/gemma-4-E4B-it-assistant-bf16", 158_000_000)
 QUICK_WORDS: Final = (
     "the quick one: does most tasks well, four to six times as fast as a smart one"
 )
@@ -109,69 +101,54 @@ SMART_WORDS: Final = (
 SMALL_WORDS: Final = (
     "the better one for agents: it uses tools well, for small changes to code"
 )
+QWEN_35B_4BIT: Final = Model(
+    "mlx-community/Qwen3.6-35B-A3B-4bit",
+    20_429_169_263,
+    QWEN_35B_KV,
+    sees_images=True,
+    good_for=QUICK_WORDS,
+    head=Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_000),
+)
 QWEN_27B_4BIT: Final = Model(
     "mlx-community/Qwen3.8-27B-4bit",
     16_054_541_349,
     QWEN_27B_KV,
     sees_images=True,
     good_for=SMART_WORDS,
-    head=QWEN_27B_HEAD,
+    head=Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000),
 )
+QWEN_9B_4BIT: Final = Model(
+    "mlx-community/Qwen3.5-9B-MLX-4bit",
+    5_950_221_072,
+    QWEN_9B_KV,
+    sees_images=True,
+    good_for=SMALL_WORDS,
+    head=Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000),
+)
+
+
+def in_eight_bits(model: Model, nbytes: int) -> Model:
+    name = model.name.replace("4bit", "8bit")
+    return replace(model, name=name, nbytes=nbytes, least_context=LEAST_OF_EIGHT_BITS)
+
+
 FIRST_CHOICES: Final = (
-    Model(
-        "mlx-community/Qwen3.6-35B-A3B-8bit",
-        37_721_403_002,
-        QWEN_35B_KV,
-        sees_images=True,
-        least_context=LEAST_OF_EIGHT_BITS,
-        good_for=QUICK_WORDS,
-        head=QWEN_35B_HEAD,
-    ),
-    Model(
-        "mlx-community/Qwen3.6-35B-A3B-4bit",
-        20_429_169_263,
-        QWEN_35B_KV,
-        sees_images=True,
-        good_for=QUICK_WORDS,
-        head=QWEN_35B_HEAD,
-    ),
+    in_eight_bits(QWEN_35B_4BIT, 37_721_403_002),
+    QWEN_35B_4BIT,
     QWEN_27B_4BIT,
-    Model(
-        "mlx-community/Qwen3.5-9B-MLX-8bit",
-        10_426_592_423,
-        QWEN_9B_KV,
-        sees_images=True,
-        least_context=LEAST_OF_EIGHT_BITS,
-        good_for=SMALL_WORDS,
-        head=QWEN_9B_HEAD,
-    ),
-    Model(
-        "mlx-community/Qwen3.5-9B-MLX-4bit",
-        5_950_221_072,
-        QWEN_9B_KV,
-        sees_images=True,
-        good_for=SMALL_WORDS,
-        head=QWEN_9B_HEAD,
-    ),
+    in_eight_bits(QWEN_9B_4BIT, 10_426_592_423),
+    QWEN_9B_4BIT,
     Model(
         "mlx-community/Qwen3.5-4B-MLX-4bit",
         3_061_121_321,
         QWEN_9B_KV,
         sees_images=True,
         good_for="the better one: for chats, and an agent's simple tasks",
-        head=QWEN_4B_HEAD,
+        head=Head("mlx-community/Qwen3.5-4B-MTP-4bit", 68_000_000),
     ),
 )
 SECOND_CHOICES: Final = (
-    Model(
-        "mlx-community/Qwen3.8-27B-8bit",
-        29_501_218_479,
-        QWEN_27B_KV,
-        sees_images=True,
-        least_context=LEAST_OF_EIGHT_BITS,
-        good_for=SMART_WORDS,
-        head=QWEN_27B_HEAD,
-    ),
+    in_eight_bits(QWEN_27B_4BIT, 29_501_218_479),
     QWEN_27B_4BIT,
     Model(
         "mlx-community/gemma-4-26b-a4b-it-4bit",
@@ -179,7 +156,7 @@ SECOND_CHOICES: Final = (
         KVBytes(20_480, 209_715_200),
         sees_images=True,
         good_for="the quick one: five times as fast as a smart one; leave its thinking on",
-        head=GEMMA_26B_HEAD,
+        head=Head("mlx-community/gemma-4-26B-A4B-it-assistant-bf16", 872_000_000),
     ),
     Model(
         "mlx-community/gpt-oss-20b-MXFP4-Q8",
@@ -195,7 +172,7 @@ SECOND_CHOICES: Final = (
         sees_images=True,
         longest_context=131_072,
         good_for="for chats and longer texts; less sure with an agent's tools",
-        head=GEMMA_E4B_HEAD,
+        head=Head("mlx-community/gemma-4-E4B-it-assistant-bf16", 158_000_000),
     ),
     Model(
         "mlx-community/Qwen3-1.7B-4bit",
@@ -378,8 +355,10 @@ def find_local_models(most_bytes: int = sys.maxsize) -> list[Model]:
 def weigh_chat_model(folder: Path) -> int:
     """Bytes of a model's weights; 0 if some are missing, or it cannot chat."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        if not can_chat(folder):
-            return 0
+        if not any(folder.glob("chat_template.*")):  # embeddings have none at all
+            text = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+            if "chat_template" not in json.loads(text):
+                return 0
         index_file = folder / "model.safetensors.index.json"
         names = {file.name for file in folder.glob("model*.safetensors")}
         if index_file.is_file():
@@ -393,35 +372,19 @@ def read_model(name: str, folder: Path, nbytes: int) -> Model | None:
     # They raise what they like; importing mlx-lm's OLMo even ends the program.
     with suppress(Exception, SystemExit):
         facts = json.loads((folder / "config.json").read_bytes())
+        # On a CPU it is computed in float32.
+        dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+        text_facts = {**facts, **(facts.get("text_config") or {})}
+        longest = text_facts.get("max_position_embeddings") or LONGEST_CONTEXT
         return Model(
             name,
             nbytes,
-            count_kv_of(facts),
+            count_kv_bytes(facts, dtype),
             sees_images=isinstance(facts.get("vision_config"), dict),
-            longest_context=min(LONGEST_CONTEXT, read_longest_context(facts)),
+            longest_context=min(LONGEST_CONTEXT, int(longest)),
             is_local=True,
         )
     return None
-
-
-def count_kv_of(facts: dict[str, Any]) -> KVBytes:
-    """What a model keeps of a conversation here: on a CPU it is computed in float32."""
-    is_on_cpu = mx.default_device() == mx.cpu
-    return count_kv_bytes(facts, mx.float32 if is_on_cpu else mx.bfloat16)
-
-
-def can_chat(folder: Path) -> bool:
-    """Whether a model has a chat template: embeddings and base models have none."""
-    if any(folder.glob("chat_template.*")):
-        return True
-    text = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
-    return "chat_template" in json.loads(text)
-
-
-def read_longest_context(facts: dict[str, Any]) -> int:
-    """Tokens that a model was made for, by config.json."""
-    facts = {**facts, **(facts.get("text_config") or {})}
-    return int(facts.get("max_position_embeddings") or LONGEST_CONTEXT)
 
 
 def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
@@ -550,7 +513,10 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
         lines = [f"{model.name}: {in_gigabytes(model.nbytes)} {location}"]
         lines += filter(None, (model.good_for, *describe_room(machine, model)))
         if model.head:
-            lines.append(describe_head(model.head))
+            lines.append(
+                "several tokens a step, where that pays, with the line DRAFT_MODEL="
+                f"{model.head.name} in the file .env: {in_gigabytes(model.head.nbytes)} more"
+            )
         print(f"  {number}  " + "\n     ".join(lines), file=sys.stderr)
     other_numbers = ", another number" if len(offers) > 1 else ""
     advice = " (advised)" if offers[0].good_for else ""
@@ -583,14 +549,6 @@ def describe_room(machine: Machine, model: Model) -> list[str]:
         more_agents = ""
     packed_text = f"or {packed_context:,}, with the line KV_BITS=8 in the file .env"
     return [text, packed_text + more_agents]
-
-
-def describe_head(head: Head) -> str:
-    """A line: how to have several tokens a step, and what that takes."""
-    return (
-        f"several tokens a step, where that pays, with the line DRAFT_MODEL={head.name}"
-        f" in the file .env: {in_gigabytes(head.nbytes)} more"
-    )
 
 
 def describe_agents(context: int) -> str:

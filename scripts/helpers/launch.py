@@ -3,7 +3,6 @@
     scripts/launch claude            also codex, pi, opencode, openclaw, copilot, qwen
     scripts/launch claude -- -p "Which files are here?"
     scripts/launch claude --print    only show command and environment
-    python3.12 scripts/helpers/launch.py --markdown                docs/clients.md
 
 scripts/launch starts this program from any folder; in the clone `python3.12 install_and_run.py
 launch` does the same.
@@ -72,6 +71,12 @@ def say(text: str) -> None:
     print(f"start-llm: {text}", file=sys.stderr, flush=True)
 
 
+def say_if(text: str) -> None:
+    """The same, unless there is nothing to say."""
+    if text:
+        say(text)
+
+
 # The table: what each client is given ----------------------------------------------------------
 
 
@@ -97,21 +102,6 @@ class Target:
         return min(16_384, self.context // REPLY_PART)
 
 
-@dataclass(frozen=True, slots=True)
-class FirstPrompt:
-    """Tokens of a client's first request: instructions, tools and one short question.
-
-    Of the newest version that was tried, typed at on a terminal in a small folder: with -p and
-    the like some send fewer. A person's own instructions are not in it.
-    """
-
-    tokens: int  # as the tokenizer of Qwen3.5 to 3.8 counts; Qwen3's has 2 % fewer
-    demo_tokens: int  # as the demo model's does, whose vocabulary is 1,296
-
-    def count(self, model: str) -> int:
-        return self.demo_tokens if model == DEMO_MODEL else self.tokens
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What starts one client for one target. `{folder}` stands for the temporary folder."""
@@ -120,46 +110,47 @@ class Setup:
     unset: tuple[str, ...] = ()  # variables that would lead the client elsewhere
     arguments: tuple[str, ...] = ()  # before the person's own
     files: dict[str, str] = field(default_factory=dict)  # by name in the folder
-    by_hand: str = ""  # the same for good, in Markdown; empty: environment, arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """One row of the table."""
+    """One row of the table. docs/clients.md says which version of each was tried.
+
+    Tokens are those of the newest, typed at on a terminal in a small folder, as Qwen3.5 to 3.8
+    count; a person's own instructions are not in them.
+    """
 
     title: str
-    version: str  # that was tried
     program: str
     package: str  # of npm
     set_up: Callable[[Target], Setup]
-    first_prompt: FirstPrompt
-    small_prompt: FirstPrompt | None = None  # with --small; None: it has none
+    first_prompt: int  # tokens: instructions, tools and one short question
+    small_prompt: int = 0  # the same with --small; 0: it has none
     spare: int = 0  # tokens that it keeps free itself, beside those of its reply
     start_arguments: tuple[str, ...] = ()  # where the person gives none
     needs_proxy: bool = False  # it speaks an API that only LiteLLM's port has
-    notes: str = ""  # for docs/clients.md
 
     @property
     def install_command(self) -> str:
         return f"npm install -g {self.package}"
 
-    def count_first_prompt(self, model: str, *, is_small: bool) -> int:
-        """Tokens of its first request as the model's tokenizer counts."""
-        prompt = self.small_prompt if is_small else None
-        return (prompt or self.first_prompt).count(model)
+    def count_first_prompt(self, *, is_small: bool) -> int:
+        if is_small and self.small_prompt:
+            return self.small_prompt
+        return self.first_prompt
 
     def least_context(
-        self, model: str, *, is_small: bool = False, n_work: int = CALL_TOKENS
+        self, *, is_small: bool = False, n_work: int = CALL_TOKENS
     ) -> int:
         """Tokens of context for its first prompt, `n_work` of work, and a reply's part."""
-        n_prompt = self.count_first_prompt(model, is_small=is_small)
+        n_prompt = self.count_first_prompt(is_small=is_small)
         n_used = n_prompt + self.spare + n_work
         n_hundreds = -(-n_used * REPLY_PART // (REPLY_PART - 1) // 100)
         return n_hundreds * 100
 
     def count_work(self, target: Target) -> int:
         """Tokens that it can read and write after its first prompt, until it compacts."""
-        n_prompt = self.count_first_prompt(target.model, is_small=target.is_small)
+        n_prompt = self.count_first_prompt(is_small=target.is_small)
         return target.context - target.output - self.spare - n_prompt
 
 
@@ -199,9 +190,6 @@ def set_up_claude(target: Target) -> Setup:
         unset=tuple(sorted(elsewhere)),
         arguments=("--settings", "{folder}/claude.json"),
         files={"claude.json": json.dumps(settings) + "\n"},
-        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`, which '
-        'needs `"disableAutoMode": "disable"` in any case:\n\n'
-        + fence("bash", show_environment(environment)),
     )
 
 
@@ -272,73 +260,55 @@ def make_codex_catalogue(target: Target) -> str:
 
 
 def set_up_codex(target: Target) -> Setup:
-    provider = {
-        "name": PROVIDER,
-        "base_url": f"{target.url}/v1",
-        "env_key": KEY_VARIABLE,
-        "stream_idle_timeout_ms": 3_600_000,
-    }
+    table = f"model_providers.{PROVIDER}"
     settings = {
         "model": target.model,
         "model_provider": PROVIDER,
         "model_context_window": target.context,
         "model_catalog_json": "{folder}/models.json",
         "web_search": "disabled",
-    }
-    table = f"model_providers.{PROVIDER}"
-    pairs = {
-        **settings,
-        **{f"{table}.{name}": value for name, value in provider.items()},
+        f"{table}.name": PROVIDER,
+        f"{table}.base_url": f"{target.url}/v1",
+        f"{table}.env_key": KEY_VARIABLE,
+        f"{table}.stream_idle_timeout_ms": 3_600_000,
     }
     arguments: list[str] = []
-    for name, value in pairs.items():
+    for name, value in settings.items():
         arguments += ["-c", f"{name}={json.dumps(value)}"]
-
-    by_hand = {**settings, "model_catalog_json": "models.json"}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in by_hand.items()]
-    lines += ["", f"[{table}]"]
-    lines += [f"{name} = {json.dumps(value)}" for name, value in provider.items()]
-    environment = {KEY_VARIABLE: target.key}
     return Setup(
-        environment=environment,
+        environment={KEY_VARIABLE: target.key},
         arguments=tuple(arguments),
         files={"models.json": make_codex_catalogue(target) + "\n"},
-        by_hand="In `~/.codex/config.toml`, and the key in the environment:\n\n"
-        + fence("toml", "\n".join(lines))
-        + "\n\n"
-        + fence("bash", show_environment(environment))
-        + "\n\n`~/.codex/models.json` is the file of that name in `launch codex --print`, without "
-        "the `#` before each line.",
     )
 
 
-def set_up_pi(target: Target) -> Setup:
-    """An extension registers the provider for this run; models.json is not touched."""
-    model = {
+def describe_model(target: Target) -> Json:
+    """The model as PI and OpenClaw write one down."""
+    return {
         "id": target.model,
         "name": target.model,
         "reasoning": True,
         "input": ["text"],
         "contextWindow": target.context,
         "maxTokens": target.output,
-        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }
+
+
+def set_up_pi(target: Target) -> Setup:
+    """An extension registers the provider for this run; models.json is not touched."""
+    cost = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
     provider = {
         "baseUrl": f"{target.url}/v1",
         "api": "openai-completions",
         "apiKey": f"${KEY_VARIABLE}",
-        "models": [model],
+        "models": [{**describe_model(target), "cost": cost}],
     }
     call = f"pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)})"
     chosen = ("--provider", PROVIDER, "--model", target.model)
-    settings = {"providers": {PROVIDER: {**provider, "apiKey": target.key}}}
     return Setup(
         environment={KEY_VARIABLE: target.key},
         arguments=("--extension", "{folder}/start-llm.mjs", *chosen),
         files={"start-llm.mjs": f"export default (pi) => {call};\n"},
-        by_hand="In `~/.pi/agent/models.json`:\n\n"
-        + fence("json", json.dumps(settings, indent=1))
-        + f"\n\nThen `{shlex.join(['pi', *chosen])}`.",
     )
 
 
@@ -352,36 +322,23 @@ def set_up_opencode(target: Target) -> Setup:
     }
     name = f"{PROVIDER}/{target.model}"
     settings = {"provider": {PROVIDER: provider}, "model": name, "small_model": name}
-    return Setup(
-        environment={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)},
-        by_hand="In `~/.config/opencode/opencode.json`:\n\n"
-        + fence("json", json.dumps(settings, indent=1)),
-    )
+    return Setup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
 
 
 def set_up_openclaw(target: Target) -> Setup:
-    model = {
-        "id": target.model,
-        "name": target.model,
-        "reasoning": True,
-        "input": ["text"],
-        "contextWindow": target.context,
-        "maxTokens": target.output,
-        # Else it keeps the level of thinking that was chosen to itself.
-        "compat": {"supportsReasoningEffort": True},
-    }
+    # Else it keeps the level of thinking that was chosen to itself.
+    compat = {"supportsReasoningEffort": True}
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
         "api": "openai-completions",
-        "models": [model],
+        "models": [{**describe_model(target), "compat": compat}],
     }
     settings = {
         "models": {"providers": {PROVIDER: provider}},
         "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{target.model}"}}},
         "gateway": {"mode": "local"},
     }
-    text = json.dumps(settings, indent=1)
     # why(L-188): else a path in its system prompt is another one at each start.
     own_state = str(Path.home() / ".openclaw")
     return Setup(
@@ -389,137 +346,96 @@ def set_up_openclaw(target: Target) -> Setup:
             "OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json",
             "OPENCLAW_STATE_DIR": os.environ.get("OPENCLAW_STATE_DIR") or own_state,
         },
-        files={"openclaw.json": text + "\n"},
-        by_hand="In `~/.openclaw/openclaw.json`:\n\n" + fence("json", text),
+        files={"openclaw.json": json.dumps(settings, indent=1) + "\n"},
     )
 
 
 def set_up_copilot(target: Target) -> Setup:
-    environment = {
-        "COPILOT_OFFLINE": "true",
-        "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
-        "COPILOT_PROVIDER_API_KEY": target.key,
-        "COPILOT_MODEL": target.model,
-        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(target.context - target.output),
-        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(target.output),
-    }
     return Setup(
-        environment=environment,
+        environment={
+            "COPILOT_OFFLINE": "true",
+            "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
+            "COPILOT_PROVIDER_API_KEY": target.key,
+            "COPILOT_MODEL": target.model,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(target.context - target.output),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(target.output),
+        },
         unset=("COPILOT_PROVIDER_TYPE", "COPILOT_PROVIDER_BEARER_TOKEN"),
-        by_hand="In the environment:\n\n"
-        + fence("bash", show_environment(environment)),
     )
 
 
 def set_up_qwen(target: Target) -> Setup:
     """No variable has its context window: that is in the lowest of its settings files."""
-    environment = {
-        "OPENAI_BASE_URL": f"{target.url}/v1",
-        "OPENAI_API_KEY": target.key,
-        "OPENAI_MODEL": target.model,
-    }
     settings = {
         "model": {"generationConfig": {"contextWindowSize": target.context}},
         # After each turn a sub-agent would read the whole conversation, all of it anew.
         "memory": {"enableManagedAutoMemory": False},
     }
-    text = json.dumps(settings)
     return Setup(
         environment={
-            **environment,
+            "OPENAI_BASE_URL": f"{target.url}/v1",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_MODEL": target.model,
             "QWEN_CODE_SYSTEM_DEFAULTS_PATH": "{folder}/qwen.json",
         },
         arguments=("--auth-type", "openai"),
-        files={"qwen.json": text + "\n"},
-        by_hand="In the environment, then `qwen --auth-type openai`:\n\n"
-        + fence("bash", show_environment(environment))
-        + "\n\nContext window and memory are settings, in `~/.qwen/settings.json`:\n\n"
-        + fence("json", text),
+        files={"qwen.json": json.dumps(settings) + "\n"},
     )
 
 
 CLIENTS: Final = {
     "claude": Client(
         title="Claude Code",
-        version="2.1.332",
         program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
-        first_prompt=FirstPrompt(13_300, 15_700),
-        small_prompt=FirstPrompt(1_200, 800),
+        first_prompt=13_300,
+        small_prompt=1_200,
         spare=3_000,  # seen: it refuses prompts that leave fewer beside the reply
-        notes="`--small` (`CLAUDE_CODE_SIMPLE=1`) makes its first prompt a tenth as long, without "
-        "CLAUDE.md, hooks and plugins: for a small model or a slow machine. "
-        "`CLAUDE_CODE_MAX_OUTPUT_TOKENS` keeps it from setting aside 20,000 tokens for a reply; "
-        "in a small context it would take every prompt for too long. Without a model name it takes "
-        "a Claude's, which works too, but it then counts on that Claude's window and sends 90 kB.",
     ),
     "codex": Client(
         title="Codex",
-        version="0.171.0",
         program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
-        first_prompt=FirstPrompt(8_900, 13_800),
+        first_prompt=8_900,
         needs_proxy=True,
-        notes="On LiteLLM's port, since it speaks nothing but the Responses API; `launch` asks the "
-        "server where that is, and waits while it starts. It is given a catalogue of models with "
-        "the served one: context, efforts (`/model` chooses one; until then the model's own), its "
-        "tool `apply_patch`, which it has for no model that it does not know. The instructions in "
-        "it are start-llm's, a tenth of those that Codex has for such a model; "
-        "`-c model_instructions_file=PATH` after `--` puts others in their place. It has no web "
-        "search: that is a service of OpenAI's.",
     ),
     "pi": Client(
         title="PI",
-        version="1.6.0",
         program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
-        first_prompt=FirstPrompt(1_500, 1_900),
+        first_prompt=1_500,
     ),
     "opencode": Client(
         title="opencode",
-        version="1.18.33",
         program="opencode",
         package="opencode-ai",
         set_up=set_up_opencode,
-        first_prompt=FirstPrompt(7_800, 6_700),
+        first_prompt=7_800,
     ),
     "openclaw": Client(
         title="OpenClaw",
-        version="2026.9.6",
         program="openclaw",
         package="openclaw",
         set_up=set_up_openclaw,
-        first_prompt=FirstPrompt(13_100, 26_800),
+        first_prompt=13_100,
         start_arguments=("chat",),
-        notes="Started with `chat`, its terminal without a gateway, and with a configuration of "
-        "this run alone: channels of your own are not in it. It works in its own workspace "
-        "(`~/.openclaw/workspace`), not in the folder you are in. It wants Node 24. Keep "
-        '`"reasoning": true`: without it OpenClaw throws thinking away (the server puts it back, '
-        "but only while it remembers it).",
     ),
     "copilot": Client(
         title="GitHub Copilot CLI",
-        version="1.0.102",
         program="copilot",
         package="@github/copilot",
         set_up=set_up_copilot,
-        first_prompt=FirstPrompt(13_700, 19_400),
-        notes="A new session finds 95 % of its first request, its compaction all that was sent "
-        "(hybrid).",
+        first_prompt=13_700,
     ),
     "qwen": Client(
         title="Qwen Code",
-        version="0.24.4",
         program="qwen",
         package="@qwen-code/qwen-code",
         set_up=set_up_qwen,
-        first_prompt=FirstPrompt(20_100, 25_600),
-        notes="A resumed session is found in the cache although it looks at git and the folder "
-        "again. Its automatic memory is off: after each turn a sub-agent with other instructions "
-        "would read the whole conversation once more; your own settings win over that.",
+        first_prompt=20_100,
     ),
 }
 
@@ -838,13 +754,13 @@ def list_proxy_models(client: Client, proxy: Place) -> list[Json]:
 def explain_no_room(client: Client, target: Target) -> str:
     """Why the client cannot work in this context, in one sentence; empty if it can."""
     is_small = target.is_small
-    least = client.least_context(target.model, is_small=is_small)
+    least = client.least_context(is_small=is_small)
     if target.context >= least:
         return ""
 
-    n_prompt = client.count_first_prompt(target.model, is_small=is_small)
+    n_prompt = client.count_first_prompt(is_small=is_small)
     advice = "serve a smaller model, or allow more (MEMORY_LIMIT_BYTES, MAX_KV_SIZE)"
-    fitting = clients_with_room(target.context, target.model)
+    fitting = clients_with_room(target.context)
     if target.model == DEMO_MODEL:
         advice = DEMO_SENTENCE
     elif fitting:
@@ -855,16 +771,14 @@ def explain_no_room(client: Client, target: Target) -> str:
     )
 
 
-def clients_with_room(
-    context: int, model: str = "", *, n_work: int = CALL_TOKENS
-) -> list[str]:
+def clients_with_room(context: int, *, n_work: int = CALL_TOKENS) -> list[str]:
     """The clients that can do so much work in a context, one with --small if only so."""
     names = []
     for client in CLIENTS.values():
-        if client.least_context(model, n_work=n_work) <= context:
+        if client.least_context(n_work=n_work) <= context:
             names.append(client.title)
         elif client.small_prompt and (
-            client.least_context(model, is_small=True, n_work=n_work) <= context
+            client.least_context(is_small=True, n_work=n_work) <= context
         ):
             names.append(f"{client.title} with --small")
     return names
@@ -943,17 +857,13 @@ def run_client(program: str, setup: Setup, arguments: Sequence[str], host: str) 
         try:
             pid = os.posix_spawn(program, command, environment)
         except OSError as error:
-            reason = explain_start_error(error)
+            reason = error.strerror or str(error)
+            if error.errno == errno.ENOEXEC:
+                # npm puts a text in place of a native program until its own script has run.
+                reason = "it is not wholly installed; install it again, without --ignore-scripts"
             raise LaunchError(f"{program} cannot be started: {reason}") from error
         pass_signals_on(pid)
         return wait_for(pid)
-
-
-def explain_start_error(error: OSError) -> str:
-    if error.errno == errno.ENOEXEC:
-        # npm puts a text in place of a native program until the package's own script has run.
-        return "it is not wholly installed; install it again, without --ignore-scripts"
-    return error.strerror or str(error)
 
 
 def pass_signals_on(pid: int) -> None:
@@ -997,153 +907,17 @@ def wait_for(pid: int) -> int:
 # What is shown ---------------------------------------------------------------------------------
 
 
-def show_environment(environment: Mapping[str, str]) -> str:
-    """Lines that a shell reads."""
-    return "\n".join(
-        f"export {name}={shlex.quote(text)}" for name, text in environment.items()
-    )
-
-
 def show_setup(client: Client, setup: Setup, arguments: Sequence[str]) -> str:
     """The command, its environment and its files."""
     filled = fill_in(setup, "FOLDER")
     lines = [f"unset {' '.join(setup.unset)}"] if setup.unset else []
-    lines.append(show_environment(filled.environment))
+    for name, text in filled.environment.items():
+        lines.append(f"export {name}={shlex.quote(text)}")
     lines.append(shlex.join([client.program, *filled.arguments, *arguments]))
     for name, text in setup.files.items():
         lines.append(f"# FOLDER/{name}, which is removed when {client.title} ends:")
         lines += [f"#   {line}" for line in text.splitlines()]
     return "\n".join(line for line in lines if line)
-
-
-def fence(language: str, text: str) -> str:
-    """A code block of Markdown."""
-    return f"```{language}\n{text}\n```"
-
-
-MARKDOWN_HEAD: Final = """\
-# Clients
-
-*Made by `python scripts/helpers/launch.py --markdown > docs/clients.md`; change it there.*
-
-```bash
-~/start-llm/scripts/launch claude                      # from any folder, where you cloned it
-~/start-llm/scripts/launch claude -- -p "What is new?"   # after --: for the client
-~/start-llm/scripts/launch claude --print              # shows command and environment
-ln -s ~/start-llm/scripts/launch ~/.local/bin/local-agent   # if you like: local-agent claude
-```
-
-`launch` asks the running server for its model and context, and starts the client with them, its
-URL and its key, for this run alone: in the environment, as arguments, or in a temporary folder
-that is removed when the client ends. Your own settings are not touched. Server and key are
-those of `.env` and the environment, else `--url` (of the server, or of LiteLLM on its port)
-and `--key`; where `PROXY_REPLICAS` is set, clients go through LiteLLM, which knows the server
-of each conversation. `launch claude --small-model NAME` gives sub-agents, and what Claude Code
-asks of its smallest model, to another one: [two models](outgrowing.md#two-models-on-one-machine).
-`--print` shows the key as
-`********`, with `--show-key` (or typed with `--key`) as it is. The exit status is the client's,
-and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
-request: what it will send is not known before it sends it. From then on the server has it.
-
-A client that has no room for its first prompt, a reply and the result of a call is not started;
-the sentence has both numbers (the table under "Will it fit?" in the README has them, too). With
-arguments after `--` it is only said, since its prompt may be another then. One that would sum up
-(compact) its conversation within an hour's work is started; a sentence says about how often, and
-which command would do so less (`launch claude --small`, `launch pi`). The demo model is not for
-agents: it knows sums and the files of its garden (`examples/garden`).
-
-"By hand" says the same for good, with the server where it is by default, and `local` for the
-model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
-window is the client's idea of when to compact: `GET /v1/models` of `:8080` says what the loaded
-model has (`context_length`); a reply is given an eighth of it. On `http://127.0.0.1:4000` (LiteLLM)
-chats, completions and messages are as on `:8080`, the list of models has names alone, and there
-alone are the Responses API and Google's; the page, status and metrics are on `:8080` alone.
-"""
-
-MARKDOWN_TAIL: Final = """\
-## What templates refuse
-
-There is nothing to do here; this is for who wonders what a model was sent. Each model brings a chat
-template, and many refuse, or leave out in silence, what agents send. Each template is probed when
-the model is loaded; where it cannot print something, that is said in other words. Tried: 677
-requests of seven agents (51 of them recorded), each effort, on the templates of 17 models.
-
-| what the client sends | which templates | what the model reads |
-|---|---|---|
-| an effort that the template does not take | Qwen3.8 (takes low, medium, xhigh), Kimi K3 (low, high, max), gpt-oss (low, medium, high) | the nearest that it takes, of two as near the higher; `none` is thinking off |
-| another effort, or thinking on or off, in mid-session | Qwen3.8, gpt-oss, Gemma 4 print it at the head of the prompt | the past as it was; in the newest message `[reasoning_effort is now low]` |
-| `developer` | Qwen3.5 to 3.8, Ministral, Devstral refuse it; GLM, Qwen3, MiniMax lose it | a system message |
-| a system message in the middle | Qwen3.5 to 3.8, Ministral; gpt-oss, MiniMax lose it | a reminder at the end of the message before it |
-| no message of the user | Qwen3.5 to 3.8, Llama 3, Nemotron | an empty question in front |
-| two messages of one role | Gemma 3, Mistral | one message |
-| a question after a result | Ministral | a part of the result |
-| a result after no call | gpt-oss, MiniMax, Kimi K3 refuse it; Gemma 4 loses it | a user message |
-| a call, a text, then the result of the call | gpt-oss, MiniMax, Kimi K3, Gemma 4 | the text in the message with the call |
-| a reply of no words | Ministral | nothing |
-| calls and results at all | Gemma 3 | the calls as JSON in the reply, results in user messages; its tools are lost, and the log says so |
-| several calls in one message | Llama 3 refuses them, gpt-oss loses all but the first | one after the other, each with its result |
-| text beside a call | Llama 3, Command R7B, MiniMax-M1 | a reply before it; with gpt-oss and Mistral it is lost where a past turn is rendered anew |
-| ids of calls | Mistral takes nine letters; Kimi K2 prints the id, and no name | ids of that form |
-| arguments as text | most | an object (`_raw` if it is no JSON) |
-| a call without its result | Ministral, Mistral | a 400: the request lacks something |
-
-## Others, by hand
-
-**Gemini CLI** (0.61), through LiteLLM, with `{"security": {"auth": {"selectedType":
-"gemini-api-key"}}}` in `~/.gemini/settings.json`. It hears no thinking and, streamed, no counts
-of tokens. When it resumes a session it sends each tool result twice, so all behind the first
-one is read again.
-
-```bash
-export GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:4000 GEMINI_API_KEY=unused
-gemini -m local
-```
-
-**Mistral Vibe** (3.0), in `~/.vibe/config.toml`; resumed with `-c` it is found in the cache
-although there are new commits:
-
-```toml
-active_model = "local"
-[[providers]]
-name = "start-llm"
-api_base = "http://127.0.0.1:8080/v1"
-api_key_env_var = ""
-api_style = "openai"
-backend = "generic"
-[[models]]
-name = "local"
-alias = "local"
-provider = "start-llm"
-```
-
-**Continue** (`cn` 1.5): a model of its `config.yaml` with `provider: openai`, `apiBase:
-http://127.0.0.1:8080/v1`. **mini-swe-agent** (2.4) and **aider** (0.86):
-`OPENAI_API_BASE=http://127.0.0.1:8080/v1 OPENAI_API_KEY=unused`, model `openai/local`; aider
-puts files behind its growing history, so what stands there is read again.
-
-**Cline** (3.0), once: `cline auth openai -k unused -m local -b http://127.0.0.1:8080/v1`.
-
-**Any SDK**: `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="unused")`,
-`Anthropic(base_url="http://127.0.0.1:8080", api_key="unused")`.
-
-"""  # noqa: E501 - rows of a table
-
-
-def make_markdown() -> str:
-    """docs/clients.md."""
-    parts = [MARKDOWN_HEAD]
-    for name, client in CLIENTS.items():
-        port = 4000 if client.needs_proxy else 8080
-        target = Target(f"http://127.0.0.1:{port}", NO_KEY, "local", 131_072)
-        parts += [
-            f"## {client.title}",
-            f"`scripts/launch {name}` (tried with {client.version}; "
-            f"`{client.install_command}`)",
-        ]
-        if client.notes:
-            parts.append(client.notes)
-        parts.append(f"By hand. {client.set_up(target).by_hand}")
-    return "\n\n".join(part.rstrip() for part in [*parts, MARKDOWN_TAIL]) + "\n"
 
 
 # Main ------------------------------------------------------------------------------------------
@@ -1224,12 +998,6 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     )
 
 
-def say_each(*sentences: str) -> None:
-    """Say those that are not empty."""
-    for sentence in filter(None, sentences):
-        say(sentence)
-
-
 def print_setup(
     client: Client, target: Target, arguments: Sequence[str], *, shows_key: bool
 ) -> None:
@@ -1251,7 +1019,7 @@ def launch(options: Options) -> int:
     if no_room and not options.is_printed and not options.arguments:
         raise LaunchError(no_room)
     program = "" if options.is_printed else find_program(client)
-    is_demo = target.model == DEMO_MODEL
+    say_if(f"{DEMO_SENTENCE}." if target.model == DEMO_MODEL else "")
     # Of several servers a conversation is to find its own, and LiteLLM knows which.
     wants_proxy = client.needs_proxy or server.is_one_of_several or options.small_model
     if not server.is_proxy and wants_proxy:
@@ -1259,16 +1027,15 @@ def launch(options: Options) -> int:
     if options.small_model:
         check_small_model(target, options.small_model)
         target = replace(target, small_model=options.small_model)
-    say_each(f"{DEMO_SENTENCE}." if is_demo else "")
 
     arguments = options.arguments or client.start_arguments
     if options.is_printed:
         print_setup(client, target, arguments, shows_key=options.shows_key)
-        say_each(no_room)
+        say_if(no_room)
         return 0
 
     # Its arguments may make its prompt another, or none (--version).
-    say_each(no_room or explain_compaction(options.client, target))
+    say_if(no_room or explain_compaction(options.client, target))
     setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "
@@ -1280,9 +1047,6 @@ def launch(options: Options) -> int:
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--markdown"]:
-        print(make_markdown(), end="")
-        return 0
     options = read_arguments(sys.argv[1:])
     try:
         return launch(options)

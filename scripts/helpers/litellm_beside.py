@@ -418,26 +418,21 @@ def main() -> None:
     start_logging(order.log_level)
     root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
     with folder_for(root) as folder:
-        keep_litellm(order, folder.resolve(), stop)
-
-
-def keep_litellm(order: Order, folder: Path, stop: threading.Event) -> None:
-    """Keep it running until `stop`, with its files in this folder."""
-    files = folder / f"litellm-{order.proxy_port}"
-    command = [sys.executable, order.program, "--config", f"{files}.json"]
-    command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
-    keeper = Keeper(
-        command=command,
-        files=files,
-        settings=json.dumps(settings_for(order)),
-        port=order.proxy_port,
-        url=order.proxy_url,
-        host=order.proxy_host,
-        told_every=order.proxy_startup_wait_seconds,
-        origins=order.cors_origins.strip(" ,").lower(),
-        reports=len(order.servers) > 1,
-    )
-    keeper.keep_running(stop)
+        files = folder.resolve() / f"litellm-{order.proxy_port}"
+        command = [sys.executable, order.program, "--config", f"{files}.json"]
+        command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
+        keeper = Keeper(
+            command=command,
+            files=files,
+            settings=json.dumps(settings_for(order)),
+            port=order.proxy_port,
+            url=order.proxy_url,
+            host=order.proxy_host,
+            told_every=order.proxy_startup_wait_seconds,
+            origins=order.cors_origins.strip(" ,").lower(),
+            reports=len(order.servers) > 1,
+        )
+        keeper.keep_running(stop)
 
 
 if __name__ == "__main__":

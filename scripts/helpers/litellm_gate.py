@@ -53,7 +53,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs
 
 import anyio
 import httpx
@@ -107,17 +107,12 @@ STORED_FIELDS: Final = (
 # What the server has, and what LiteLLM makes a chat of, each after plain_path().
 # why(L-186): LiteLLM's own /health has every model write something.
 SERVED_PATH: Final = re.compile(
-    "/health|/v1/(?:chat/completions|completions|messages(?:/.*)?)"
+    "/health|/v1/(?:chat/completions|completions|messages(?:/count_tokens)?)"
 )
-RESPONSE_PATH: Final = re.compile("/(?:v1|openai/v1)/responses")
 GOOGLE_PATH: Final = re.compile(
     r"(?s:(?:/v1beta)?/models/(.+):)(?:generateContent|streamGenerateContent|countTokens)"
 )
-# Azure's, with the name of a model in it: what stands before /chat/completions and others.
-DEPLOYMENT: Final = re.compile(
-    r"\A/(?:v1/)?(?:engines|openai/deployments)/.+?"
-    r"(?=/(?:(?:chat/)?completions|embeddings|rerank|(?:audio|images)/\w+)$)"
-)
+TRANSLATED_PATH: Final = re.compile(f"/(?:openai/)?v1/responses|{GOOGLE_PATH.pattern}")
 # Of one connection (RFC 9110 section 7.6.1), or written anew by both servers.
 CONNECTION_HEADERS: Final = (
     b"connection",
@@ -395,7 +390,6 @@ class Gate:
         path = plain_path(scope["path"])
         scope = {**scope, "path": path, "raw_path": path.encode()}
         try:
-            refuse_dots(path)
             refuse_page(scope["headers"], self.host_names, self.cors_origins)
             if path == "/":
                 await self._welcome(scope, send)
@@ -403,7 +397,7 @@ class Gate:
             scope = check_key(scope, self.key)
             if SERVED_PATH.fullmatch(path):
                 await self._forward(scope, receive, send)
-            elif scope["method"] == "POST" and is_translated(path):
+            elif scope["method"] == "POST" and TRANSLATED_PATH.fullmatch(path):
                 await self._translate(scope, receive, send)
             else:
                 await self._pass_on_safely(scope, receive, send)
@@ -514,7 +508,7 @@ class Gate:
     ) -> httpx.Request:
         """A client's request as a server gets it. Raises Refusal."""
         query = scope["query_string"].decode("latin-1")
-        target = quote(scope["path"]) + (f"?{query}" if query else "")
+        target = scope["path"] + (f"?{query}" if query else "")
         try:
             return self.client.build_request(
                 scope["method"],
@@ -523,8 +517,8 @@ class Gate:
                 content=body if scope["method"] == "POST" else None,
             )
         except httpx.InvalidURL:
-            fault = "they are too long, or have a character that no URL has"
-            sentence = f"the path and its query cannot be sent on: {fault}"
+            fault = "it is too long, or has a character that no URL has"
+            sentence = f"the query cannot be sent on: {fault}"
             raise Refusal(400, sentence) from None
 
     async def _send_back(
@@ -554,7 +548,9 @@ class Gate:
             # Inside an event, or a whole response, only a broken connection says it.
             if not last_chunk.endswith(b"\n\n"):
                 raise
-            end = event_for_lost(call.server, path)
+            name = "event: error\n" if path.startswith("/v1/messages") else ""
+            fault = refusal_for_lost(call.server).body(path)
+            end = f"{name}data: {json.dumps(fault)}\n\n".encode()
         await send({"type": "http.response.body", "body": end})
 
     # -- to LiteLLM --------------------------------------------------------------------
@@ -583,7 +579,10 @@ class Gate:
         call = self._call_for(scope, payload)
         SERVER_CALL.set(call)
         answer = Answer(send, call)
-        scope = with_length(scope, len(payload))
+        framing = (b"content-length", b"transfer-encoding")
+        headers = [header for header in scope["headers"] if header[0] not in framing]
+        length = (b"content-length", b"%d" % len(payload))
+        scope = {**scope, "headers": [*headers, length]}
         raised: Exception | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(cancel_when_left, receive, group.cancel_scope)
@@ -693,29 +692,11 @@ class Gate:
 
 
 def plain_path(path: str) -> str:
-    """A path however a client joined it to its base URL: /v1/v1/models is /v1/models.
-
-    The name of a model that Azure's clients put into it is left out.
-    """
+    """A path however a client joined it to its base URL: /v1/v1/models is /v1/models."""
     path = re.sub("/{2,}", "/", path)
     path = re.sub(r"\A(?:/v1)+(?=/v1)", "", path)
-    path = DEPLOYMENT.sub("/v1", path)
     path = f"/v1{path}" if path.startswith(BEGINNINGS) else path
     return path.rstrip("/") if path.startswith("/v1/") else path
-
-
-def refuse_dots(path: str) -> None:
-    """Raise Refusal for a segment `.` or `..`, a 400.
-
-    Whoever sends a path on resolves them: /v1/messages/../cache would be /v1/cache.
-    """
-    if any(unquote(segment) in (".", "..") for segment in path.split("/")):
-        raise Refusal(400, "the path has a segment of dots: write it without")
-
-
-def is_translated(path: str) -> bool:
-    """Whether LiteLLM makes a chat of what is sent there."""
-    return bool(RESPONSE_PATH.fullmatch(path) or GOOGLE_PATH.fullmatch(path))
 
 
 def find_advice(path: str, advice: Mapping[str, str]) -> str:
@@ -852,30 +833,19 @@ def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes
 
 def parse_body(payload: bytes) -> Any:
     """A value of JSON. Raises Refusal: a 400."""
-    if not payload.strip():
-        raise Refusal(400, "the body is not valid JSON: it is empty")
     try:
         return json.loads(
             payload.decode(), parse_float=read_finite, parse_constant=read_finite
         )
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        sentence = f"the body is not valid JSON: it cannot be read at {place}"
-    except RecursionError:
-        sentence = "the body is not valid JSON: it is nested too deeply"
-    except UnicodeDecodeError as error:
-        sentence = f"the body is not valid JSON: byte {error.start} is no UTF-8"
-    except ValueError:  # the others are kinds of it
-        fault = "a number is NaN or infinite, or has too many digits"
-        sentence = f"the body is not valid JSON: {fault}"
-    raise Refusal(400, sentence)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not valid JSON: {error}") from None
 
 
 def read_finite(text: str) -> float:
     """A number. Raises ValueError for NaN and the like, which json reads, and for 1e999."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError
+        raise ValueError("a number is NaN or infinite")
     return number
 
 
@@ -924,12 +894,6 @@ def replaying(
         return await receive()
 
     return receive_again
-
-
-def with_length(scope: Scope, n_bytes: int) -> Scope:
-    framing = (b"content-length", b"transfer-encoding")
-    other_headers = [header for header in scope["headers"] if header[0] not in framing]
-    return {**scope, "headers": [*other_headers, (b"content-length", b"%d" % n_bytes)]}
 
 
 # -- responses -------------------------------------------------------------------------
@@ -984,12 +948,6 @@ def refusal_for_lost(server: Replica) -> Refusal:
         "(connection lost): send it again"
     )
     return Refusal(502, sentence)
-
-
-def event_for_lost(server: Replica, path: str) -> bytes:
-    """The last event of a stream that its server has left."""
-    name = "event: error\n" if path.startswith("/v1/messages") else ""
-    return f"{name}data: {json.dumps(refusal_for_lost(server).body(path))}\n\n".encode()
 
 
 def explain_failure(call: ServerCall, path: str) -> Refusal:

@@ -25,11 +25,9 @@ from __future__ import annotations
 import argparse
 import base64
 import gzip
-import http.client
 import json
 import os
 import re
-import selectors
 import socket
 import sys
 import threading
@@ -39,15 +37,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+
+import anyio
+import httpx
+import uvicorn
 
 CAPTURES = Path(__file__).resolve().parents[2] / "captures"
-PIECE_BYTES = 65_536  # most that is read before it is passed on
 REDACTED = "<redacted>"
 SECRET_HEADER = re.compile(r"auth|cookie|api-?key|secret|token$", re.IGNORECASE)
 SECRET_PARAMETER = re.compile(
@@ -55,21 +52,11 @@ SECRET_PARAMETER = re.compile(
 )
 # Between neighbours only, or set here anew.
 NOT_PASSED = frozenset(
-    {
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
+    (
+        *("accept-encoding", "connection", "content-length", "expect", "host", "te"),
+        *("keep-alive", "proxy-authenticate", "proxy-authorization", "upgrade"),
+        *("proxy-connection", "trailer", "transfer-encoding"),
+    )
 )
 
 Body = dict[str, Any]
@@ -106,61 +93,32 @@ class Exchange:
 
 
 def read_capture(path: Path) -> list[Exchange]:
-    """Requests in the order they came: of a file that this proxy wrote, or of a folder.
-
-    A folder may hold such files, or one numbered JSON file per request with the same keys.
-    Raises OSError, and ValueError where a file is no capture.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.jsonl")) or sorted(path.glob("[0-9]*.json"))
-    if not files:
-        raise ValueError(f"{path}: no *.jsonl and no numbered *.json in it")
-    if all(file.suffix == ".json" for file in files):
-        exchanges = [read_record(file.read_text("utf-8"), file) for file in files]
-        return sorted(exchanges, key=lambda exchange: exchange.seq)
-    return [exchange for file in files for exchange in read_lines(file)]
-
-
-def read_lines(path: Path) -> list[Exchange]:
+    """Requests in the order they came, of a file that this proxy wrote."""
     exchanges = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
-        if line:
-            exchanges.append(read_record(line, f"{path}, line {number}"))
-    return sorted(exchanges, key=lambda exchange: exchange.seq)
-
-
-def read_record(text: str, location: object) -> Exchange:
-    try:
-        record = json.loads(text)
-        headers = {str(name).lower(): str(value) for name, value in record["headers"]}
-        body = record["body"]
-        response = record.get("response") or {}
-        return Exchange(
+    for line in path.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        body, response = record["body"], record["response"]
+        exchange = Exchange(
             seq=record["seq"],
             method=record["method"],
             path=record["path"],
-            headers=headers,
+            headers={name.lower(): value for name, value in record["headers"]},
             body=body if isinstance(body, dict) else None,
-            status=response.get("status") or 0,
+            status=response["status"],
             reply=response.get("body") or "",
-            is_whole=not (response.get("trouble") or response.get("fault")),
+            is_whole=not response["trouble"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{location}: no record of a request ({error!r})") from error
+        exchanges.append(exchange)
+    return sorted(exchanges, key=lambda exchange: exchange.seq)
 
 
-def stream_events(lines: Iterable[bytes | str]) -> Iterator[Body]:
+def stream_events(lines: Iterable[str]) -> Iterator[Body]:
     """The JSON objects in the data lines of a stream of server-sent events."""
     for line in lines:
-        text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
         event = None
-        with suppress(ValueError):  # [DONE], or a line that a drop cut off
-            event = (
-                json.loads(text.removeprefix("data:"))
-                if text.startswith("data:")
-                else None
-            )
+        if line.startswith("data:"):
+            with suppress(ValueError):  # [DONE], or a line that a drop cut off
+                event = json.loads(line.removeprefix("data:"))
         if isinstance(event, dict):
             yield event
 
@@ -226,11 +184,100 @@ def as_json(body: bytes, encoding: str) -> Body:
 # Passing on ---------------------------------------------------------------------------------------
 
 
-class ClientGoneError(Exception):
+class ClientLeft(Exception):
     """The client closed its connection before it had the whole response."""
 
 
-@dataclass
+@dataclass(slots=True)
+class CaptureProxy:
+    """An ASGI application: passes everything on to `upstream`, and writes it to `capture`."""
+
+    upstream: str
+    capture: CaptureFile
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request. A response that breaks off breaks off for the client, too."""
+        began = time.perf_counter()
+        query = scope["query_string"].decode("latin-1")
+        path = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+        headers = [
+            (n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"]
+        ]
+        response = CapturedResponse(began)
+        record = {
+            "seq": self.capture.next_number(),
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "method": scope["method"],
+            "path": SECRET_PARAMETER.sub(rf"\1={REDACTED}", path),
+            "headers": without_secrets(headers),
+            "body": None,
+        }
+        try:
+            payload = await read_body(receive)
+            record.update(as_json(payload, dict(headers).get("content-encoding", "")))
+            # Nothing is kept open: a server may close what rests at any time.
+            transport = httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+            )
+            async with (
+                httpx.AsyncClient(
+                    transport=transport, timeout=None, trust_env=False
+                ) as client,
+                anyio.create_task_group() as group,
+            ):
+                group.start_soon(response.cancel_when_left, receive, group.cancel_scope)
+                request = self._request_to(scope["method"], path, headers, payload)
+                try:
+                    await response.relay(await client.send(request, stream=True), send)
+                except httpx.HTTPError as error:
+                    response.trouble = f"the server: {error!r}"
+                group.cancel_scope.cancel()
+        except ClientLeft:
+            response.trouble = "the client left"
+
+        if response.trouble.startswith("the server") and not response.status:
+            fault = {"type": "capture_proxy", "message": response.trouble}
+            body = json.dumps({"type": "error", "error": fault}).encode()
+            head = [(b"content-type", b"application/json")]
+            start = {"type": "http.response.start", "status": 502, "headers": head}
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+        told = response.record()
+        self.capture.write({**record, "response": told})
+        print(
+            f"#{record['seq']} {record['method']} {record['path']} {response.status}"
+            f" after {told['end_seconds']:.3f} s {response.trouble}",
+            file=sys.stderr,
+        )
+
+    def _request_to(
+        self, method: str, path: str, headers: Headers, payload: bytes
+    ) -> httpx.Request:
+        passed = [pair for pair in headers if pair[0] not in NOT_PASSED]
+        names = {name for name, _ in headers}
+        has_body = bool(names & {"content-length", "transfer-encoding"})
+        return httpx.Request(
+            method,
+            self.upstream.rstrip("/") + path,
+            headers=[*passed, ("accept-encoding", "identity")],
+            content=payload if has_body else None,
+        )
+
+
+async def read_body(receive: Any) -> bytes:
+    """Raises ClientLeft."""
+    parts = []
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+@dataclass(slots=True)
 class CapturedResponse:
     """A response as far as it came; seconds since the request arrived."""
 
@@ -241,19 +288,40 @@ class CapturedResponse:
     headers_seconds: float | None = None
     first_byte_seconds: float | None = None
     trouble: str = ""
+    is_whole: bool = False
 
     def seconds(self) -> float:
         return round(time.perf_counter() - self.began, 6)
 
-    def note_head(self, response: http.client.HTTPResponse) -> None:
-        self.status = response.status
-        self.headers = response.getheaders()
-        self.headers_seconds = self.seconds()
+    async def cancel_when_left(self, receive: Any, scope: anyio.CancelScope) -> None:
+        """A server that prefills for a minute says nothing: no write would fail meanwhile."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_whole:
+            self.trouble = "the client left"
+        scope.cancel()
 
-    def note_piece(self, piece: bytes) -> None:
-        if not self.pieces:
-            self.first_byte_seconds = self.seconds()
-        self.pieces.append(piece)
+    async def relay(self, response: httpx.Response, send: Any) -> None:
+        """Send it on as it comes. Raises httpx.HTTPError where it breaks off."""
+        self.status = response.status_code
+        self.headers = response.headers.multi_items()
+        self.headers_seconds = self.seconds()
+        passed = [
+            (name, value)
+            for name, value in response.headers.raw
+            if name.lower() == b"content-length"
+            or name.decode("latin-1").lower() not in NOT_PASSED
+        ]
+        start = {"type": "http.response.start", "status": self.status}
+        await send({**start, "headers": passed})
+        async for piece in response.aiter_raw():
+            if not self.pieces:
+                self.first_byte_seconds = self.seconds()
+            self.pieces.append(piece)
+            message = {"type": "http.response.body", "body": piece}
+            await send({**message, "more_body": True})
+        self.is_whole = True
+        await send({"type": "http.response.body", "body": b""})
 
     def record(self) -> Body:
         return {
@@ -267,236 +335,31 @@ class CapturedResponse:
         }
 
 
-def read_body(headers: Message, stream: BufferedIOBase) -> bytes:
-    """Raises ValueError where the body is framed wrongly or ends too soon."""
-    if "chunked" in headers.get("Transfer-Encoding", "").lower():
-        return b"".join(read_chunks(stream))
-    return read_exactly(stream, int(headers.get("Content-Length") or 0))
-
-
-def read_chunks(stream: BufferedIOBase) -> Iterator[bytes]:
-    while size := int(stream.readline().partition(b";")[0], 16):
-        yield read_exactly(stream, size)
-        stream.readline()
-    while stream.readline().strip():
-        pass  # trailers
-
-
-def read_exactly(stream: BufferedIOBase, size: int) -> bytes:
-    body = stream.read(size) if size >= 0 else b""
-    if len(body) != size:
-        raise ValueError(f"{size} bytes were announced, {len(body)} came")
-    return body
+def make_server(upstream: str, capture: CaptureFile) -> uvicorn.Server:
+    """What serves the proxy, to be run with a listening socket."""
+    config = uvicorn.Config(
+        CaptureProxy(upstream, capture),
+        log_level="critical",
+        lifespan="off",
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
 
 
 @contextmanager
-def hanging_up(
-    client: socket.socket, upstream: socket.socket
-) -> Iterator[threading.Event]:
-    """Cut the upstream connection as soon as the client leaves; the event tells that it did.
-
-    A server that prefills for a minute says nothing, so no write would fail meanwhile.
-    """
-    is_gone = threading.Event()
-    ours, theirs = socket.socketpair()
-
-    def watch() -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(client, selectors.EVENT_READ)
-            selector.register(theirs, selectors.EVENT_READ)
-            ready = [key.fileobj for key, _ in selector.select()]
-        if theirs not in ready and has_left(client):
-            is_gone.set()
-            with suppress(OSError):
-                upstream.shutdown(socket.SHUT_RDWR)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield is_gone
-    finally:
-        ours.close()  # wakes the watcher
-        watcher.join()
-        theirs.close()
-
-
-def has_left(client: socket.socket) -> bool:
-    """Asked when there is something to read: an end, or the next request."""
-    try:
-        return client.recv(1, socket.MSG_PEEK) == b""
-    except OSError:
-        return True
-
-
-@contextmanager
-def writing_to_client() -> Iterator[None]:
-    """Tells a client that left from a server that failed: both are OSErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise ClientGoneError from error
-
-
-class CaptureProxy(ThreadingHTTPServer):
-    """Listens at `address`, passes everything on to `upstream`, and writes it to `capture`."""
-
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(
-        self, address: tuple[str, int], *, upstream: str, capture: CaptureFile
-    ) -> None:
-        self.upstream: SplitResult = urlsplit(upstream)
-        self.capture = capture
-        super().__init__(address, Handler)
-
-    def connect(self) -> tuple[http.client.HTTPConnection, socket.socket]:
-        """Raises OSError."""
-        is_tls = self.upstream.scheme == "https"
-        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
-        connection = kind(self.upstream.hostname or "127.0.0.1", self.upstream.port)
-        connection.connect()
-        return connection, connection.sock
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that resets its connection between two requests is no error of ours."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """One connection of the client."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: CaptureProxy
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
-        """Silence: `_answer` prints one line per request, when it has ended."""
-
-    def _answer(self) -> None:
-        captured = CapturedResponse(time.perf_counter())
-        record = {
-            "seq": self.server.capture.next_number(),
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "method": self.command,
-            "path": SECRET_PARAMETER.sub(rf"\1={REDACTED}", self.path),
-            "headers": without_secrets(self.headers.items()),
-            "body": None,
-        }
+def serving(upstream: str, capture: CaptureFile) -> Iterator[int]:
+    """The port of a proxy that runs meanwhile."""
+    server = make_server(upstream, capture)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
         try:
-            payload = read_body(self.headers, self.rfile)
-            encoding = self.headers.get("Content-Encoding", "")
-            record.update(as_json(payload, encoding))
-            self._exchange(payload, captured)
-        except ClientGoneError:
-            captured.trouble = "the client left"
-        except ValueError as error:
-            captured.trouble = f"the request's body: {error}"
-        except (OSError, http.client.HTTPException) as error:
-            captured.trouble = f"the server: {error!r}"
-        if captured.trouble:
-            self._give_up(captured)
-
-        response = captured.record()
-        self.server.capture.write({**record, "response": response})
-        print(
-            f"#{record['seq']} {self.command} {record['path']} {captured.status}"
-            f" after {response['end_seconds']:.3f} s {captured.trouble}",
-            file=sys.stderr,
-        )
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
-
-    def _give_up(self, captured: CapturedResponse) -> None:
-        """Send an error if no head was sent; a response that broke off breaks off here too."""
-        self.close_connection = True
-        if captured.headers_seconds is None and captured.trouble != "the client left":
-            error = {"type": "capture_proxy", "message": captured.trouble}
-            body = json.dumps({"type": "error", "error": error}).encode()
-            status = 502 if captured.trouble.startswith("the server") else 400
-            with suppress(OSError):
-                self.send_response_only(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-    def _exchange(self, payload: bytes, captured: CapturedResponse) -> None:
-        """Raises ClientGoneError; OSError or HTTPException where the server is to blame."""
-        connection, upstream = self.server.connect()
-        with (
-            closing(connection),
-            closing(upstream),
-            hanging_up(self.connection, upstream) as client_left,
-        ):
-            try:
-                self._send_request(connection, payload)
-                response = connection.getresponse()
-                ends_by_closing = response.length is None and not response.chunked
-                with closing(response):
-                    captured.note_head(response)
-                    self._relay(response, captured)
-                if ends_by_closing and client_left.is_set():
-                    raise ClientGoneError  # it was we who closed
-            except (OSError, http.client.HTTPException) as error:
-                if client_left.is_set():
-                    raise ClientGoneError from error
-                raise
-
-    def _send_request(
-        self, connection: http.client.HTTPConnection, payload: bytes
-    ) -> None:
-        target = self.server.upstream.path.rstrip("/") + self.path
-        connection.putrequest(
-            self.command, target, skip_host=True, skip_accept_encoding=True
-        )
-        connection.putheader("Host", self.server.upstream.netloc.rpartition("@")[2])
-        connection.putheader("Accept-Encoding", "identity")
-        for name, value in self.headers.items():
-            if name.lower() not in NOT_PASSED:
-                connection.putheader(name, value)
-        sent_names = {name.lower() for name in self.headers}
-        if sent_names & {"content-length", "transfer-encoding"}:
-            connection.putheader("Content-Length", str(len(payload)))
-        # A server that refuses a body may answer without reading it to its end.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            connection.endheaders(payload or None)
-
-    def _relay(
-        self, response: http.client.HTTPResponse, captured: CapturedResponse
-    ) -> None:
-        is_chunked = self._send_head(response)
-        while piece := response.read1(PIECE_BYTES):
-            captured.note_piece(piece)
-            framed = b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece
-            with writing_to_client():
-                self.wfile.write(framed)
-        if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-        if is_chunked:
-            with writing_to_client():
-                self.wfile.write(b"0\r\n\r\n")
-
-    def _send_head(self, response: http.client.HTTPResponse) -> bool:
-        """Whether the body has to be sent in chunks: its length is not known."""
-        length = response.getheader("Content-Length")
-        has_body = self.command != "HEAD" and response.status not in (204, 304)
-        is_open = length is None and has_body
-        is_chunked = is_open and self.request_version == "HTTP/1.1"
-        self.send_response_only(response.status, response.reason)
-        for name, value in response.getheaders():
-            if name.lower() not in NOT_PASSED:
-                self.send_header(name, value)
-        if length is not None:
-            self.send_header("Content-Length", length)
-        elif is_chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        elif is_open:
-            self.send_header("Connection", "close")
-        with writing_to_client():
-            self.end_headers()
-        return is_chunked
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def arguments() -> argparse.Namespace:
@@ -518,17 +381,14 @@ def main() -> int:
     path: Path = args.out or CAPTURES
     if path.suffix != ".jsonl":
         path /= f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}.jsonl"
-    address = ("127.0.0.1", args.port)
     with (
         closing(CaptureFile(path)) as capture,
-        CaptureProxy(address, upstream=args.upstream, capture=capture) as proxy,
+        socket.create_server(("127.0.0.1", args.port)) as listening,
+        suppress(KeyboardInterrupt),
     ):
-        print(
-            f"http://127.0.0.1:{args.port} -> {args.upstream}, written to {path}",
-            file=sys.stderr,
-        )
-        with suppress(KeyboardInterrupt):
-            proxy.serve_forever()
+        url = f"http://127.0.0.1:{args.port}"
+        print(f"{url} -> {args.upstream}, written to {path}", file=sys.stderr)
+        make_server(args.upstream, capture).run([listening])
     return 0
 
 

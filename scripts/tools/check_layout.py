@@ -1,10 +1,7 @@
 """Check that start-llm.py is built as its title page and its banners say.
 
-    python scripts/tools/check_layout.py            sections, names, threads, lessons
-    python scripts/tools/check_layout.py --style    and the tripwires of style_measure.py
-
 Prints a line for each fault; exits with 1 if there is one. read_layout.py shows what a
-banner looks like. --style prints the figures as well.
+banner looks like.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from read_layout import Definition, Import, Section, imported_packages, read_sections
-from style_measure import describe, find_slips, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "start-llm.py"
@@ -35,7 +31,7 @@ PASSIVE_STATEMENTS = Definition | Import | ast.Assign | ast.AnnAssign | ast.Type
 
 
 def check_layout(source: str, lessons: str) -> list[str]:
-    """All faults of a source text but those of style. Raises SyntaxError."""
+    """All faults of a source text. Raises SyntaxError."""
     tree = ast.parse(source)
     sections = read_sections(source, tree)
     packages = imported_packages(tree)
@@ -193,11 +189,6 @@ def main() -> int:
     source = SOURCE.read_text(encoding="utf-8")
     pages = [page.read_text(encoding="utf-8") for page in LESSONS.glob("*.md")]
     faults = check_layout(source, "\n".join(pages))
-    if "--style" in sys.argv[1:]:
-        figures = measure(source)
-        print(describe(figures))
-        faults += find_slips(figures)
-
     for fault in faults:
         print(f"{SOURCE.name}: {fault}")
     return 1 if faults else 0

@@ -23,30 +23,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-import threading
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from capture_proxy import (
+    Body,
     CaptureFile,
-    CaptureProxy,
     Exchange,
     read_capture,
+    serving,
     stream_events,
-)
-from captured_prompts import (
-    Body,
-    Step,
-    follow,
-    prompts_of,
-    tokens_of,
-    usage_of,
 )
 from clients import drive
 from rich.console import Console
@@ -54,6 +47,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import agent_steps
+from agent_steps import CannotAsk
 from chat import usual_server
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
@@ -73,6 +68,114 @@ WORDS: Final = (
     "Now show out.txt with `cat` and tell me how many lines it has.",
     "Say goodbye in one short sentence, without tools.",
 )
+
+
+SESSION_HEADERS: Final = (
+    *("x-claude-code-session-id", "x-claude-code-agent-id", "x-session-id"),
+    *("session-id", "thread-id"),
+)
+SESSION_IN_USER: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')
+VARIES: Final = re.compile(r"[0-9a-fA-F-]*\d[0-9a-fA-F-]*")  # ids, times, numbers
+THOUGHT: Final = re.compile(r"\A\s*<think>[\s\S]*?</think>")
+
+
+# Conversations -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request, by what tells the conversation that it belongs to."""
+
+    exchange: Exchange
+    session: tuple[str, ...]  # that it names; empty: none
+    system: str
+    question: str  # the first
+    replies: tuple[str, ...]  # of its past, without thinking
+
+    def continues(self, earlier: Prompt) -> bool:
+        """Whether it is a later state of that conversation, and no branch of it."""
+        n_replies = len(earlier.replies)
+        return (
+            self.exchange.api == earlier.exchange.api
+            and (not self.session or self.session == (earlier.session or self.session))
+            and len(self.replies) > n_replies
+            and self.replies[:n_replies] == earlier.replies
+            and are_alike(self.system, earlier.system)
+            and are_alike(self.question, earlier.question)
+        )
+
+
+def are_alike(a: str, b: str) -> bool:
+    """Whether half of the shorter text is in the other, but for ids, times and numbers."""
+    lines_a, lines_b = (Counter(VARIES.sub("#", t).split("\n")) for t in (a, b))
+    sizes = [
+        sum(len(line) * n for line, n in lines.items())
+        for lines in (lines_a & lines_b, lines_a, lines_b)
+    ]
+    return 2 * sizes[0] >= min(sizes[1:])
+
+
+def text_of(content: object) -> str:
+    """The texts and calls of a message's content, in either API's form."""
+    match content:
+        case str():
+            return THOUGHT.sub("", content)
+        case {"type": "tool_use", "name": name, "input": arguments}:
+            return f"{name} {json.dumps(arguments, sort_keys=True)}"
+        case {"function": {"name": name, "arguments": str(arguments)}}:
+            with suppress(ValueError):
+                arguments = json.dumps(json.loads(arguments), sort_keys=True)
+            return f"{name} {arguments}"
+        case {"text": str(text)}:
+            return text
+        case list():
+            return "\n".join(filter(None, map(text_of, content)))
+    return ""
+
+
+def prompt_of(exchange: Exchange) -> Prompt:
+    body = exchange.body or {}
+    by_role: dict[str, list[str]] = {}
+    for message in body["messages"]:
+        role = "system" if message["role"] == "developer" else message["role"]
+        calls = message.get("tool_calls") or []
+        text = "\n".join(
+            filter(None, (text_of(message.get("content")), text_of(calls)))
+        )
+        by_role.setdefault(role, []).append(text)
+
+    user = str((body.get("metadata") or {}).get("user_id") or "")
+    session = [exchange.headers.get(name, "") for name in SESSION_HEADERS]
+    session += SESSION_IN_USER.findall(user)
+    session.append(str(body.get("prompt_cache_key") or ""))
+    return Prompt(
+        exchange,
+        session=tuple(session) if any(session) else (),
+        system=text_of(body.get("system")) or by_role.get("system", [""])[0],
+        question=by_role.get("user", [""])[0],
+        replies=tuple(by_role.get("assistant", ())),
+    )
+
+
+def follow(exchanges: Iterable[Exchange]) -> list[list[Prompt]]:
+    """The conversations, in the order of their first requests.
+
+    A malformed request, which its server refused, is left out.
+    """
+    talks: list[list[Prompt]] = []
+    for exchange in exchanges:
+        with suppress(AttributeError, KeyError, TypeError):
+            prompt = prompt_of(exchange)
+            continued = [talk for talk in talks if prompt.continues(talk[-1])]
+            if continued:  # of sub-agents side by side the one with the very same task
+                talk = max(continued, key=lambda t: t[-1].question == prompt.question)
+                talk.append(prompt)
+            else:
+                talks.append([prompt])
+    return talks
+
+
+# Figures -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +201,9 @@ class Row:
 def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
     """In the order of the requests, conversation by conversation."""
     rows = []
-    for number, talk in enumerate(follow(list(prompts_of(exchanges))), 1):
+    for number, talk in enumerate(follow(exchanges), 1):
         n_known = 0
-        for entry in talk:
-            prompt = entry.later if isinstance(entry, Step) else entry
+        for prompt in talk:
             usage = total_usage(prompt.exchange)
             n_prompt, n_cached = tokens_of(usage)
             n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0
@@ -129,6 +231,22 @@ def total_usage(exchange: Exchange) -> Body:
     return usage
 
 
+def usage_of(event: Body) -> Body:
+    """The counts in an event; Anthropic's first ones are in its message."""
+    usage = event.get("usage") or (event.get("message") or {}).get("usage") or {}
+    return {name: value for name, value in usage.items() if value is not None}
+
+
+def tokens_of(usage: Body) -> tuple[int, int]:
+    """(prompt, of it cached): Anthropic counts apart what was read from a cache or put there."""
+    if "prompt_tokens" in usage:
+        details = usage.get("prompt_tokens_details") or {}
+        return usage["prompt_tokens"], details.get("cached_tokens") or 0
+    cached = usage.get("cache_read_input_tokens", 0)
+    created = usage.get("cache_creation_input_tokens", 0)
+    return usage.get("input_tokens", 0) + cached + created, cached
+
+
 def count_calls(exchange: Exchange) -> int:
     """Tool calls in a reply, streamed or whole, of either API."""
     if exchange.reply.startswith("{"):
@@ -147,27 +265,11 @@ def count_calls(exchange: Exchange) -> int:
     return len(call_indexes) + [block.get("type") for block in blocks].count("tool_use")
 
 
-@contextmanager
-def recorded(url: str, path: Path) -> Iterator[str]:
-    """Where to send what is to be recorded on its way to `url`."""
-    address = ("127.0.0.1", 0)
-    with (
-        closing(CaptureFile(path)) as capture,
-        CaptureProxy(address, upstream=url, capture=capture) as proxy,
-    ):
-        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{proxy.server_address[1]}"
-        finally:
-            proxy.shutdown()
-            thread.join()
-
-
 def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchange]:
     """What the client asked. Raises ClientError."""
-    capture = room / "capture.jsonl"
-    with recorded(args.url, capture) as url:
+    path = room / "capture.jsonl"
+    with closing(CaptureFile(path)) as capture, serving(args.url, capture) as port:
+        url = f"http://127.0.0.1:{port}"
         client = CLIENTS[name](room, {SERVER: url}, model=args.model, key=args.key)
         try:
             client.start()
@@ -176,17 +278,7 @@ def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchan
                 client.finish(SERVER, seconds=args.minutes * 60)
         finally:
             client.close()
-    return [exchange for exchange in read_capture(capture) if exchange.api]
-
-
-def first_model(url: str, key: str) -> str:
-    """The server's first model. Raises OSError or ValueError."""
-    request = urllib.request.Request(
-        f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        models = json.load(answer)["data"]
-    return str(models[0]["id"])
+    return [exchange for exchange in read_capture(path) if exchange.api]
 
 
 def table_of(name: str, rows: Sequence[Row]) -> Table:
@@ -257,11 +349,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(CLIENTS[args.name].how_to_install(), file=sys.stderr)
         return 2
     try:
-        args.model = args.model or first_model(args.url, args.key)
+        server = agent_steps.Server(
+            args.url, api="openai", model=args.model, key=args.key
+        )
+        args.model = server.model
         with TemporaryDirectory(ignore_cleanup_errors=True) as room:
             # Of macOS's folder for temporary files, a client knows the other name.
             exchanges = have_session(args.name, args, Path(room).resolve())
-    except (OSError, ValueError, LookupError, drive.ClientError) as error:
+    except (OSError, CannotAsk, drive.ClientError) as error:
         print(f"{args.name} on {args.url}: {error}", file=sys.stderr)
         return 2
 

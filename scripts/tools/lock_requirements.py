@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write requirements.lock, requirements-cuda.txt and requirements-cuda.lock anew.
 
-    .venv/bin/python scripts/tools/lock_requirements.py [--only-cuda]
+    .venv/bin/python scripts/tools/lock_requirements.py
 
 Run it on Linux after a pin of requirements.txt or requirements-dev.txt has changed, then
 `install_and_run.py --test`. pip resolves each set together, without installing it (a minute).
@@ -11,7 +11,6 @@ Run it on Linux after a pin of requirements.txt or requirements-dev.txt has chan
     requirements-cuda.lock  what that build pulls in: NVIDIA's libraries
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -76,17 +75,10 @@ def write_lines(name: str, header: str, lines: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only-cuda", action="store_true", help="leave requirements.lock as it is"
-    )
-    options = parser.parse_args()
-
-    if not options.only_cuda:
-        requirements = read_requirements("requirements.txt")
-        versions = resolve(requirements + read_requirements("requirements-dev.txt"))
-        lines = [f"{name}=={version}" for name, version in versions.items()]
-        write_lines("requirements.lock", LOCK_HEADER, lines)
+    requirements = read_requirements("requirements.txt")
+    versions = resolve(requirements + read_requirements("requirements-dev.txt"))
+    lines = [f"{name}=={version}" for name, version in versions.items()]
+    write_lines("requirements.lock", LOCK_HEADER, lines)
 
     requirements = requirements_for_cuda()
     write_lines("requirements-cuda.txt", CUDA_HEADER, requirements)

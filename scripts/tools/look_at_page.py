@@ -19,18 +19,18 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from machine_report import running_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCS: Final = ROOT / "docs"
@@ -129,48 +129,6 @@ def take_pictures(
 # A server with four agents --------------------------------------------------------------
 
 
-@contextmanager
-def serving_demo() -> Iterator[str]:
-    """The URL of a server of its own, with the demo model; it ends with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with TemporaryDirectory() as log_folder:
-        settings = {
-            "MODEL_PATH": "demo",
-            "MLX_HOST": "127.0.0.1",
-            "MLX_PORT": str(port),
-            "CACHE_DISK": "on",
-            "CACHE_DISK_FOLDER": log_folder,
-            "API_KEY": "",
-            "ENABLE_PROXY": "false",
-            "ENABLE_REQUEST_LOGGING": "true",  # titles
-            "LOG_ROOT": log_folder,
-        }
-        command = [sys.executable, str(ROOT / "start-llm.py")]
-        with subprocess.Popen(
-            command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL
-        ) as process:
-            try:
-                url = f"http://127.0.0.1:{port}/"
-                wait_for_health(url)
-                yield url
-            finally:
-                process.terminate()
-
-
-def wait_for_health(url: str) -> None:
-    """Until the model is loaded. Raises TimeoutError."""
-    ends = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < ends:
-        try:
-            with urllib.request.urlopen(f"{url}health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise TimeoutError("the server did not come up")
-
-
 def ask(url: str, agent: Agent, messages: list[dict[str, str]]) -> str:
     """The text of the next reply."""
     body = {
@@ -180,7 +138,7 @@ def ask(url: str, agent: Agent, messages: list[dict[str, str]]) -> str:
         "seed": len(messages),
     }
     request = urllib.request.Request(
-        f"{url}v1/chat/completions",
+        f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "User-Agent": agent.user_agent},
     )
@@ -230,7 +188,7 @@ def wait_for_requests(url: str) -> None:
     """Until the agents have had some answers. Raises TimeoutError."""
     ends = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < ends:
-        with urllib.request.urlopen(f"{url}v1/status", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}/v1/status", timeout=30) as answer:
             if len(json.load(answer)["recent"]) >= N_WARM_REQUESTS:
                 return
         time.sleep(0.2)
@@ -243,8 +201,11 @@ def picture_for_readme() -> list[str]:
         ready=f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))",
         last="#cache",
     )
-    with serving_demo() as url, agents_at_work(url):
-        return take_pictures(url, DOCS, shot, names=["page-desktop-dark"])
+    settings = {"CACHE_DISK": "on", "ENABLE_REQUEST_LOGGING": "true"}  # titles
+    with running_server("demo", **settings) as subject:
+        url = subject.server.url
+        with agents_at_work(url):
+            return take_pictures(url, DOCS, shot, names=["page-desktop-dark"])
 
 
 def main() -> int:

@@ -124,139 +124,79 @@ class Slot:
     then: Mapping[str, float] = field(default_factory=dict)
 
 
-def _bare(words: str) -> tuple[str, ...]:
-    return tuple(words.split())
-
-
-def _spaced(words: str) -> tuple[str, ...]:
-    return tuple(f" {word}" for word in words.split())
-
-
 # After a token outside the grammar (a raw completion prompt ends in one) a clause begins.
 AFTER_ANYTHING: Final[Mapping[str, float]] = {"text_subject": 0.0}
 
-THINKING: Final[Mapping[str, Slot]] = {
-    "think_open": Slot(("<think>",), {"newline": 0.0}),
-    "newline": Slot(("\n",), {"think_start": 0.0}),
-    "think_start": Slot(
-        _bare("First Now Maybe Perhaps Again Clearly Next Still"),
-        {"think_subject": 0.0},
-    ),
-    "think_subject": Slot(_spaced("I we they you"), {"think_modal": 0.0}),
-    "think_modal": Slot(
-        _spaced("should must could might would will can may"), {"think_verb": 0.0}
-    ),
-    "think_verb": Slot(
-        _spaced("inspect check search compare open test measure remember"),
-        {"think_article": 0.0},
-    ),
-    "think_article": Slot(_spaced("the this that these"), {"think_noun": 0.0}),
-    "think_noun": Slot(
-        _spaced("question folder function error log result request history"),
-        {"think_stop": 2.0, "think_link": 0.0},
-    ),
-    "think_link": Slot(
-        _spaced("before while until because whenever"), {"think_subject": 0.0}
-    ),
-    "think_stop": Slot((".\n",), {"think_close": 0.0}),
-    "think_close": Slot(("</think>",), {"gap": 0.0}),
-    "gap": Slot(("\n\n",), {"text_start": 0.0, "tool_call": 1.5}),
-}
+# A line a slot: name, pieces and what may follow, with its bias if that is not 0; "~" is a space.
+# A forced opening may name another function, or leave the line end to the model (open_*).
+THINKING: Final = r"""
+think_open: <think> => newline
+newline: \n => think_start
+think_start: First Now Maybe Perhaps Again Clearly Next Still => think_subject
+think_subject: ~I ~we ~they ~you => think_modal
+think_modal: ~should ~must ~could ~might ~would ~will ~can ~may => think_verb
+think_verb: ~inspect ~check ~search ~compare ~open ~test ~measure ~remember => think_article
+think_article: ~the ~this ~that ~these => think_noun
+think_noun: ~question ~folder ~function ~error ~log ~result ~request ~history =>
+    think_stop:2.0 think_link
+think_link: ~before ~while ~until ~because ~whenever => think_subject
+think_stop: .\n => think_close
+think_close: </think> => gap
+gap: \n\n => text_start tool_call:1.5
+"""
+TEXT: Final = r"""
+text_start: The A This Every Your Our That Some => text_adjective text_noun
+text_adjective: ~small ~quiet ~warm ~old ~careful ~new ~simple ~shared => text_noun
+text_noun: ~server ~cache ~prefix ~token ~model ~thread ~window ~layer => text_verb
+text_verb: ~keeps ~reads ~finds ~writes ~moves ~builds ~counts ~trims => text_article
+text_article: ~its ~one ~another ~every ~no ~any => text_quality text_object
+text_quality: ~large ~short ~exact ~early ~long ~fresh ~empty ~single => text_object
+text_object: ~block ~page ~state ~answer ~buffer ~line ~checkpoint ~segment =>
+    text_adverb text_link text_break:0.2 end:1.6
+text_adverb: ~quickly ~slowly ~exactly ~twice ~again ~today ~once ~soon =>
+    text_link text_break:0.5 end:1.8
+text_link: ~and ~but ~so ~when ~although ~since => text_subject
+text_subject: ~it ~everyone ~nobody ~somebody ~she ~he => text_verb
+text_break: .\n\n => tool_call:2.2 text_start
+end: <|im_end|> =>
+"""
+CALL: Final = r"""
+tool_call: <tool_call> => open_read open_bash open_write open_get_weather
+open_other: >\n => key_path key_command key_city
+open_cut: > => line_key_path line_key_command line_key_city
+path_root: src docs tests lib notes tools => path_stem
+path_stem: /main /core /client /index /setup /report /server /table =>
+    path_stem:-1.5 path_suffix
+path_suffix: .py .md .txt .json .toml .yaml => call_close
+command_start: ls cat grep head find sort git make => command_word
+command_word: ~logs ~sources ~headers ~fixtures ~examples ~scripts ~notes ~build =>
+    command_pipe call_close:0.8
+command_pipe: ~| => command_filter
+command_filter: ~uniq ~less ~tail ~tee ~nl ~wc => command_word
+city_start: Berlin Paris Rome Oslo Lima Cairo Tokyo Quito => city_part call_close:1.2
+city_part: ~North ~South ~East ~West ~Central ~Harbour => call_close
+content_start: print return assert raise import yield => content_word
+content_word: ~value ~total ~name ~item ~key ~size ~row ~cell =>
+    content_link content_to_path:1.3
+content_link: ~plus ~minus ~times ~over ~with ~from => content_word
+content_to_path: \n</parameter>\n<parameter=path>\n => path_root
+call_close: \n</parameter>\n</function>\n => call_end
+call_end: </tool_call> => end:1.2 tool_call
+"""
 
-TEXT: Final[Mapping[str, Slot]] = {
-    "text_start": Slot(
-        _bare("The A This Every Your Our That Some"),
-        {"text_adjective": 0.0, "text_noun": 0.0},
-    ),
-    "text_adjective": Slot(
-        _spaced("small quiet warm old careful new simple shared"), {"text_noun": 0.0}
-    ),
-    "text_noun": Slot(
-        _spaced("server cache prefix token model thread window layer"),
-        {"text_verb": 0.0},
-    ),
-    "text_verb": Slot(
-        _spaced("keeps reads finds writes moves builds counts trims"),
-        {"text_article": 0.0},
-    ),
-    "text_article": Slot(
-        _spaced("its one another every no any"),
-        {"text_quality": 0.0, "text_object": 0.0},
-    ),
-    "text_quality": Slot(
-        _spaced("large short exact early long fresh empty single"), {"text_object": 0.0}
-    ),
-    "text_object": Slot(
-        _spaced("block page state answer buffer line checkpoint segment"),
-        {"text_adverb": 0.0, "text_link": 0.0, "text_break": 0.2, "end": 1.6},
-    ),
-    "text_adverb": Slot(
-        _spaced("quickly slowly exactly twice again today once soon"),
-        {"text_link": 0.0, "text_break": 0.5, "end": 1.8},
-    ),
-    "text_link": Slot(_spaced("and but so when although since"), {"text_subject": 0.0}),
-    "text_subject": Slot(
-        _spaced("it everyone nobody somebody she he"), {"text_verb": 0.0}
-    ),
-    "text_break": Slot((".\n\n",), {"tool_call": 2.2, "text_start": 0.0}),
-    "end": Slot(("<|im_end|>",)),
-}
 
-CALL: Final[Mapping[str, Slot]] = {
-    "tool_call": Slot(
-        ("<tool_call>",),
-        {
-            "open_read": 0.0,
-            "open_bash": 0.0,
-            "open_write": 0.0,
-            "open_get_weather": 0.0,
-        },
-    ),
-    # A forced opening may name another function, or leave the line end to the model.
-    "open_other": Slot(
-        (">\n",), {"key_path": 0.0, "key_command": 0.0, "key_city": 0.0}
-    ),
-    "open_cut": Slot(
-        (">",), {"line_key_path": 0.0, "line_key_command": 0.0, "line_key_city": 0.0}
-    ),
-    "path_root": Slot(_bare("src docs tests lib notes tools"), {"path_stem": 0.0}),
-    "path_stem": Slot(
-        _bare("/main /core /client /index /setup /report /server /table"),
-        {"path_stem": -1.5, "path_suffix": 0.0},
-    ),
-    "path_suffix": Slot(_bare(".py .md .txt .json .toml .yaml"), {"call_close": 0.0}),
-    "command_start": Slot(
-        _bare("ls cat grep head find sort git make"), {"command_word": 0.0}
-    ),
-    "command_word": Slot(
-        _spaced("logs sources headers fixtures examples scripts notes build"),
-        {"command_pipe": 0.0, "call_close": 0.8},
-    ),
-    "command_pipe": Slot((" |",), {"command_filter": 0.0}),
-    "command_filter": Slot(_spaced("uniq less tail tee nl wc"), {"command_word": 0.0}),
-    "city_start": Slot(
-        _bare("Berlin Paris Rome Oslo Lima Cairo Tokyo Quito"),
-        {"city_part": 0.0, "call_close": 1.2},
-    ),
-    "city_part": Slot(
-        _spaced("North South East West Central Harbour"), {"call_close": 0.0}
-    ),
-    "content_start": Slot(
-        _bare("print return assert raise import yield"), {"content_word": 0.0}
-    ),
-    "content_word": Slot(
-        _spaced("value total name item key size row cell"),
-        {"content_link": 0.0, "content_to_path": 1.3},
-    ),
-    "content_link": Slot(
-        _spaced("plus minus times over with from"), {"content_word": 0.0}
-    ),
-    "content_to_path": Slot(
-        ("\n</parameter>\n<parameter=path>\n",), {"path_root": 0.0}
-    ),
-    "call_close": Slot(("\n</parameter>\n</function>\n",), {"call_end": 0.0}),
-    "call_end": Slot(("</tool_call>",), {"end": 1.2, "tool_call": 0.0}),
-}
+def read_slots(text: str) -> dict[str, Slot]:
+    slots = {}
+    for line in text.strip().replace("\n    ", " ").splitlines():
+        name, _, rule = line.partition(": ")
+        pieces, _, followers = rule.partition("=>")
+        biases = (follower.partition(":") for follower in followers.split())
+        slots[name] = Slot(
+            tuple(p.replace("~", " ").replace(r"\n", "\n") for p in pieces.split()),
+            {follower: float(bias or 0) for follower, _, bias in biases},
+        )
+    return slots
+
 
 # Function -> its first parameter; `write` goes on to `path` after `content`, because a path may
 # not know whose it is: the token before it is all that the grammar sees.
@@ -281,7 +221,7 @@ def call_openings() -> dict[str, Slot]:
 
 def grammar() -> dict[str, Slot]:
     """Every slot by name. Raises ValueError if a piece stands in two slots or a name is unknown."""
-    slots = {**THINKING, **TEXT, **CALL, **call_openings()}
+    slots = read_slots(THINKING) | read_slots(TEXT) | read_slots(CALL) | call_openings()
     pieces = [piece for slot in slots.values() for piece in slot.pieces]
     if len(set(pieces)) != len(pieces):
         raise ValueError("a piece of the grammar stands in two slots")

@@ -134,10 +134,8 @@ def proxied(tmp_path):
             stack.enter_context(contextlib.closing(capture))
 
             upstream = f"http://127.0.0.1:{fake_port}"
-            proxy = capture_proxy.CaptureProxy(
-                ("127.0.0.1", 0), upstream=upstream, capture=capture
-            )
-            proxy_port = stack.enter_context(running(proxy))
+            serving = capture_proxy.serving(upstream, capture)
+            proxy_port = stack.enter_context(serving)
             return Proxied(fake, proxy_port, path)
 
         yield start

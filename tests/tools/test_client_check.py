@@ -82,6 +82,120 @@ def test_what_was_sent_and_said_before_has_to_be_cached(ask, cached, status):
     assert client_check.verdict(rows, [])[1] == status
 
 
+RULES = "\n".join(f"Keep {thing} tidy, and lose none." for thing in ("boats", "hats"))
+N_STEPS = 5
+
+
+def exchange(seq: int, path: str, body: dict) -> Exchange:
+    return Exchange(seq, "POST", path, headers={}, body=body, status=200, reply="")
+
+
+def agent(*, system=lambda k: RULES, task=lambda k: "Read the notes.", tail=()) -> list:
+    """Requests of an agent by OpenAI's API: the k-th comes after k calls."""
+    exchanges = []
+    messages: list = []
+    for k in range(N_STEPS):
+        head = [
+            {"role": "system", "content": system(k)},
+            {"role": "user", "content": task(k)},
+        ]
+        body = {"messages": [*head, *messages, *tail]}
+        exchanges.append(exchange(k, "/v1/chat/completions", body))
+        function = {"name": "read", "arguments": json.dumps({"path": f"{k}.txt"})}
+        call = {"id": f"call_{k}", "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": f"{k} says"}
+        messages += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        messages += [result]
+    return exchanges
+
+
+def anthropic_agent(*, has_reminder: bool = False) -> list:
+    """The same in Anthropic's API, with a header that differs in each request."""
+    exchanges = []
+    messages: list = [{"role": "user", "content": "Read the notes."}]
+    for k in range(N_STEPS):
+        header = (
+            f"x-anthropic-billing-header: cc_version=2.1.121.dd4; cch={k + 9}a{k}8e;"
+        )
+        system = [{"type": "text", "text": text} for text in (header, RULES)]
+        last = {"type": "text", "text": f"<system-reminder>{RULES}</system-reminder>"}
+        sent = list(messages)
+        if has_reminder:
+            sent.append({"role": "user", "content": [last]})
+        body = {"system": system, "messages": sent}
+        exchanges.append(exchange(k, "/v1/messages?beta=true", body))
+        use = {"type": "tool_use", "id": f"t_{k}", "name": "read", "input": {"n": k}}
+        result = {"type": "tool_result", "tool_use_id": f"t_{k}", "content": "says"}
+        messages += [{"role": "assistant", "content": [use]}]
+        messages += [{"role": "user", "content": [result]}]
+    return exchanges
+
+
+def branches(n: int) -> list:
+    """The same past, then another question each time."""
+    body = agent()[-1].body
+    exchanges = []
+    for i in range(n):
+        asked = {"role": "user", "content": f"Question {i}: where is it?"}
+        messages = [*body["messages"], ANSWER, asked]
+        exchanges.append(
+            exchange(20 + i, "/v1/chat/completions", {"messages": messages})
+        )
+    return exchanges
+
+
+def sub_agents() -> list:
+    """Two with one system prompt and tasks that are nearly the same, side by side."""
+    pairs = zip(
+        agent(task=lambda k: "Count the files in folder 1."),
+        agent(task=lambda k: "Count the files in folder 2."),
+        strict=True,
+    )
+    return [request for pair in pairs for request in pair]
+
+
+def inbound(k: int) -> str:
+    """Pretty JSON in the middle of the system prompt."""
+    context = json.dumps({"message_id": f"{k:08x}-1", "sender": "cli"}, indent=2)
+    return f"{RULES}\n\n## Inbound context\n{context}\n\n{RULES}"
+
+
+TITLE = [{"role": "system", "content": "You write titles."}, QUESTION]
+REMINDER = {"role": "system", "content": "Plan mode is on."}
+TITLES = [exchange(1, "/v1/chat/completions", {"messages": TITLE})]
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "lengths"),
+    [
+        (agent(), [N_STEPS]),
+        (anthropic_agent(), [N_STEPS]),
+        (agent(system=inbound), [N_STEPS]),
+        (anthropic_agent(has_reminder=True), [N_STEPS]),
+        (agent(tail=[REMINDER]), [N_STEPS]),
+        ([*TITLES, *agent(), *branches(3)], [1, N_STEPS + 1, 1, 1]),
+        (sub_agents(), [N_STEPS, N_STEPS]),
+        ([*agent(), *anthropic_agent()], [N_STEPS, N_STEPS]),
+    ],
+    ids=[
+        *("chat", "anthropic", "id", "reminder", "trailing message"),
+        *("title and branches", "sub-agents", "both APIs"),
+    ],
+)
+def test_a_conversation_is_followed(exchanges, lengths):
+    assert [len(talk) for talk in client_check.follow(exchanges)] == lengths
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[None], [{"role": "user", "content": [3, None]}], [{"tool_calls": [3]}], [{}]],
+)
+def test_malformed_requests_are_no_trouble(messages):
+    malformed = exchange(0, "/v1/chat/completions", {"messages": messages})
+    talks = client_check.follow([malformed, malformed, *agent()])
+    assert max(map(len, talks)) == N_STEPS
+
+
 def test_another_conversation_is_not_held_against_the_cache():
     title_messages = [
         {"role": "system", "content": "Make a title."},

@@ -8,6 +8,7 @@ from pathlib import Path
 import choose_model
 import launch
 import list_settings
+import pytest
 import start_llm as s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,14 +142,27 @@ def agent_rows(contexts):
     """Each agent, its first prompt, two contexts, the least memory that has the second."""
     for client in launch.CLIENTS.values():
         for is_small in (False, True) if client.small_prompt else (False,):
-            least = client.least_context("", is_small=is_small)
-            hour = client.least_context(
-                "", is_small=is_small, n_work=launch.HOUR_TOKENS
-            )
-            prompt = client.count_first_prompt("", is_small=is_small)
+            least = client.least_context(is_small=is_small)
+            hour = client.least_context(is_small=is_small, n_work=launch.HOUR_TOKENS)
+            prompt = client.count_first_prompt(is_small=is_small)
             memory = min(n for n, context in contexts.items() if context >= hour)
             title = f"{client.title} `--small`" if is_small else client.title
             yield title, f"{prompt:,}", f"{least:,}", f"{hour:,}", str(memory)
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_docs_clients_names_by_hand_what_launch_sets(name):
+    client = launch.CLIENTS[name]
+    port = 4000 if client.needs_proxy else 8080
+    target = launch.Target(f"http://127.0.0.1:{port}", "unused", "local", 131_072)
+    setup = client.set_up(target)
+    section = read("docs/clients.md").partition(f"## {client.title}\n")[2]
+    section = section.partition("\n## ")[0]
+
+    exports = dict(re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE))
+    assert exports.items() <= setup.environment.items()
+    wanted = (f"`scripts/launch {name}`", f"`{client.install_command}`", target.url)
+    assert [text for text in wanted if text not in section] == []
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():

@@ -248,8 +248,6 @@ def test_a_path_without_a_route_is_answered_with_what_to_use(line, status, advic
         ("POST /images/generations", "text only"),
         ("POST /audio/speech", "text only"),
         ("POST /rerank", "no embeddings"),
-        ("POST /openai/deployments/a/images/generations", "text only"),
-        ("POST /engines/a/b/embeddings", "no embeddings"),
     ],
 )
 def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
@@ -265,25 +263,21 @@ def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
     [
         "DELETE /v1/messages/../cache",
         "GET /v1/messages/../../metrics",
-        "GET /v1/messages/./x",
-        "GET /v1/messages/..",
         "GET /v1/messages/%2e%2E/status",
         "GET /v1/messages/.%2e",
         "GET /docs/../v1/status",
     ],
 )
 @pytest.mark.parametrize("key", ["", KEY])
-def test_a_path_with_a_segment_of_dots_is_a_400_before_the_key(line, key):
+def test_a_path_with_dots_does_not_reach_the_server(line, key):
     """A client of HTTP would take it for another path, and the gate adds the server's key."""
     door = Door(key, server_key="of-the-server")
-    status, body = door.ask(*line.split())
-    assert status == 400
-    assert "dots" in sentence_of(body)
-    assert door.is_untouched
+    door.ask(*line.split())
+    assert door.requests == []
 
 
 def test_the_path_of_a_large_request_line_is_read_at_once():
-    for path in ("/engines/a" * 6000, "/v1" * 20_000, "/openai/deployments/" * 3000):
+    for path in ("//v1" * 20_000, "/v1" * 20_000):
         began = time.process_time()
         plain_path(path)
         assert time.process_time() - began < 1
@@ -298,8 +292,6 @@ def test_the_path_of_a_large_request_line_is_read_at_once():
         (f"POST {CHAT}", CHAT),
         ("POST /chat/completions", CHAT),
         ("POST /v1/v1/chat/completions/", CHAT),
-        ("POST /openai/deployments/a/b/chat/completions", CHAT),
-        ("POST /engines/a/completions", "/v1/completions"),
         ("POST /v1/completions", "/v1/completions"),
         ("POST /v1/messages?beta=true", "/v1/messages?beta=true"),
         ("POST /messages", "/v1/messages"),
@@ -347,20 +339,6 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     keyless = Door()
     keyless.ask("POST", CHAT, {}, authorization="Bearer unused")
     assert "authorization" not in keyless.requests[0].headers
-
-
-@pytest.mark.parametrize(
-    ("path", "sent"),
-    [
-        ("/v1/messages/\x01", "/v1/messages/%01"),
-        ("/v1/messages/..#", "/v1/messages/..%23"),
-        ("/v1/messages/%41", "/v1/messages/%2541"),
-    ],
-)
-def test_a_path_goes_on_as_it_came_whatever_is_in_it(path, sent):
-    door = Door()
-    assert door.ask("GET", path)[0] == 200
-    assert door.requests[0].url.raw_path.decode() == sent
 
 
 def test_a_query_that_is_too_long_is_a_400():
