@@ -16120,7 +16120,7 @@ class RequestHandle:
 #     prompts, step after step        the accounts of SchedulingPolicy
 SLICE_SECONDS: Final = 0.2
 LONE_SLICE_SECONDS: Final = 0.4
-BACKGROUND_SLICE_SECONDS: Final = 0.1
+BACKGROUND_SLICE_SECONDS: Final = 0.02
 MAX_JOINT_SECONDS: Final = 3.0
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
@@ -16202,7 +16202,8 @@ class SchedulingPolicy:
     ) -> PrefillTurn | None:
         """Who prefills now; None: others decode before that.
 
-        `is_background`: all candidates are. `is_alone`: nobody else waits or runs.
+        `is_background`: all candidates are. `is_alone`: nobody else waits or runs, but in
+        the background.
         `pause_left`: of `pause_seconds`, in this step; None: nobody was read in it.
         """
         reader = self.next_prefill(candidates, is_decoding=is_decoding)
@@ -17245,7 +17246,9 @@ class PromptReader:
             speed = n_tokens / max(seconds, 1e-6)
             for running in requests:
                 running.prefill_speed = speed
-            self.measured_speed = speed
+            # In the short slices of a background request the call itself weighs more.
+            if self.measured_speed is None or not requests[0].request.is_background:
+                self.measured_speed = speed
             if len(requests) == 1:  # others in the same call make each cheaper
                 depth = (starts[0] + ends[0]) / 2
                 self.times.add(TimedSlice(n_tokens, depth, max(seconds, 1e-6)))
@@ -17778,11 +17781,15 @@ class Scheduler:
             candidates = in_front or self.prefilling
             self.reader.estimate_speeds(candidates)
             is_decoding = bool(self._decoding_batches(now))
+            # Those in the background wait for each slice anyway, short or long.
+            unfinished: list[RequestHandle | RunningRequest]
+            unfinished = [*self.running, *self.waiting]
+            n_in_front = sum(not is_in_background(r, now) for r in unfinished)
             turn = self.policy.next_turn(
                 candidates,
                 is_decoding=is_decoding,
                 is_background=not in_front,
-                is_alone=len(self.running) + len(self.waiting) == 1,
+                is_alone=n_in_front == 1,
                 pause_left=pause_left,
             )
             if turn is None:

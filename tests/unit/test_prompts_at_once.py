@@ -217,3 +217,33 @@ def test_prefill_beside_a_reply_that_pauses_is_owed_nothing():
         desk.step()
 
     assert desk.scheduler.policy.burst_seconds < 1.0
+
+
+def first_token_beside(costs, *, n_titles, title_age):
+    """Of a conversation with two sub-agents, if titles came so long before."""
+    desk = Desk(costs)
+    desk.submit(100, 1)  # so that the speed is known
+    desk.finish()
+    for length in [300, 400][:n_titles]:
+        desk.submit(length, 5, is_background=True)
+    came = desk.model.now + title_age
+    while desk.scheduler.is_busy and desk.model.now < came:
+        desk.step()
+    waited = max(0.0, desk.model.now - came)
+    for _ in range(2):
+        desk.submit(200, 5)
+    conversation = desk.submit(1400, 1)
+    desk.finish()
+    return waited + conversation.first_token
+
+
+@pytest.mark.parametrize("speed", COSTS)
+def test_titles_delay_the_first_token_of_a_conversation_by_a_twentieth(speed):
+    """On average: their slices are short, and its own as long as without them."""
+    costs = COSTS[speed]
+    alone = first_token_beside(costs, n_titles=0, title_age=0.0)
+
+    ages = np.arange(0.005, 0.35, 0.05)
+    beside = [first_token_beside(costs, n_titles=2, title_age=age) for age in ages]
+
+    assert np.mean(beside) <= 1.05 * alone
