@@ -22,7 +22,7 @@ from anthropic_client import (
     total,
     user,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nights import at_night
 from openai import OpenAI
@@ -431,6 +431,7 @@ PARTS = st.lists(
 )
 
 
+@settings(max_examples=100 if nights.is_night else 8)
 @given(PARTS)
 def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
     from anthropic.types import Message

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import jsonschema
+import nights
 import numpy as np
 import openai
 import pytest
@@ -140,7 +141,7 @@ def written_arguments(served: Served, parameters: Any, syntax: str = "qwen") -> 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_arguments_fit_the_schema_in_every_syntax(dense, syntax):
-    for seed in range(6):
+    for seed in range(12 if nights.is_night else 3):
         rng = random.Random(seed)
         tools = [tool_of(rng, name) for name in ("read", "write_all")]
         schemas = s.parameters_by_name(tools)
@@ -332,7 +333,7 @@ RANDOM = {
     ids=str,
 )
 def test_a_forced_call_always_validates(dense, choice, thinks):
-    for seed in range(2):
+    for seed in range(4 if nights.is_night else 1):
         fields = {**RANDOM, "seed": seed, "extra_body": {"enable_thinking": thinks}}
         exchange = dense.ask(
             ASKED, tools=[offered(NARROW)], tool_choice=choice, **fields
@@ -381,7 +382,7 @@ def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, 
 
 def test_a_strict_tool_beside_json_gets_valid_arguments(dense):
     (call_id,) = dense.scribe.ids("<tool_call>")
-    for seed in range(2):
+    for seed in range(4 if nights.is_night else 1):
         exchange = dense.ask(
             ASKED,
             tools=[offered(NARROW, strict=True)],

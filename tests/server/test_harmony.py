@@ -203,7 +203,7 @@ def json_or_call_check(served, tools):
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
     tokens = scripted_replies.record_reply_tokens(monkeypatch)
-    served.ask([user("Read it.")], tool_choice="required", max_tokens=300)
+    served.ask([user("Read it.")], tool_choice="required", max_tokens=120)
     text = served.scribe.decode(tokens).rpartition("<|end|><|start|>assistant")[2]
     text = text.removeprefix("<|start|>assistant")
 

@@ -41,13 +41,14 @@ def test_a_loop_ends_a_reply_as_a_limit_does_where_the_guard_is_on(
     served, monkeypatch, caplog, opening
 ):
     """In thinking, in the answer and in a call; and with a line in the log."""
-    ids = served.scribe.ids(opening) + 200 * served.scribe.ids(LOOP)
+    ids = served.scribe.ids(opening) + 100 * served.scribe.ids(LOOP)
 
     with caplog.at_level(logging.WARNING):
-        ended, finish = answer(served, monkeypatch, ids, max_tokens=1500, guard=400)
+        ended, finish = answer(served, monkeypatch, ids, max_tokens=900, guard=150)
 
     n_period = len(served.scribe.ids(LOOP))
-    assert 400 <= ended.n_generated <= 400 + 100 + 64 + len(served.scribe.ids(opening))
+    n_most = max(150, s.MIN_REPEATS * n_period) * 5 // 4 + s.LOOP_CHECK_TOKENS
+    assert 150 <= ended.n_generated <= n_most + len(served.scribe.ids(opening))
     assert (finish, ended.finish_reason) == ("repeated", "length")
     assert f"repeats a passage of {n_period} tokens" in caplog.text
 

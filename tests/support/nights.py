@@ -22,7 +22,8 @@ At night, too:
   or end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
 - a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent for each
-  template (a seventeenth), all seeds of the prefix cache, the demo's questions one by one
+  template (a tenth), the templates that another is like, all seeds of the prefix cache, the demo's
+  questions one by one
 - three of four examples of hypothesis and of damaged calls; shapes of a past with the other
   templates, those of models with their own vocabulary, too; the ledger's other properties with all
 - more seeds of the ledger's restarts and of batches beside mlx-lm's own; senders x ids x places;

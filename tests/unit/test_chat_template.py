@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 
+import nights
 import pytest
 import start_llm
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +35,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 BENT = settings(
-    max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15 if nights.is_night else 5,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 # No system role, roles alternate: as gemma-2 and the early Mistrals are.
