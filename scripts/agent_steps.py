@@ -171,7 +171,7 @@ class Server:
         else:
             path, body = "/v1/chat/completions", to_openai(request)
         body.update(model=self.model, max_tokens=max_tokens, stream=True, temperature=0)
-        reader: ChatReader | AnthropicReader
+        reader: ReplyReader
         reader = AnthropicReader() if self._is_anthropic else ChatReader()
         first_token = None
         seconds = 0.0
@@ -208,6 +208,14 @@ class ReplyReader:
         self.cached_tokens: int | None = None
         self._texts = {"content": "", "reasoning_content": ""}
         self._calls: dict[int, Body] = {}
+
+    @property
+    def n_calls(self) -> int:
+        return len(self._calls)
+
+    def add(self, event: Body) -> bool:
+        """Whether an event has a part of the reply."""
+        raise NotImplementedError
 
     def message(self) -> Body:
         """The reply as an agent sends it back.

@@ -34,7 +34,6 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from capture_proxy import (
-    Body,
     CaptureFile,
     Exchange,
     read_capture,
@@ -48,7 +47,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import agent_steps
-from agent_steps import CannotAsk
+from agent_steps import AnthropicReader, CannotAsk, ChatReader, ReplyReader
 from chat import usual_server
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
@@ -204,12 +203,17 @@ def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
     for number, talk in enumerate(follow(exchanges), 1):
         n_known = 0
         for prompt in talk:
-            usage = total_usage(prompt.exchange)
-            n_prompt, n_cached = tokens_of(usage)
-            n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0
-            n_calls = count_calls(prompt.exchange)
-            rows.append(Row(number, n_prompt, n_cached, n_reply, n_known, n_calls))
-            n_known = n_prompt + n_reply
+            reply = read_reply(prompt.exchange)
+            row = Row(
+                number,
+                n_prompt=reply.prompt_tokens,
+                n_cached=reply.cached_tokens or 0,
+                n_reply=reply.reply_tokens,
+                n_known=n_known,
+                n_calls=reply.n_calls,
+            )
+            rows.append(row)
+            n_known = row.n_prompt + row.n_reply
     return rows
 
 
@@ -220,49 +224,23 @@ def is_done(exchange: Exchange) -> bool:
     return exchange.status == 200 and (exchange.is_whole or has_last_event)
 
 
-def total_usage(exchange: Exchange) -> Body:
-    """The token counts of a reply; those of a stream may come in several events."""
-    if exchange.reply.startswith("{"):
-        return usage_of(json.loads(exchange.reply))
-
-    usage: Body = {}
-    for event in stream_events(exchange.reply.split("\n")):
-        usage.update(usage_of(event))
-    return usage
-
-
-def usage_of(event: Body) -> Body:
-    """The counts in an event; Anthropic's first ones are in its message."""
-    usage = event.get("usage") or (event.get("message") or {}).get("usage") or {}
-    return {name: value for name, value in usage.items() if value is not None}
-
-
-def tokens_of(usage: Body) -> tuple[int, int]:
-    """(prompt, of it cached): Anthropic counts apart what was read from a cache or put there."""
-    if "prompt_tokens" in usage:
-        details = usage.get("prompt_tokens_details") or {}
-        return usage["prompt_tokens"], details.get("cached_tokens") or 0
-    cached = usage.get("cache_read_input_tokens", 0)
-    created = usage.get("cache_creation_input_tokens", 0)
-    return usage.get("input_tokens", 0) + cached + created, cached
-
-
-def count_calls(exchange: Exchange) -> int:
-    """Tool calls in a reply, streamed or whole, of either API."""
-    if exchange.reply.startswith("{"):
-        reply = json.loads(exchange.reply)
-        choices = reply.get("choices") or [{"message": {}}]
-        calls = choices[0]["message"].get("tool_calls") or ()
-        blocks = reply.get("content") or ()
-        return len(calls) + [block["type"] for block in blocks].count("tool_use")
-
+def read_reply(exchange: Exchange) -> ReplyReader:
+    """What a reply says, streamed or whole, of either API."""
+    reader: ReplyReader
+    reader = AnthropicReader() if exchange.api == "messages" else ChatReader()
     events = list(stream_events(exchange.reply.split("\n")))
-    blocks = [event.get("content_block") or {} for event in events]
-    choices = [choice for event in events for choice in event.get("choices") or ()]
-    deltas = [choice.get("delta") or {} for choice in choices]
-    pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or ()]
-    call_indexes = {piece.get("index", 0) for piece in pieces}
-    return len(call_indexes) + [block.get("type") for block in blocks].count("tool_use")
+    if exchange.reply.startswith("{"):
+        whole = json.loads(exchange.reply)
+        events = [{"usage": whole.get("usage") or {}}]
+        for number, block in enumerate(whole.get("content") or ()):
+            events.append({"index": number, "content_block": block})
+        for choice in whole.get("choices") or ():
+            calls = choice["message"].get("tool_calls") or ()
+            delta = {"tool_calls": [{**c, "index": n} for n, c in enumerate(calls)]}
+            events.append({"choices": [{"delta": delta}]})
+    for event in events:
+        reader.add(event)
+    return reader
 
 
 def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchange]:

@@ -238,12 +238,14 @@ def test_calls_of_a_reply_are_counted_streamed_or_whole():
     deltas = [{"index": 0, "id": "a"}, {"index": 0}, {"index": 1, "id": "b"}]
     streamed = [{"choices": [{"delta": {"tool_calls": [delta]}}]} for delta in deltas]
     whole = {"choices": [{"message": {"tool_calls": [{"id": "a"}, {"id": "b"}]}}]}
-    blocks = [{"type": "text"}, {"type": "tool_use"}, {"type": "tool_use"}]
+    use = {"type": "tool_use", "id": "t", "name": "Bash"}
+    blocks = [{"type": "text"}, use, use]
     replies = [
         "".join(f"data: {json.dumps(event)}\n\n" for event in streamed),
         json.dumps(whole),
         json.dumps({"content": blocks}),
     ]
     for reply in replies:
-        exchange = replace(chat(1, [QUESTION], prompt=1, cached=0), reply=reply)
-        assert client_check.count_calls(exchange) == 2
+        ask = anthropic if "content" in reply[:10] else chat
+        exchange = replace(ask(1, [QUESTION], prompt=2, cached=0), reply=reply)
+        assert client_check.read_reply(exchange).n_calls == 2
