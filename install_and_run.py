@@ -215,9 +215,8 @@ def make_venv(venv: Path) -> None:
             "making again the unfinished" if venv.exists() else "making", venv
         )
     )
-    base = (
-        getattr(sys, "_base_executable", "") or sys.executable
-    )  # not from inside the venv itself
+    # not from inside the venv itself
+    base = getattr(sys, "_base_executable", "") or sys.executable
     if subprocess.call([base, "-m", "venv", "--clear", str(venv)]) != 0:
         raise SetupError(
             "python -m venv failed, see above; run this again when that is mended."
@@ -226,9 +225,8 @@ def make_venv(venv: Path) -> None:
 
 # The packages ------------------------------------------------------------------------------------
 
-UV = (
-    "uv==0.11.13"  # installs all this in a fifth of pip's time, and shows how far it is
-)
+# installs all this in a fifth of pip's time, and shows how far it is
+UV = "uv==0.11.13"
 
 
 class Packages(NamedTuple):

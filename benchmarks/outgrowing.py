@@ -46,9 +46,8 @@ ROUTINGS: Final[tuple[Routing, ...]] = ("random", "affinity", "files", "shared")
 PREFILL_SPEED: Final = 47_600 / 3.95  # tokens a second, cold
 FIRST_TOKEN_SECONDS: Final = 0.09  # of a message of some tokens, after 3,000 or 12,000
 DECODE_SPEED: Final = 159.0  # tokens a second of one reply
-BATCH_SPEED: Final = (
-    443.0  # of eight at once together; of more, it is taken to be the same
-)
+# of eight at once together; of more, it is taken to be the same
+BATCH_SPEED: Final = 443.0
 BATCH: Final = 8
 # start-llm.py, SCHEDULER: seconds of decoding for each second of prefill beside it.
 DECODE_SHARE: Final = 2.0
@@ -80,13 +79,10 @@ QUESTION_TOKENS: Final = 60  # of what a person writes
 REPLY_TOKENS: Final = 150  # in the mean
 TOOL_SECONDS: Final = 5.0  # in the mean, between a call and its result
 PAUSE_SECONDS: Final = 180.0  # in the mean, until a person has read and asks again
-LAST_TOKENS: Final = (
-    40_000,
-    120_000,
-)  # a conversation ends, or is compacted, at some of these
-DISK_BYTES: Final = (
-    3e9  # a second, from the files of a replica: an NVMe drive, half of its speed
-)
+# a conversation ends, or is compacted, at some of these
+LAST_TOKENS: Final = (40_000, 120_000)
+# a second, from the files of a replica: an NVMe drive, half of its speed
+DISK_BYTES: Final = 3e9
 NETWORK_BYTES: Final = 12.5e9  # a second, from the KV store to a replica: 100 Gbit/s
 N_WORKSPACES: Final = 10  # agents of one client in one workspace begin alike
 

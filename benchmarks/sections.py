@@ -43,19 +43,11 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 KINDS = {"dense": "qwen3", "hybrid": "qwen3_5"}
 AGENT = {"hidden": 192, "head_dim": 32, "mlp": 256}  # prefills 4,000 tokens/s
-LONG = {
-    "hidden": 256,
-    "head_dim": 64,
-    "mlp": 512,
-    "layers": 4,
-}  # 32k tokens in about a minute
+# 32k tokens in about a minute
+LONG = {"hidden": 256, "head_dim": 64, "mlp": 512, "layers": 4}
 OVERHEAD = {"heads": 1, "kv_heads": 1}  # only its own time is left out, so the smallest
-MUCH_KV = {
-    "heads": 1,
-    "kv_heads": 1,
-    "head_dim": 256,
-    "layers": 4,
-}  # KV outweighs all else
+# KV outweighs all else
+MUCH_KV = {"heads": 1, "kv_heads": 1, "head_dim": 256, "layers": 4}
 DECODER = {
     "hidden": 512,
     "head_dim": 64,

@@ -49,12 +49,8 @@ MODEL = {
     "head_dim": 128,
     "mlp": 1024,
 }
-TOWER = {
-    "depth": 2,
-    "hidden": 128,
-    "heads": 2,
-    "side": 1024,
-}  # a cold image costs two thirds more
+# a cold image costs two thirds more
+TOWER = {"depth": 2, "hidden": 128, "heads": 2, "side": 1024}
 SIDE = 1024  # pixels: 32 x 32 tokens
 TURNS = (
     "1: image",

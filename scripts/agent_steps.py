@@ -377,6 +377,13 @@ def system(text: str) -> Body:
     return {"role": "system", "content": text}
 
 
+def make_words(rng: random.Random, n_chars: float) -> str:
+    """Random words of about so many characters, in lines."""
+    known = WORDS.split()
+    words = rng.choices(known, k=max(1, int(n_chars * len(known) / len(WORDS))))
+    return "\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12))
+
+
 def make_tools(names: Sequence[str], words: Callable[[int], str]) -> list[Body]:
     """Tools with a path or a command, described in some 60 tokens each."""
     tools = []
@@ -413,11 +420,7 @@ class Agent:
         self.n_sent = 0
 
     def words(self, n_tokens: int) -> str:
-        """Random words of about so many tokens, in lines."""
-        known = WORDS.split()
-        n_chars = len(WORDS) / len(known)  # of a word and its space
-        words = self._random.choices(known, k=int(n_tokens * CHARS_PER_TOKEN / n_chars))
-        return "\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12))
+        return make_words(self._random, n_tokens * CHARS_PER_TOKEN)
 
     def question(self) -> Body:
         return user(f"Go on with this: {self.words(40)}")

@@ -45,7 +45,6 @@ import io
 import json
 import mimetypes
 import random
-import re
 import secrets
 import sys
 import urllib.parse
@@ -75,7 +74,6 @@ DROPPED_THINKING: Final = "thinking is not preserved"  # why a past was not repl
 # Of all results for one reply: few, or what is new would look missed.
 RESULT_CHARS: Final = 160
 IMAGE_SIDE: Final = 224  # pixels of the image made here
-CORPUS: Final = Path(__file__).resolve().parent / "tools" / "tiny_model" / "corpus.txt"
 
 
 # The wire ----------------------------------------------------------------------------------------
@@ -281,20 +279,9 @@ class Prose:
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
-        self._words = sorted(
-            set(re.findall(r"[a-z]{3,}", CORPUS.read_text(encoding="utf-8")))
-        )
 
     def text(self, n_chars: int) -> str:
-        """Sentences of `n_chars` characters, a word more or less, in paragraphs."""
-        sentences: list[str] = []
-        while (missing := n_chars - sum(map(len, sentences))) > 0:
-            words = self._random.choices(self._words, k=max(1, min(12, missing // 7)))
-            sentences.append(
-                " ".join(words).capitalize()
-                + (".\n\n" if len(sentences) % 5 == 4 else ". ")
-            )
-        return "".join(sentences).rstrip()
+        return agent_steps.make_words(self._random, n_chars)
 
 
 def make_png(nonce: str) -> bytes:

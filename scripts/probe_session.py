@@ -97,7 +97,7 @@ def with_inbound_context(messages: list[Body], n: int) -> list[Body]:
     )
 
     text = messages[0]["content"]
-    position = text.index("\n\n", len(text) * 3 // 4) + 2
+    position = text.index("\n", len(text) * 3 // 4) + 1
     content = text[:position] + block + text[position:]
     return [{**messages[0], "content": content}, *messages[1:]]
 

@@ -38,9 +38,8 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
 from rich.filesize import decimal as in_bytes
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-WORKING_BYTES: Final = (
-    2 * 2**30
-)  # beside the weights: activations, KV of an agent's first steps
+# beside the weights: activations, KV of an agent's first steps
+WORKING_BYTES: Final = 2 * 2**30
 # HEAD_TARGETS of start-llm.py.
 HEAD_TYPES: Final = ("qwen3_5_mtp", "gemma4_assistant", "gemma4_unified_assistant")
 # What mlx-lm needs of a repository: the folder, or the list of files of a dry run.

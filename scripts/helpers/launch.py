@@ -52,9 +52,8 @@ DEMO_SENTENCE: Final = (
     "another for work (install_and_run.py --model NAME)"
 )
 MASK: Final = "********"
-CALL_TOKENS: Final = (
-    1_500  # a call and its result: without room for one nothing is done
-)
+# a call and its result: without room for one nothing is done
+CALL_TOKENS: Final = 1_500
 HOUR_TOKENS: Final = 20_000  # what an agent reads and writes in an hour of work
 REPLY_PART: Final = 8  # 1/8 of the context is a reply's
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})

@@ -60,9 +60,8 @@ class Order:
     program: str  # LiteLLM's
     model_id: str
     context_length: int  # tokens
-    servers: list[
-        dict[str, str]
-    ]  # `url` and `key` of each, the one that sends this first
+    # `url` and `key` of each, the one that sends this first
+    servers: list[dict[str, str]]
     named_servers: dict[str, dict[str, str]]  # with other models (PROXY_MODELS)
     strict_model_names: bool
     max_body_bytes: int

@@ -38,9 +38,8 @@ SIZES: Final = {"desktop": (1280, 900), "phone": (390, 844)}
 NAMES: Final = ("desktop-dark", "desktop-light", "phone-dark", "phone-light")
 CONNECTED: Final = "#top:not([data-is=loading])"
 PATIENCE_SECONDS: Final = 240.0
-N_WARM_REQUESTS: Final = (
-    24  # before the picture: charts and cache have something to show
-)
+# before the picture: charts and cache have something to show
+N_WARM_REQUESTS: Final = 24
 
 
 class Agent(NamedTuple):

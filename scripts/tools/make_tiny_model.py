@@ -330,18 +330,14 @@ def make_tokenizer() -> Any:
 # Weights ----------------------------------------------------------------------
 
 FORBIDDEN: Final = 24.0  # logits between a token that may follow and one that may not
-WORD_SPREAD: Final = (
-    1.5  # standard deviation of a word's logit, from the random dimensions
-)
-STATE_SHARE: Final = (
-    0.9  # of the squared residual, in the state's dimension, after the last layer
-)
-EMBEDDING_SCALE: Final = (
-    0.5  # of a token's own random dimensions; small: the context decides
-)
-ATTENTION_SCALE: Final = (
-    1.5  # what one attention (or linear attention) layer adds to them
-)
+# standard deviation of a word's logit, from the random dimensions
+WORD_SPREAD: Final = 1.5
+# of the squared residual, in the state's dimension, after the last layer
+STATE_SHARE: Final = 0.9
+# of a token's own random dimensions; small: the context decides
+EMBEDDING_SCALE: Final = 0.5
+# what one attention (or linear attention) layer adds to them
+ATTENTION_SCALE: Final = 1.5
 MLP_SCALE: Final = 0.5
 # What a projection must make up for: mixing values, gates and activations make them smaller.
 GAINS: Final[Mapping[tuple[str, str], float]] = {
@@ -355,9 +351,8 @@ GAINS: Final[Mapping[tuple[str, str], float]] = {
 }
 # Of latent attention; what they read is normed, and is not the residual stream.
 LATENT_PROJECTIONS: Final = ("q_b_proj", "embed_q", "unembed_out")
-SHARPNESS: Final = (
-    2.0  # of queries and keys; about sqrt(head_dim) peaks of softmax, not a mean
-)
+# of queries and keys; about sqrt(head_dim) peaks of softmax, not a mean
+SHARPNESS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,9 +477,8 @@ class Planter:
             return np.ones(shape, np.float32)
         elif gemma and leaf.startswith("post_"):  # on what a sub-layer adds
             scale = ATTENTION_SCALE if "attention" in leaf else MLP_SCALE
-            scale *= math.sqrt(
-                residual.n_random / residual.recipe.hidden
-            )  # the rest is zero
+            # the rest is zero
+            scale *= math.sqrt(residual.n_random / residual.recipe.hidden)
             values = residual.row(state=0.0, random=scale)
         else:
             before_mlp = leaf in {
