@@ -24,7 +24,9 @@ THE AGENTS    what each sends, as their requests were recorded
 WHAT IS PRINTED  by agent: seconds of a step (median, worst) from the request to its last byte;
 seconds to the first token; tokens that the server says it read ("not said": it counts no cached
 tokens), and the fewest that it had to, about: what no earlier request had; where a last message is
-gone from the next request, also the reply that followed it. Tokens a second after the first one.
+gone from the next request, also the reply that followed it. A server reads less than that where a
+template writes the tools last: other tools after the same system prompt. Tokens a second after the
+first one.
 
 EXIT STATUS  0 measured, 2 a server could not be asked, 130 stopped by Ctrl-C
 """

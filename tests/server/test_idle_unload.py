@@ -1,8 +1,10 @@
 """IDLE_UNLOAD_SECONDS: weights and KV leave the memory, and come back with the next request."""
 
+import sys
 from contextlib import closing
 
 import mlx.core as mx
+import psutil
 import pytest
 import start_llm as s
 from nights import at_night
@@ -93,6 +95,34 @@ def test_memory_is_given_back(served, caplog):
     wait_until(lambda: status(served)["memory"]["model"] == 0)
     served.ask([SYSTEM, user("Hello")], max_tokens=3)
     wait_until(lambda: status(served)["memory"]["model"] == n_weights)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS is Linux's")
+def test_the_process_is_smaller_by_the_weights_while_it_sleeps(
+    tmp_path_factory, tmp_path
+):
+    """As the system counts it, and not MLX."""
+    root = tmp_path_factory.getbasetemp()
+    folder = tiny_model(DENSE, root, hidden=512, mlp=1536, layers=6)
+    settings = {
+        "cache_disk": "on",
+        "cache_disk_folder": str(tmp_path),
+        "idle_unload_seconds": NEVER,
+    }
+    process = psutil.Process()
+
+    with closing(Sleeper(folder, **settings)) as served:
+        n_weights = served.state.engine.model.nbytes
+        served.say(1)
+        awake_bytes = process.memory_info().rss
+        served.fall_asleep()
+        asleep_bytes = process.memory_info().rss
+        served.say(1)
+        bytes_again = process.memory_info().rss
+
+    assert n_weights > 60_000_000
+    assert awake_bytes - asleep_bytes >= 0.8 * n_weights
+    assert bytes_again - asleep_bytes >= 0.8 * n_weights
 
 
 def test_nothing_but_a_request_for_the_model_wakes_it(served):
