@@ -18915,6 +18915,8 @@ def _can_write_states(model: Any) -> bool:
 #  2 Schemas    What types an argument may have, by the schema of its tool.
 #  3 Values     Between tags a value is bare text; its types say what it means.
 #
+# Patterns are verbose, as compile_pattern() takes them: a blank in them is [ ].
+#
 # \0 stands for the end: ReplyReader puts it after a text when the reply is over, or the
 # token has come that ends the call. Models do not write that character. So in a pattern
 # "</tool_call> \s* \0" is an end tag with which the reply ends: until it does, a match is
@@ -18935,13 +18937,29 @@ NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
 
 
-def compile_pattern(source: str) -> Any:
-    """Compiled by the regex library, whose matches may be partial.
+def compile_pattern(source: str, **parts: str) -> Any:
+    """A verbose pattern of the regex library, whose matches may be partial.
 
-    \\s* in it means at most 400 of space, tab, CR and LF: a model may write them for
-    ever. \\s+ and \\s{} are as usual.
+    `parts`: as in fill_pattern(). And \\s* means at most 400 of space, tab, CR and LF:
+    a model may write them for ever.
     """
-    return regex.compile(source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
+    source = fill_pattern(source, **parts).replace(r"\s*", r"[ \t\r\n]{0,400}")
+    return regex.compile(source, regex.VERBOSE)
+
+
+def fill_pattern(source: str, **parts: str) -> str:
+    """A pattern whose words in capitals are replaced: "</NAME>", NAME="tool|call"."""
+
+    def part_of(word: re.Match[str]) -> str:
+        return f"(?:{parts[word[0]]})" if word[0] in parts else word[0]
+
+    return re.sub(r"\b[A-Z][A-Z_]+\b", part_of, source)
+
+
+def any_of(words: Iterable[str]) -> str:
+    """The pattern of any of these words; of none it matches nowhere."""
+    escaped = [regex.escape(word, special_only=False) for word in words]
+    return "|".join(sorted(escaped)) or NO_PATTERN
 
 
 class UnreadText:
@@ -19335,18 +19353,16 @@ def escape_json(text: str) -> str:
 #
 #  1 Tables     CALL_SYNTAXES, one row a syntax: CALL ARGUMENTS reads by it, and CALL
 #               FORMS writes. FOREIGN_FORMATS, whose calls WHOLE CALLS reads.
-#  2 Patterns   what ends a value between tags, and what may be in one
-#  3 Formats    which of them a chat template has told the model to write
+#  2 Formats    which of them a chat template has told the model to write
 #
-# Real models write calls that are nearly right (L-82), and files that contain the tags
-# of calls (TaggedValue: which of them are text). Tags left out, or written twice, cost
-# nothing where it is certain what is meant.
+# Real models write calls that are nearly right (L-82): a closing tag that was left out,
+# or written twice, costs nothing where it is certain what is meant.
 #
-# To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name,
-# and its tag to CALL_START. MODEL LOADING or mlx-lm must set tool_call_start (not for
-# <tool_call>), and `prefix` must begin with it. In CALL ARGUMENTS add an end tag after
-# JSON to _END_TAG and _CALL_END, tags around arguments to _LATE_TAG. To add a foreign
-# format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
+# To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name.
+# MODEL LOADING or mlx-lm must set tool_call_start (not for <tool_call>), and `prefix`
+# must begin with it; CALL_START has that tag, too. In CALL ARGUMENTS add an end tag
+# after JSON to _END_TAG and _CALL_END, tags around arguments to _LATE_TAG. To add a
+# foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
 # Uses     CALL TEXT
 # Thread   any; pure
@@ -19361,12 +19377,12 @@ class ArgumentTags:
 
     Qwen's:
 
-        key, key_spelling, gap    <parameter=path>\n
-        before_close, close       a.md\n</parameter>\n
-        inner_end, outer_end      </function>\n</tool_call>  either may be left out
+        key, gap               <parameter=path>\n
+        before_close, close    a.md\n</parameter>\n
+        inner_end, outer_end   </function>\n</tool_call>    either may be left out
 
-    All are patterns, put into `(?x: )`: write a blank as `[ ]`. But `key_spelling` is
-    for str.format(), and `close`, `inner_end`, `outer_end` are plain tags.
+    `close`, `inner_end` and `outer_end` are plain tags, `key_spelling` is for
+    str.format(), all others are patterns.
     """
 
     # What opens a value.
@@ -19384,9 +19400,9 @@ class ArgumentTags:
     # What ends it, and the call.
     before_close: str = ""  # what is no part of the value, either
     close: str
-    # The only end if the gap has a group `quoted`: <![CDATA[, after which no other tag
+    # The only end if the gap has a group `cdata`: <![CDATA[, after which no other tag
     # means anything.
-    quoted_close: str = NO_PATTERN
+    cdata_close: str = NO_PATTERN
     inner_end: str = NO_PATTERN  # of the two end tags of a call the first
     outer_end: str
     next_call: str  # how another call begins
@@ -19418,37 +19434,36 @@ class ForeignFormat(NamedTuple):
     string_mark: str = ""  # before and after a string, as Gemma has it
     is_json: bool = False  # a list of calls, and no end tag
     is_python: bool = False  # a list of calls
-    # mlx-lm's parser reads all others, and overlooks what is damaged. So count: no more
-    # `call_tag` or `argument_tag` than calls or arguments it found, no `any_tag` in its
-    # values.
-    call_tag: str = NO_PATTERN
-    argument_tag: str = NO_PATTERN
-    any_tag: str = NO_PATTERN
+    # mlx-lm's parser reads all others, and overlooks what is damaged. So their tags are
+    # counted: those of an argument, and what else is `markup`, where the group `call` is
+    # that of a call. In a value there may be none.
+    argument_tag: str = ""
+    markup: str = NO_PATTERN
 
 
 HERMES_START: Final = "<tool_call>"  # JSON follows, or another syntax
 MISTRAL_START: Final = "[TOOL_CALLS]"  # older templates print a list of calls after it
 # Without that tag: read[ARGS]{ or read[CALL_ID]aB3dE6gH9[ARGS]{
-_MISTRAL_UNTAGGED_CALL: Final = r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]"
+_MISTRAL_UNTAGGED_CALL: Final = r"NAMES (?: \[CALL_ID\] \w{1,40}+ )? \[ARGS\]"
 
 CALL_SYNTAXES: Final = {  # in the order in which they are tried
     "qwen": CallSyntax(
         marker="<function=",
         prefix="<tool_call>{gap}<function={name}>{gap}",
-        name=r"<function=(?P<qwen>[^\s<>]{1,200})>",
-        untagged_call=r"<function=(?:NAMES)>(?=\s{0,40}<(?:parameter=|/function>))",
+        name=r"<function= (?P<qwen> [^\s<>]{1,200} ) >",
+        untagged_call=r"<function= NAMES > (?= \s{0,40} <(?: parameter= | /function> ))",
         tags=ArgumentTags(
-            key=r"""<parameter(?:=|[ ]name=)["']?NAME["']?>""",
-            key_start=r"<parameter[= ]",
+            key=r"""<parameter (?: = | [ ]name= ) ["']? NAME ["']? >""",
+            key_start="<parameter[= ]",
             key_spelling="<parameter={key}>\n",
-            gap=r"(?:\n|(?=.))",  # waits for the next letter: a line break may come
+            gap=r"\n | (?=.)",  # waits for the next letter: a line break may come
             is_on_lines=True,
             element_names="function|parameter",
             before_close=r"\n?",
             close="</parameter>",
             inner_end="</function>",
             outer_end="</tool_call>",
-            next_call=r"<tool_call>|<function=",
+            next_call="<tool_call> | <function=",
         ),
         end_spelling="</function>\n</tool_call>",
     ),
@@ -19456,17 +19471,23 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         marker="<arg_key>",
         prefix="<tool_call>{name}{gap}{first_tag}",  # or `read` might become `reader`
         # JSON only where the tag came before
-        name=r"""(?P<glm>[^\s<>{}[\]"]{1,200})"""
-        r"\s*(?=<arg_key>|</tool_call>|(?<=<tool_call>[^{]{0,600})\{)",
+        name=r"""
+            (?P<glm> [^\s<>{}[\]"]{1,200} ) \s*
+            (?= <arg_key> | </tool_call> | (?<= <tool_call> [^{]{0,600} ) \{ )
+        """,
         tags=ArgumentTags(
             # why(L-82): these tags come twice, or not at all
-            key=r"(?:<arg_key>\s*){1,3}NAME"
-            r"(?:(?:\s*</arg_key>){1,3}|(?=\s*<arg_value>))",
+            key=r"""
+                (?: <arg_key> \s* ){1,3} NAME
+                (?: (?: \s* </arg_key> ){1,3} | (?= \s* <arg_value> ) )
+            """,
             name="[^<]{1,200}?",
-            key_start=r"<arg_key|<tool_call>\w",
+            key_start=r"<arg_key | <tool_call>\w",
             key_spelling="<arg_key>{key}</arg_key>{gap}<arg_value>",
             # Without <arg_value> no comma, colon or quoted tag begins the value.
-            gap=r"""\s*(?:<arg_value>|(?=[^<\s"'`,;:]|["'`][^<]))""",
+            gap=r"""
+                \s* (?: <arg_value> | (?= [^<\s"'`,;:] | ["'`][^<] ) )
+            """,
             element_names="arg_key",
             stray_tag="<arg_value>",
             close="</arg_value>",
@@ -19478,18 +19499,19 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     "minimax": CallSyntax(  # one <minimax:tool_call> has several calls
         marker="<invoke name=",
         prefix='<minimax:tool_call>\n<invoke name="{name}">\n',
-        name=r'<invoke name="?(?P<minimax>[^\s<>"]{1,200})"?>',
-        untagged_call=r'<invoke name="?(?:NAMES)"?>'
-        r"(?=\s{0,40}<(?:parameter |/invoke>))",
+        name=r"""<invoke[ ]name="? (?P<minimax> [^\s<>"]{1,200} ) "?>""",
+        untagged_call=r"""
+            <invoke[ ]name="? NAMES "?> (?= \s{0,40} <(?: parameter[ ] | /invoke> ))
+        """,
         tags=ArgumentTags(
-            key=r"""<parameter[ ]name="?NAME"?>""",
-            key_start=r"<parameter[ ]",
+            key=r"""<parameter[ ]name="? NAME "?>""",
+            key_start="<parameter[ ]",
             key_spelling='<parameter name="{key}">',
             element_names="invoke|parameter",
             close="</parameter>",
             inner_end="</invoke>",
             outer_end="</minimax:tool_call>",
-            next_call=r"<minimax:tool_call>|<invoke[ ]",
+            next_call="<minimax:tool_call> | <invoke[ ]",
         ),
         end_spelling="</invoke>\n</minimax:tool_call>",
     ),
@@ -19498,100 +19520,102 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
         # `++` and the bounds: what is no header must not be tried from each of its
         # letters (L-88). The channel may come after the recipient, too.
-        name=r"""(?x:
+        name=r"""
             (?: <\|channel\|> [^<]{0,40}? )?
             \s* to= (?: functions\. )? (?P<harmony> [\w.-]{1,200}+ )
             (?: [^{<] | <\|c ){0,99}+         # <|c: <|channel|>, <|constrain|>json
             <\|message\|>
             \s* \{
-        )""",
-        untagged_call=r"(?:<\|channel\|>[^<]{0,40})?"
-        r"to=(?:functions\.|(?:NAMES)(?=[\s<]))",
+        """,
+        untagged_call=r"""
+            (?: <\|channel\|> [^<]{0,40} )? to= (?: functions\. | NAMES (?= [\s<] ) )
+        """,
     ),
     "mistral": CallSyntax(  # several calls may follow one [TOOL_CALLS]
         marker="[ARGS]",
         prefix="[TOOL_CALLS]{name}{gap}",
         # why(L-90): from version 11 of the format on; that version has an id, too.
         # After its tag a name may stand without [ARGS].
-        name=r"""(?x:
-            (?: \[TOOL_CALLS\] \s* (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? (?:\[ARGS\])?
-              | (?P<mistral> [^\s[\]{}]{1,200}+ ) ID? \[ARGS\]
-            )
+        name=r"""
+            (?: \[TOOL_CALLS\] \s* (?P<mistral> [^\s[\]{}]{1,200}+ )
+                (?: \[CALL_ID\] \w{1,40}+ )? (?: \[ARGS\] )?
+              | (?P<mistral> [^\s[\]{}]{1,200}+ )
+                (?: \[CALL_ID\] \w{1,40}+ )? \[ARGS\] )
             \s* \{
-        )""".replace("ID", r"(?: \[CALL_ID\] \w{1,40}+ )"),
+        """,
         untagged_call=_MISTRAL_UNTAGGED_CALL,
     ),
     "kimi": CallSyntax(
         marker="<|tool_call_begin|>",
         prefix="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
         "<|tool_call_argument_begin|>",
-        name=r"""(?x:
+        name=r"""
             (?: <\|tool_calls?_section_begin\|> \s* )?  # only before the first call
             <\|tool_call_begin\|> \s*
             (?: functions\. )? (?P<kimi> [^\s<>{}]{1,200}? ) : \d{1,6}
             \s* <\|tool_call_argument_begin\|>
             \s* \{
-        )""",
-        untagged_call=r"""(?x:
+        """,
+        untagged_call=r"""
             (?: <\|tool_calls?_section_begin\|> \s{0,9} )?
-            <\|tool_call_begin\|> \s{0,9} (?: functions\. )? (?:NAMES) :
-        )""",
+            <\|tool_call_begin\|> \s{0,9} (?: functions\. )? NAMES :
+        """,
         end_spelling="<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "minicpm": CallSyntax(
         marker="<param name=",
         prefix='<function name="{name}">',
-        name=r"""<function\s{1,9}name="?(?P<minicpm>[^\s<>"]{1,200}+)"?\s{0,9}>""",
+        name=r"""<function \s{1,9} name="? (?P<minicpm> [^\s<>"]{1,200}+ ) "? \s{0,9} >""",
         tags=ArgumentTags(
-            key=r"""<param[ ]name="?NAME"?>""",
-            key_start=r"<param[ ]",
+            key=r"""<param[ ]name="? NAME "?>""",
+            key_start="<param[ ]",
             key_spelling='<param name="{key}">',
             # Without <![CDATA[ the value begins where it cannot become that.
-            gap=r"\s*(?:(?P<quoted><!\[CDATA\[)"
-            r"|(?=[^\s<]|<[^!]|<![^\[]|<!\[[^C]))",
+            gap=r"""
+                \s* (?: (?P<cdata> <!\[CDATA\[ )
+                      | (?= [^\s<] | <[^!] | <![^\[] | <!\[[^C] ) )
+            """,
             element_names="function|param",
             stray_tag="</param>",
             before_close=r"\s*",
             close="</param>",
-            quoted_close=r"\]\]>\s*</param>(?=\s*(?:<param[ ]|</function>))",
+            cdata_close=r"\]\]> \s* </param> (?= \s* (?: <param[ ] | </function> ) )",
             outer_end="</function>",
-            next_call=r"<function[ ]",
+            next_call="<function[ ]",
         ),
         end_spelling=None,
     ),
     "hermes": CallSyntax(  # its marker is in the templates of qwen and glm, too
         marker="<tool_call>",
         prefix='<tool_call>{gap}{{"name": {json_name}, "arguments":',
-        name=r"""(?x:
+        name=r"""
             \{ \s* "name" \s* : \s* "(?P<hermes> [^"\\]{1,200} )" \s*
             (?: , \s* "arguments" \s* : \s* \{
-              | (?= \} )                 # a call without arguments
-            )
-        )""",
+              | (?= \} ) )               # a call without arguments
+        """,
         # why(L-82): Qwen2.5-Coder leaves out the tag, with or without a block of code.
-        untagged_call=r"""(?x:
-            \{
-            (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
-                \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
-        )""",
+        untagged_call=r"""
+            \{ (?= \s{0,99} "name" \s{0,9} : \s{0,9} " NAMES " \s{0,9} ,
+                   \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
+        """,
         end_spelling="\n}\n</tool_call>",
     ),
 }
 
 # How a call of any syntax begins; the tag may have been left out, or come twice.
 CALL_START: Final = compile_pattern(
-    # (?:\s+)? is any number of blanks: \s* would be 400 at most.
-    rf"(?:\s+)?(?:{FENCE_START})?(?:(?:<(?:minimax:)?tool_call>\s*){{1,2}})?(?:"
-    + "|".join(syntax.name for syntax in CALL_SYNTAXES.values())
-    + ")"
+    r"""
+        (?: \s+ )?  # any number: \s* would be 400 at most
+        FENCE? (?: (?: <(?:minimax:)?tool_call> \s* ){1,2} )? NAME
+    """,
+    FENCE=FENCE_START,
+    NAME="|".join(syntax.name for syntax in CALL_SYNTAXES.values()),
 )
 
 FOREIGN_SYNTAX: Final = "foreign"  # in the place of a key of CALL_SYNTAXES
 
 _GEMMA: Final = ForeignFormat(
-    opening="call:{name}{{",
-    untagged_call=r"call:(?:NAMES)\{",
-    string_mark='<|"|>',
+    opening="call:{name}{{", untagged_call=r"call: NAMES \{", string_mark='<|"|>'
 )
 FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     # Gemma 4    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
@@ -19606,148 +19630,22 @@ FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     "<longcat_tool_call>": ForeignFormat(
         opening="{name}\n",
         argument_tag="<longcat_arg_key>",
-        any_tag=r"</?longcat_\w+>",
+        markup=r"ARGUMENT | </?longcat_\w+>",
     ),
     # Muse Spark    <atem:function_calls><atem:invoke name="read"><atem:parameter ...
     "<atem:function_calls>": ForeignFormat(
-        call_tag=r"<atem:invoke\b",
         argument_tag=r"<atem:parameter\b",
-        any_tag=r"</?atem:\w+",
+        markup=r"ARGUMENT | (?P<call> <atem:invoke\b ) | </?atem:\w",
     ),
     # Kimi K3    <|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument ...
     "<|open|>tools<|sep|>": ForeignFormat(
-        call_tag=r"<\|open\|>call\b",
         argument_tag=r"<\|open\|>argument\b",
-        any_tag=r"<\|(?:open|close|sep)\|>",
+        markup=r"ARGUMENT | (?P<call> <\|open\|>call\b ) | <\|(?: open | close | sep )\|>",
     ),
 }
 
 
-# -- 2 patterns ------------------------------------------------------------------------
-
-
-@lru_cache
-def key_pattern(tags: ArgumentTags) -> Any:
-    """What may come between two values: the tag of a key, or an end tag.
-
-    Its groups say which: `key` is the name of an argument, whose value follows; `end`,
-    the call ends here, perhaps with half a tag; neither, go on to the next tag.
-    """
-    key = tags.key.replace("NAME", f"(?P<key>{tags.name})")
-    return compile_pattern(rf"""(?x:
-        \s*
-        (?: {key} {tags.gap}                     # <parameter=path> and a line break
-          | {tags.inner_end}                     # </function>
-          | (?P<end>
-                {tags.outer_end} | \0            # </tool_call>
-              | </[\w:]{{0,20}} (?= \0 )         # </tool_c, where the reply is cut
-              | (?= {tags.next_call} ) ) )       # <tool_call>
-    )""")
-
-
-class ValuePatterns(NamedTuple):
-    """What ends a value, and the tags that may be in it."""
-
-    # What ends it, or may seem to:
-    #
-    #     closed    a.md</parameter>\n</function>  a closing tag, once or twice, after
-    #                                              which the syntax goes on
-    #     quoted    say `<parameter=n>`            a key's tag after a quote or a blank:
-    #                                              the value goes on
-    #     no group  a.md</function></tool_call>    it was never closed: the call ends
-    #               a.md<parameter=n>              or another value follows
-    end: Any
-    # A tag in it, by its groups:
-    #
-    #     text    <function>f</function>  a whole element within a line
-    #     key     <parameter=n>           the tag of a key of the tool, or a stray_tag
-    #     name    function                any other tag; `slash` if it is </function>
-    #     quoted  `</function>            a quote is next to it
-    #     begins  \n  <function=f> b      it begins a line
-    #     ends    a </function>\n         it ends a line
-    #
-    # Unless the value is on lines, one also begins after > and ends before < [ { / 0-9.
-    inner_tag: Any
-    # A closing tag at the start of a value, or an opening one at its end. At either of
-    # them it may be the tag around a call.
-    edge_tag: Any
-
-
-@lru_cache
-def value_patterns(
-    tags: ArgumentTags,
-    keys: tuple[str, ...],
-    *,
-    is_quoted: bool,
-    is_on_lines: bool,
-    reads_end_token: bool,
-) -> ValuePatterns:
-    """The patterns of a value in a call of a tool with these keys, all verbose.
-
-    `is_quoted`: its gap had the group `quoted`. `is_on_lines`: it began on a line of its
-    own. `reads_end_token`: the call ends at \\0, and the letters of its end tag are text.
-    """
-    close, inner_end, outer_end = tags.close, tags.inner_end, tags.outer_end
-    end_as_text = NO_PATTERN if reads_end_token else outer_end
-    names = "|".join(regex.escape(key, special_only=False) for key in sorted(keys))
-    next_key = tags.key.replace("NAME", f"(?:{names or NO_PATTERN})")
-
-    closed = rf"""(?x:
-        (?P<closed> {tags.before_close} {close} (?: \s* {close} )? )
-        (?= \s*
-          (?: (?: {tags.key_start} )                         # <parameter=
-            | (?: {inner_end} \s* ){{0,2}}
-              (?: {end_as_text} (?= [^"'`] )                 # </function></tool_call>.
-                | (?: {outer_end} \s* )? \0 )                # the call's end, as \0
-            | {inner_end} \s* (?: {tags.next_call} )         # </function>, a call
-            | \n {inner_end} [ \t]{{0,9}} \n \s* [^<\s]      # \n</function>\nDone.
-          ) )
-    )"""
-    unclosed = rf"""(?x:
-        {tags.before_close} (?= [<\0] )
-        (?= (?: {inner_end} \s* )? (?: {outer_end} \s* )? \0   # </function> and the end
-          | </ [\w:]{{0,20}} \0                                # </para and the end
-          | {close} [ \t\r\n]{{401}}                           # a model caught in blanks
-          | (?: {inner_end} \s* (?: {end_as_text} \s* )?       # </function>, a call
-              | {end_as_text} \s* \n ) (?: {tags.next_call} ) )
-    )"""
-    before_key = rf"""(?x:
-        (?P<quoted> ["'`\x20] {next_key} )    # say `<parameter name="n">`
-      | \n? (?= {next_key} )                  # a.md<parameter name="n">5
-    )"""
-    if tags.is_on_lines:  # only a line that is a tag
-        before_key = rf"(?x: \n (?= \s* {next_key} [ \t]{{0,9}} \n ) )"
-    end = f"{closed}|{unclosed}|{before_key}"
-    if is_quoted:
-        end = rf"(?x: (?P<closed> {tags.quoted_close} ) | (?= \0 ) )"
-
-    line_start, line_end = "(?:^|(?<=>))", r"(?:$|(?=[<\[{/\d]))"
-    if is_on_lines:
-        line_start, line_end = "^", "$"
-    tag = rf"""
-        (?P<tag> (?P<key> {next_key} | {tags.stray_tag} )
-          | < (?P<slash> / )? (?P<name> {tags.element_names} ) (?= [\s>/=] )
-            (?! [^<>]{{0,200}} /> ) [^<>\n]{{0,200}} >?+ )
-        (?P<quoted> (?= ["'`] ) )?
-        (?P<ends> [ \t]*+ {line_end} )?
-    """
-    inner_tag = rf"""(?xm:
-        (?P<begins> {line_start} [ \t]*+ ) {tag}            # one that begins a line
-      | (?P<text> < (?P<element> {tags.element_names} ) (?= [\s>/=] )
-                  [^\n]{{0,400}}? </ (?P=element) > )
-      | (?P<quoted> (?<= ["'`] ) (?<! {close} ["'`] ) )? {tag}   # any other
-    )"""
-    outer_tag = rf"<{'' if reads_end_token else '/?'}{outer_end.strip('</>')}>"
-    edge_tag = rf"""(?x:
-        \A \s* (?: {close} | {outer_tag} )
-      | (?: < (?: {tags.element_names} ) (?: [\s=] [^<>]* )? > | {outer_tag} ) \s* \Z
-    )"""
-    return ValuePatterns(
-        compile_pattern(end), regex.compile(inner_tag), regex.compile(edge_tag)
-    )
-
-
-# -- 3 formats -------------------------------------------------------------------------
+# -- 2 formats -------------------------------------------------------------------------
 
 
 class ToolCallFormat(NamedTuple):
@@ -19797,11 +19695,11 @@ class ToolCallFormat(NamedTuple):
         Of harmony's, a call of any function. None if models do not do that in this
         syntax.
         """
-        names = "|".join(regex.escape(name) for name in parameters_by_name(tools))
-        if not names:
+        syntax = self.foreign if self.is_foreign else CALL_SYNTAXES[self.syntax]
+        names = parameters_by_name(tools)
+        if not names or not syntax.untagged_call:
             return None
-        entry = self.foreign if self.is_foreign else CALL_SYNTAXES[self.syntax]
-        return entry.untagged_call.replace("NAMES", names) or None
+        return f"(?x:{fill_pattern(syntax.untagged_call, NAMES=any_of(names))})"
 
 
 def _find_syntax(template: str, start: str, family: str) -> str:
@@ -19863,18 +19761,17 @@ def tool_call_prefixes(
 #     \n</parameter>                     "
 #     \n</function>\n</tool_call>        }                          by ReplyReader
 #
-# Two readers with one interface: `read` again and again, until `is_done`. Each reads on
-# to the end of the call (JSON in place of tags does not), and withholds the last bracket
-# as `closing`.
+# Two readers with one interface: `read` again and again, until `is_done`: the call has
+# ended (JSON in the place of tags ends with its bracket).
 #
 #  1 JsonArguments     JSON, mended: models write a comma too many or too few, quotes and
 #                      line breaks in strings, Python's words, and forget the last
 #                      bracket. Broken are single quotes, .5, NaN, TRUE, a line break in
 #                      a key, a key of over 999 letters, an unknown member after the
 #                      arguments
-#  2 TaggedArguments   values between tags
+#  2 TaggedArguments   values between tags, each read by a TaggedValue
 #
-# Where two readings are tried one after another, the first has no match at all: a match
+# Where two patterns are tried one after another, the first has no match at all: a match
 # that is partial waits for more text. So any chunking gives the same.
 #
 # The law: a call never runs with fewer arguments than were written, and no value has
@@ -19889,104 +19786,111 @@ def tool_call_prefixes(
 
 # -- 1 JSON ----------------------------------------------------------------------------
 
-NUMBER: Final = r"""(?x:
-    -? (?: 0 | [1-9][0-9]{0,99} )
-    (?: \. [0-9]{1,99} )?
-    (?: [eE] [+-]? [0-9]{1,3} )?
+NUMBER: Final = r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?"
+CHARACTER: Final = r"""(?x:
+    [^"\\\x00-\x1f]
+  | \\ ["\\/bfnrt]
+  | \\u (?i: (?! d[89a-f] ) [0-9a-f]{4} )                             # \u00e9
+  | \\u (?i: d[89ab][0-9a-f]{2} ) \\u (?i: d[c-f][0-9a-f]{2} )        # \ud83d\ude00
 )"""
-_ESCAPE: Final = r"""(?x:
-    ["\\/bfnrt]
-  | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
-         | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
-)"""
-CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_CHARACTERS: Final = compile_pattern(rf"{CHARACTER}+")
-_KEY: Final = rf'(?x: "{CHARACTER}{{0,999}}" )'
-# A number or a word is certain once something follows it.
-_VALUE: Final = r"""(?x:
-    (?P<open> [{\["] )
-  | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] )
-)"""
-# What ends a call whose last bracket was forgotten.
-_END_TAG: Final = r"""(?x:
+_KEY: Final = f'"{CHARACTER}{{0,999}}"'
+# What ends a call whose last brackets were forgotten.
+_END_TAG: Final = r"""
     </ (?: (?: minimax: )? tool_call | function | invoke ) > | <tool_call> \s* [{<\w]
   | <\|call\|> | <\|tool_call (?: s?_section )? _end\|> | \[TOOL_CALLS\]
-)"""
+"""
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
-# come twice, or be missing.
+# come twice, or be missing. A number or a word is certain once something follows it.
 _NEXT: Final = {
-    bracket: compile_pattern(rf"""(?x:
+    bracket: compile_pattern(
+        r"""
         (?P<lead> \s* ) (?: [,;] (?P<gap> \s* ) )*+
-        (?: {member} | (?P<close> [}}\]] ) | (?P<end> (?= {_END_TAG} ) ) )
-    )""")
-    for bracket, member in {
-        "}": rf"(?P<key> {_KEY} ) (?P<colon> \s* : \s* ) {_VALUE}",
-        "]": _VALUE,
-    }.items()
-}
-
-# why(L-86): models leave quotes inside a string as they are. What follows a quote
-# decides: the string ends; or nobody can tell, and it is `broken`; or, where nothing
-# matches, the quote is inside, as in print("hello") and f("a", "b").
-_QUOTE: Final = {
-    bracket: compile_pattern(rf"""(?x:
-        "
-        (?: (?P<broken> \s* :          # "x, "n": 5   ends a key; the string before it
-                                       #             was not closed (L-133)
-              | [ \t\r\n]{{401}} )     # a model caught in blanks
-          | (?= \s* (?: [}}\]]         # "hello"}}
-                | {_END_TAG}           # "hello"</tool_call>
-                | {after} ) ) )
-    )""")
-    for bracket, after in {
-        "}": rf"""
-            (?P<broken> [,;] \s*
-                (?: : | " \w{{1,99}} \s* : ) )  # "x", "n: 5   a quote is missing
-          | [,;] \s* (?: [}}\],;] | {_END_TAG} )  # "hello",}}    "hello", </tool_call>
-          | [,;\s] \s* {_KEY} \s* [^\s),.]        # "hello", "n":   or without comma
+        (?: LABEL (?: (?P<open> [{\["] )                                  # "n": [
+                    | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] ) )    # "n": 5,
+          | (?P<close> [}\]] )
+          | (?P<end> (?= END_TAG ) ) )
         """,
-        "]": '[,;"]',  # "hello", 5
+        LABEL=label,
+        KEY=_KEY,
+        END_TAG=_END_TAG,
+    )
+    for bracket, label in {
+        "}": rf"(?P<key> {_KEY} ) (?P<colon> \s* : \s* )",
+        "]": "",
     }.items()
 }
 
-# After the arguments: members of the call that are none, brackets, too many or one too
-# few, and the end of the call.
-_CALL_MEMBER: Final = rf"""(?x:
-    \s* [}}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
-    \s* : \s* (?: " {CHARACTER}{{0,99}} " | (?: {NUMBER} | null ) (?= [\s,}}\]</] ) )
-)"""
-_CALL_END: Final = compile_pattern(rf"""(?x:
-    {_CALL_MEMBER}*+ (?P<brackets> (?: \s* [}}\]] )*+ ) \s*
-    (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{{<\w] )
-      | (?: < (?: / [\w:]{{0,20}} | [|] \w{{0,20}} )? )? (?= \0 )  # the reply was cut
+_CHARACTERS: Final = compile_pattern(f"{CHARACTER}+")
+# Whether a quote ends a string, in an object or an array: models leave quotes inside a
+# string as they are (L-86). What follows decides. If it `breaks`, nobody can tell; if
+# nothing matches, the quote is inside, as in print("hello") and f("a", "b").
+_QUOTE: Final = {
+    bracket: compile_pattern(
+        r"""
+        " (?: (?P<breaks> BREAKS )
+            | (?= \s* (?: [}\]]      # "hello"}
+                        | END_TAG    # "hello"</tool_call>
+                        | ENDS ) ) )
+        """,
+        BREAKS=breaks,
+        ENDS=ends,
+        END_TAG=_END_TAG,
+    )
+    for bracket, breaks, ends in [
+        (
+            "}",
+            # A key was read as a text: the quote before it, or its own first, is missing.
+            r"""
+            \s* :                                 # "x, "n": 5
+          | [,;] \s* (?: : | " \w{1,99} \s* : )   # "x", "n: 5
+          | [ \t\r\n]{401}                        # a model caught in blanks
+            """,
+            rf"""
+            [,;] \s* (?: [}}\],;] | {_END_TAG} )  # "hello",}}    "hello", </tool_call>
+          | [,;\s] \s* {_KEY} \s* [^\s),.]        # "hello", "n":   or without comma
+            """,
+        ),
+        ("]", r"\s* : | [ \t\r\n]{401}", '[,;"]'),  # "hello", 5
+    ]
+}
+
+# After the arguments: other members of the call, brackets, and the end of the call.
+_CALL_END: Final = compile_pattern(
+    r"""
+    (?: \s* [}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) " \s* :
+        \s* (?: " CHARACTER{0,99} " | (?: NUMBER | null ) (?= [\s,}\]</] ) ) )*+
+    (?P<brackets> (?: \s* [}\]] )*+ ) \s*
+    (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{<\w] )
+      | (?: < (?: / [\w:]{0,20} | [|] \w{0,20} )? )? (?= \0 )  # the reply was cut
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
         (?: \s* <\|tool_calls?_section_end\|>
-          | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) )
-    )
-)""")
-# Without the tag the call has ended, too, if a text follows (L-82). If an argument does,
-# a bracket was closed too early.
-_CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""(?x:
+          | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) ) )
+    """,
+    CHARACTER=CHARACTER,
+    NUMBER=NUMBER,
+)
+# Without the tag the call has ended, too, if a text follows (L-82), and no argument.
+_CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
-    (?= [^\0\s\w,;:"'}\]]    # } <p>    but not }, "n": 5
+    (?= [^\0\s\w,;:"'}\]]              # } <p>            not  }, "n": 5
       | \w{1,99}+
-        (?: [^"',]            # } Done.
-          | , \s* [^"'\s]     # } Well, done.    but not } 1, "n": 5
-          | ["'] \s* [^\s:,}\]] )   # } I'm done.    but not } n": 5 or } do", "n": 5
-      | (?<= \s ) (?: [,;:]    # }\n, "n": 5, a late_argument
-          | ["'] \s* [^\s,}\]] ) )   # } "Done."  but not } ", "n": 5
-)""")
+        (?: [^"',]                     # } Done.
+          | , \s* [^"'\s]              # } Well, done.    not  } 1, "n": 5
+          | ["'] \s* [^\s:,}\]] )      # } I'm done.      not  } n": 5    } do", "n": 5
+      | (?<= \s ) (?: [,;:]            # }\n, "n": 5, a late argument
+          | ["'] \s* [^\s,}\]] ) )     # } "Done."        not  } ", "n": 5
+""")
 
-# An argument after the end of its call: that tag came too early.
-_LATE_MEMBER: Final = r"""(?x:
+# An argument after the end of its call: that came too early.
+_LATE_MEMBER: Final = r"""
     \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]    # , "n": 5
   | \s* [,;:] \s* \w{0,99} ["']? \s* :                    # , n": 5
-)"""
-_LATE_TAG: Final = r"""(?x:
-    (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
+"""
+_LATE_TAG: Final = r"""
+    (?: [^<]{0,99}+ </(?: function | tool_call | invoke | minimax:tool_call )> ){0,9}
     [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
-)"""
+"""
 
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORD: Final = regex.compile(rf"{NUMBER}|true|false|null")
@@ -20006,8 +19910,6 @@ class JsonArguments:
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
-        self.is_closed = False  # the arguments have ended
-        self.closing = ""  # once they are closed: the last bracket
         self._unread = unread
         self._place = place
         self._closers = ["}"]  # of all brackets that are open, outermost first
@@ -20021,14 +19923,14 @@ class JsonArguments:
         return not self._is_in_string or self._unread.text.startswith('"')
 
     def read(self) -> str:
-        """What more is certain of the arguments, as JSON text without `closing`."""
+        """What more is certain of the arguments, as JSON without the last bracket."""
         json_text = ""
-        while not (self.is_done or self.is_closed):
+        while self._closers and not self.is_done:
             part = self._read_string() if self._is_in_string else self._read_value()
             if part is None:  # the next text decides
                 return json_text
             json_text += part
-        if self._place != "tags" and not self.is_done:
+        if not self.is_done:
             self._read_end_of_call()
         return json_text
 
@@ -20047,14 +19949,11 @@ class JsonArguments:
         if match["close"] is not None:
             return self._close(match["close"], json_text)
         if match["end"] is not None:
-            # {"path": "a.md"</tool_call>    the bracket was forgotten; of two, nobody
-            # knows which, and after { or a comma a member may have been
-            is_last = self._closers == ["}"] and not self._has_object
-            is_cut = self._is_first or match["gap"] is not None
-            return self._close("}") if is_last and not is_cut else self._break()
+            return self._close_at_end(has_comma=match["gap"] is not None)
 
         if not self._is_first:
             json_text += ","
+        self._is_first = False
         json_text += match["gap"] or ""
         if self._closers[-1] == "}":
             key = json.loads(match["key"])
@@ -20063,11 +19962,6 @@ class JsonArguments:
             self._used_keys[-1].add(key)
             json_text += match["key"] + match["colon"]
 
-        return self._begin_value(match, json_text)
-
-    def _begin_value(self, match: Any, json_text: str) -> str:
-        """Take a word, or what begins a value; returns it after `json_text`."""
-        self._is_first = False
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
             return json_text + word if _JSON_WORD.fullmatch(word) else self._break()
@@ -20085,11 +19979,19 @@ class JsonArguments:
             return self._break()
         self._used_keys.pop()
         self._is_first = False
-        if self._closers:
-            return lead + bracket
-        self.is_closed = True
-        self.closing = lead + bracket
-        return ""
+        return lead + bracket if self._closers else lead
+
+    def _close_at_end(self, *, has_comma: bool) -> str:
+        """The call ends, and a bracket was forgotten: {"path": "a.md"</tool_call>
+
+        Of two nobody knows which. After { or a comma a member may have been.
+        """
+        is_last = self._closers == ["}"] and not self._has_object
+        return (
+            self._break()
+            if has_comma or self._is_first or not is_last
+            else self._close("}")
+        )
 
     def _read_string(self) -> str | None:
         """Read on in the string: its text, its end, or what JSON would escape."""
@@ -20102,7 +20004,7 @@ class JsonArguments:
             return None
         if match is not None:
             self._is_in_string = False
-            return '"' if match["broken"] is None else self._break()
+            return '"' if match["breaks"] is None else self._break()
         character = unread.text[0]
         if character == "\0":  # why(L-86): what is cut in a string is not closed
             return self._break()
@@ -20111,6 +20013,9 @@ class JsonArguments:
 
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
+        if self._place == "tags":
+            self.is_done = True
+            return
         end = self._unread.match_next(_CALL_END)
         # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
         # The bracket of the call is missing; or the tree's, and n is an argument.
@@ -20127,8 +20032,146 @@ class JsonArguments:
 
 # -- 2 tags ----------------------------------------------------------------------------
 
-_JSON_START: Final = compile_pattern(r"\s*\{")
-_TAG_AT_END: Final = re.compile(r"<[^<>]+>(?=\s*\Z)")
+
+def _parts_of(tags: ArgumentTags, keys: Iterable[str] = ()) -> dict[str, str]:
+    """Of the patterns below: the tags; KEY is that of one of these `keys`."""
+    return {
+        "KEY": fill_pattern(tags.key, NAME=any_of(keys)),
+        "KEY_START": tags.key_start,
+        "BEFORE_CLOSE": tags.before_close,
+        "CLOSE": tags.close,
+        "INNER_END": tags.inner_end,
+        "OUTER_END": tags.outer_end,
+        "NEXT_CALL": tags.next_call,
+        "ELEMENT": tags.element_names,
+    }
+
+
+@lru_cache
+def _next_tag(tags: ArgumentTags) -> Any:
+    """What may come between two values: the tag of a key, or an end tag.
+
+    Its groups: `key`, the name of an argument, whose value follows; `end`, the call ends
+    here, perhaps with half a tag; neither, go on to the next tag.
+    """
+    parts = _parts_of(tags)
+    parts["ANY_KEY"] = fill_pattern(tags.key, NAME=f"(?P<key> {tags.name} )")
+    return compile_pattern(
+        r"""
+        \s*
+        (?: ANY_KEY GAP                          # <parameter=path> and a line break
+          | INNER_END                            # </function>
+          | (?P<end> OUTER_END | \0              # </tool_call>
+                   | </[\w:]{0,20} (?= \0 )      # </tool_c, where the reply is cut
+                   | (?= NEXT_CALL ) ) )         # <tool_call>
+        """,
+        **parts,
+        GAP=tags.gap,
+    )
+
+
+@lru_cache
+def _value_end(
+    tags: ArgumentTags, keys: tuple[str, ...], *, is_cdata: bool, reads_end_token: bool
+) -> Any:
+    """What ends a value, of a tool with these keys.
+
+    Its groups: `closed`, by its closing tag; `quoted`, it goes on; neither, it was never
+    closed. `reads_end_token`: the call ends at \\0, the letters of its end tag are text.
+    """
+    if is_cdata:
+        return compile_pattern(rf"(?P<closed> {tags.cdata_close} ) | (?= \0 )")
+    if tags.is_on_lines:  # a line that is a tag
+        before_key = r"| \n (?= \s* KEY [ \t]{0,9} \n )"
+    else:  # "say `<parameter name='n'>`"    "a.md<parameter name='n'>5"
+        before_key = r"""| (?P<quoted> ["'`\x20] KEY ) | \n? (?= KEY )"""
+    return compile_pattern(
+        r"""
+        # Its closing tag, once or twice, if the syntax goes on after it:
+        (?P<closed> BEFORE_CLOSE CLOSE (?: \s* CLOSE )? )
+        (?= \s* (?: KEY_START                                  # <parameter=
+                  | (?: INNER_END \s* ){0,2}
+                    (?: END_TAG (?= [^"'`] )                   # </function></tool_call>.
+                      | (?: OUTER_END \s* )? \0 )              # </function>, the end
+                  | INNER_END \s* NEXT_CALL                    # </function>, a call
+                  | \n INNER_END [ \t]{0,9} \n \s* [^<\s] ) )  # \n</function>\nDone.
+        # Or else the end of the call:
+      | BEFORE_CLOSE (?= [<\0] )
+        (?= (?: INNER_END \s* )? (?: OUTER_END \s* )? \0       # </function>, the end
+          | </[\w:]{0,20} \0                                   # </para, the end
+          | (?: INNER_END \s* (?: END_TAG \s* )? | END_TAG \s* \n ) NEXT_CALL
+          | CLOSE [ \t\r\n]{401} )                             # a model caught in blanks
+        # Or the next argument:
+        """
+        + before_key,
+        **_parts_of(tags, keys),
+        END_TAG=NO_PATTERN if reads_end_token else tags.outer_end,
+    )
+
+
+@lru_cache
+def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) -> Any:
+    """A tag of a call that is in a value, of a tool with these keys.
+
+    Its groups: `opens` and `closes`, the name of an element of XML; `loose`: unless it
+    closes an element, the value may have ended before it.
+
+        loose, unless a quote is at it      "a</function>\\n"       at an edge of a line
+        or a blank before it                "a<param name='n'>b"   of a key, anywhere
+        if is_on_lines, unless quoted       "a <parameter=n>\\n"    of a key, at an edge
+
+    Unless is_on_lines, a line begins after > and ends before < [ { / 0-9, too.
+    """
+    parts = _parts_of(tags, keys)
+    parts["KEY"] += f"|{tags.stray_tag}"
+    parts["UNQUOTED"] = rf"""(?<! (?<! {tags.close} ) ["'`] )"""
+    if is_on_lines:
+        parts["START"], parts["END"] = "^", r"[ \t]*+ $"
+        loose_key = r"UNQUOTED (?: START [ \t]*+ KEY | KEY END )"
+    else:
+        parts["START"], parts["END"] = (
+            r"^ | (?<= > )",
+            r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )",
+        )
+        loose_key = r"UNQUOTED (?<! [ \t] ) KEY"
+    return compile_pattern(
+        r"""(?m)
+        # A tag that begins a line, and opens an element:    <function=f> b
+        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT ) (?= [\s>/=] )
+        (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
+        # The tag of a key:    "a<parameter=n>"
+      | (?P<loose> LOOSE_KEY (?! ["'`] ) )
+        # A whole element in a line, which is text:    <function>f</function>
+      | <(?P<element> ELEMENT ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
+        # A closing tag:    "a</function>"
+      | (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
+            (?: START | (?= CLOSER END ) ) )?
+        </(?P<closes> ELEMENT ) (?= [\s>/=] )
+        """,
+        **parts,
+        LOOSE_KEY=fill_pattern(loose_key, **parts),
+        CLOSER=rf"</(?: {tags.element_names} ) [^<>\n]{{0,200}} >?+",
+    )
+
+
+@lru_cache
+def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
+    """A closing tag at the start of a value, or an opening one at its end.
+
+    Either may be the tag before or after it. So may that around the call be at both.
+    """
+    outer_name = tags.outer_end.strip("</>")
+    return compile_pattern(
+        r"""
+        \A \s* (?: CLOSE | OUTER_TAG )
+      | (?: <ELEMENT (?: [\s=] [^<>]* )? > | OUTER_TAG ) \s* \Z
+        """,
+        **_parts_of(tags),
+        OUTER_TAG=f"<{'' if reads_end_token else '/?'}{outer_name}>",
+    )
+
+
+_JSON_START: Final = compile_pattern(r"\s* \{")
 
 
 class TaggedArguments:
@@ -20137,7 +20180,7 @@ class TaggedArguments:
     In the place of the tags a model may write all arguments as one JSON object.
     """
 
-    late_argument: Any = compile_pattern(f"{_LATE_TAG}|{_LATE_MEMBER}")
+    late_argument: Any = compile_pattern(f"{_LATE_TAG} | {_LATE_MEMBER}")
 
     def __init__(
         self,
@@ -20145,16 +20188,11 @@ class TaggedArguments:
         tags: ArgumentTags,
         schema: SchemaPart,
         *,
-        start: str,
         end_tag: str,
     ) -> None:
-        """`start`: what was read of the call. `end_tag`: what may come as a token.
-
-        `schema`: of the tool.
-        """
+        """`schema`: of the tool. `end_tag`: what may come as a token."""
         self.is_done = False
         self.is_broken = False
-        self.closing = "}"
         # The end tag is a token, and read as \0; its letters are text. Until one of
         # these tokens is a quotation.
         self._reads_end_token = unread.has_tokens and end_tag == tags.outer_end
@@ -20162,63 +20200,46 @@ class TaggedArguments:
         self._tags = tags
         self._schema = schema
         self._used_keys: set[str] = set()
-        self._value: TaggedValue | None = None  # None: a tag comes next
-        self._json: JsonArguments | None = None  # in the place of tags
-        self._has_tag = False  # one of its own has come
+        self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
+        self._has_json = False  # in the place of tags
+        self._has_tag = False  # something of the arguments has come
         self._has_end_tag = False  # one after which the call may end
-        # The last tag, of the call or before a value: it may come twice.
-        self._repeated = self._find_repeated(start)
 
     def take_end_token(self) -> bool:
         """The end tag comes as a token. False: it is part of a value.
 
         Then its letters are an end from now on.
         """
-        if self._json is not None:
-            return self._json.take_end_token()
-        if self._value is None or self._value.closes():
+        if self._value is None or self._value.take_end_token():
             return True
         self._reads_end_token = False
-        self._value.find_patterns(reads_end_token=False)
         return False
 
     def read(self) -> str:
-        """What more is certain, as JSON text."""
+        """What more is certain, as JSON without the last bracket."""
         json_text = ""
-        while not self.is_done and self._skip_repeated():
-            value = self._value or self._json
-            if value is None or value.is_closed:
+        while not self.is_done:
+            if self._value is None:
                 tag_text = self._read_tag()
-                if tag_text is None:
+                if tag_text is None:  # the next text decides
                     break
                 json_text += tag_text
                 continue
-            json_text += value.read()
-            self.is_done = self.is_broken = value.is_broken
-            if not value.is_closed:
+            json_text += self._value.read()
+            if not self._value.is_done:
                 break
+            self.is_done = self.is_broken = self._value.is_broken
             self._value = None
-        if self._json is not None:
-            self.closing = self._json.closing
         return json_text
-
-    def _skip_repeated(self) -> bool:
-        """Skip the last tag if it comes twice; False: the next text decides."""
-        if self._repeated is not None:
-            match = self._unread.match_next(self._repeated)
-            if match is not None and match.partial:
-                return False
-            self._repeated = None
-        return True
 
     def _read_tag(self) -> str | None:
         """Read what comes between values, as JSON; None: the next text decides."""
-        match = self._unread.match_next(key_pattern(self._tags))
+        match = self._unread.match_next(_next_tag(self._tags))
         if match is not None and match.partial:
             return None
         if match is None and not self._has_tag and self._unread.match_next(_JSON_START):
-            self._has_tag = True
-            self._json = JsonArguments(self._unread, place="tags")
+            self._has_tag = self._has_json = True
+            self._value = JsonArguments(self._unread, place="tags")
         elif match is None:  # </function>\nDone.    broken: {"path": "a"} Done.
             self.is_done = True
             self.is_broken = not self._has_end_tag
@@ -20235,7 +20256,7 @@ class TaggedArguments:
     def _begin_value(self, match: Any) -> str:
         """Take the tag of a key; returns what it is in JSON."""
         key = match["key"].strip()
-        if self._json is not None or key in self._used_keys:  # JSON keeps one value
+        if self._has_json or key in self._used_keys:  # JSON keeps one value
             self.is_done = self.is_broken = True
             return ""
         separator = ", " if self._used_keys else ""
@@ -20244,175 +20265,133 @@ class TaggedArguments:
         self._value = TaggedValue(
             self._unread,
             self._tags,
-            self._schema,
-            key=key,
-            is_quoted=match.groupdict().get("quoted") is not None,
+            tuple(self._schema.keys),
+            self._schema.member(key).types,
+            is_cdata=match.groupdict().get("cdata") is not None,
             is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
             reads_end_token=self._reads_end_token,
         )
-        self._repeated = self._find_repeated(match[0])
         return f"{separator}{to_json(key)}: "
 
-    def _find_repeated(self, text: str) -> Any:
-        """The pattern of the tag at the end of a text; None if there is none."""
-        tag = _TAG_AT_END.search(text)
-        gap = self._tags.gap if self._tags.is_on_lines else ""
-        return compile_pattern(rf"\s*{regex.escape(tag[0])}{gap}") if tag else None
 
-
+@dataclass
 class TaggedValue:
     """Reads a value up to the tag that ends it. A string is emitted as it grows.
 
-    A closing tag ends it only where the syntax goes on after it. Tags of a call may be
-    in it: in quotes, after a blank, inside a line (_is_loose), or as elements of XML that
-    are closed in it. Any other one makes it `is_broken`: perhaps the value ended there
-    (L-133). So does any tag in a value that was never closed.
+    Tags of a call may be in it, if it is certain that it did not end there (L-133):
+    _inner_tag() tells. An element of XML that was opened is closed before the value is.
     """
 
-    def __init__(  # noqa: PLR0913 - what is known of a value before it comes
-        self,
-        unread: UnreadText,
-        tags: ArgumentTags,
-        schema: SchemaPart,
-        *,
-        key: str,
-        is_quoted: bool,
-        is_on_lines: bool,
-        reads_end_token: bool,
-    ) -> None:
-        """`schema`: of the tool."""
-        self.is_closed = False
+    unread: UnreadText
+    tags: ArgumentTags
+    keys: tuple[str, ...]  # of the tool
+    types: set[str]  # empty: any
+    is_cdata: bool
+    is_on_lines: bool  # it began on a line of its own
+    reads_end_token: bool
+
+    def __post_init__(self) -> None:
+        self.is_done = False
         self.is_broken = False
-        self._unread = unread
-        self._tags = tags
-        self._keys = tuple(schema.keys)
-        self._is_quoted = is_quoted
-        self._is_on_lines = is_on_lines
-        self._types = schema.member(key).types
-        self._is_string = self._types == {"string"}
+        self._is_string = self.types == {"string"}
         self._parts: list[str] = []  # of its text
         self._n_noted = 0  # parts whose tags were noted
         self._n_open: Counter[str] = Counter()  # elements of XML, by name
-        self._has_loose_tag = False  # one that closes nothing
-        self.find_patterns(reads_end_token=reads_end_token)
+        self._has_loose_tag = False
+        self._find_end()
 
-    def find_patterns(self, *, reads_end_token: bool) -> None:
-        """Find what ends it, and what tags are in it, from now on."""
-        self._patterns = value_patterns(
-            self._tags,
-            self._keys,
-            is_quoted=self._is_quoted,
-            is_on_lines=self._is_on_lines,
-            reads_end_token=reads_end_token,
+    def _find_end(self) -> None:
+        self._end = _value_end(
+            self.tags,
+            self.keys,
+            is_cdata=self.is_cdata,
+            reads_end_token=self.reads_end_token,
         )
 
-    def closes(self) -> bool:
-        """Whether its closing tag has come, if the call ends now."""
-        match = self._patterns.end.search(self._unread.text + "\0")
-        return match is not None and match["closed"] is not None
+    def take_end_token(self) -> bool:
+        """The end tag comes as a token. False: the value was not closed before it.
+
+        Then it is a part of the value, and its letters are an end from now on.
+        """
+        match = self._end.search(self.unread.text + "\0")
+        if match is not None and match.lastgroup == "closed":
+            return True
+        self.reads_end_token = False
+        self._find_end()
+        return False
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
         json_text = ""
-        while not self.is_closed:
-            text, ending = self._unread.take_until(self._patterns.end)
+        while not self.is_done:
+            text, end = self.unread.take_until(self._end)
             json_text += self._emit(text)
-            if ending is None:
+            if end is None:
                 return json_text
-            if ending.groupdict().get("quoted") is not None:
-                json_text += self._emit(ending[0])
+            if end.lastgroup == "quoted":
+                json_text += self._emit(end[0])
                 continue
             self._note_tags()
-            closing: str = ending["closed"] or ""
-            close = self._tags.close
+            closing: str = end["closed"] or ""
+            close = self.tags.close
             if closing and self._n_open[close.strip("</>")]:
-                # It ends an element of the value. If it comes twice, the second one is
-                # the value's.
+                # It closes an element. If it comes twice, the second one is the value's.
                 first, tag, rest = closing.partition(close)
                 json_text += self._emit(first + tag)
-                self._unread.text = rest + self._unread.text
+                self.unread.text = rest + self.unread.text
                 continue
-            self.is_closed = True
             json_text += self._close(n_closing=closing.count(close))
         return json_text
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
-        is_first = not self._parts
         self._parts.append(text)
         if not self._is_string:
             return ""
-        opening = '"' if is_first else ""
+        opening = '"' if len(self._parts) == 1 else ""
         return opening + escape_json(text)
-
-    def _close(self, *, n_closing: int) -> str:
-        """The end of it as JSON text; "", and it is broken, if it cannot be read."""
-        value = "".join(self._parts)
-        with suppress(RepeatedKey):
-            if not self._is_unreadable(value, n_closing=n_closing):
-                return '"' if self._is_string else value_as_json(value, self._types)
-        self.is_broken = True
-        return ""
 
     def _note_tags(self) -> None:
         """Note the tags in what was read since the last time."""
         text = "".join(self._parts[self._n_noted :])
         self._n_noted = len(self._parts)
-        for tag in self._patterns.inner_tag.finditer(text):
-            if tag["text"] is not None:
-                continue
-            name = tag["name"]
-            is_key = tag["key"] is not None
-            if tag["slash"] and self._n_open[name]:
-                self._n_open[name] -= 1
-            elif tag["quoted"] is not None:
-                continue
-            elif tag["begins"] is not None and not (is_key or tag["slash"]):
-                self._n_open[name] += 1
-            else:
-                self._has_loose_tag |= self._is_loose(tag, text)
+        pattern = _inner_tag(self.tags, self.keys, is_on_lines=self.is_on_lines)
+        for tag in pattern.finditer(text):
+            if tag["opens"] is not None:
+                self._n_open[tag["opens"]] += 1
+            elif tag["closes"] is not None and self._n_open[tag["closes"]]:
+                self._n_open[tag["closes"]] -= 1
+            elif tag["loose"] is not None:
+                self._has_loose_tag = True
 
-    def _is_loose(self, tag: Any, text: str) -> bool:
-        """Whether a tag in the text shows that the value ended before it, perhaps.
+    def _close(self, *, n_closing: int) -> str:
+        """Its end as JSON text; "" if nobody can tell whether it is one."""
+        self.is_done = True
+        value = "".join(self._parts)
+        with suppress(RepeatedKey):
+            if self._has_ended(value, n_closing=n_closing):
+                return '"' if self._is_string else value_as_json(value, self.types)
+        self.is_broken = True
+        return ""
 
-        value      tag            is loose (the first row that fits counts)
-        on lines   of a key       at an edge of a line
-        any        x <t>          never: it follows a blank
-        other      of a key       always
-        any        </t>           at an edge of a line (see inner_tag)
-        any        a<t>           never: one that begins a line is no loose tag, but
-                                  opens an element
+    def _has_ended(self, value: str, *, n_closing: int) -> bool:
+        """Whether a value ends where it seems to, and did not end before.
+
+        `n_closing`: of its closing tags, none, one or two. None may be forgotten after a
+        tag, or where nothing was written; and of two, one may be the value.
         """
-        is_key = tag["key"] is not None
-        ends = tag["ends"] is not None and (is_key or tag["slash"] is not None)
-        is_at_edge = tag["begins"] is not None or ends
-        if is_key and self._is_on_lines:
-            return is_at_edge
-        follows_blank = text.endswith(" ", 0, tag.start("tag"))
-        return not follows_blank and (is_key or is_at_edge)
-
-    def _is_unreadable(self, value: str, *, n_closing: int) -> bool:
-        """Whether nobody can tell where the value ends that has just ended.
-
-        closing tag   value         is unreadable (the first row that fits counts)
-        none          blank or tag  always; has a tag: has <, or ends with >
-        twice         blank         always: a tag may be the value
-        once          blank         never
-        any           no string     if it has a tag or was never closed, and reads
-                                    as a text: the next value may be in it
-        any           any           if a tag is loose, at its edge, or not closed;
-                                    not in <![CDATA[
-        """
-        is_blank = not value.strip()
         has_tag = "<" in value or value.rstrip().endswith(">")
-        if is_blank or (has_tag and not n_closing):
-            return n_closing != 1
-        can_be_string = not self._types or "string" in self._types
-        if (has_tag or not n_closing) and not can_be_string:
-            return value_as_json(value, self._types).startswith('"')
-        has_edge_tag = self._patterns.edge_tag.search(value) is not None
-        is_open = any(self._n_open.values()) or self._has_loose_tag or has_edge_tag
-        return is_open and not self._is_quoted
+        if not value.strip() or (has_tag and not n_closing):
+            return n_closing == 1
+        if self.is_cdata:
+            return True
+        is_string = not self.types or "string" in self.types
+        if not is_string and (has_tag or not n_closing):
+            # Not five</parametr>, in which the next value may be.
+            return not value_as_json(value, self.types).startswith('"')
+        edge_tag = _edge_tag(self.tags, reads_end_token=self.reads_end_token)
+        is_open = any(self._n_open.values()) or self._has_loose_tag
+        return not is_open and edge_tag.search(value) is None
 
 
 # region WHOLE CALLS ===========================================================
@@ -20449,8 +20428,11 @@ class WholeCall(NamedTuple):
 # Calls in JSON that CALL_START does not fit: a list, members in another order, or
 # arguments that are a string.
 WHOLE_JSON_START: Final = compile_pattern(
-    rf"\s*(?:{FENCE_START})?"
-    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])"
+    r"""
+        \s* FENCE?
+        (?: <tool_call> \s* (?: \{ | \[ \s* \{ ) | \[TOOL_CALLS\] \s* [\[{] )
+    """,
+    FENCE=FENCE_START,
 )
 _OBJECT_OR_LIST: Final = regex.compile(r"\s*(?:\{|\[\s*\{)")
 # As Mistral's templates want them.
@@ -20487,6 +20469,10 @@ def _parse_json_call(call: Any, offered: Mapping[str, Schema]) -> WholeCall:
 
 # -- 2 Python --------------------------------------------------------------------------
 
+_STRING_OR_WORD: Final = re.compile(
+    rf"{PYTHON_STRING.pattern}|\b(?P<word>true|false|null)\b"
+)
+
 
 def _parse_python_calls(text: str) -> list[WholeCall]:
     """Calls that are a list in Python, as LFM2 writes them.
@@ -20496,7 +20482,7 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
     An argument without a name is an error: nobody knows which one it is. Raises
     ValueError, RecursionError, RepeatedKey; TypeError of what JSON does not have: {1}.
     """
-    text = PYTHON_STRING.sub(_without_line_breaks, text.strip())
+    text = _STRING_OR_WORD.sub(_as_python, text.strip())
     source = text if text.startswith("[") else f"[{text}]"
     calls = []
     for element in getattr(parse_python(source), "elts", []):
@@ -20505,50 +20491,37 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
         n_calls = sum(isinstance(node, ast.Call) for node in ast.walk(element))
         if not isinstance(call, ast.Call) or call.args or n_calls != 1:
             raise ValueError(text)
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError(text)
-            value = _JsonWords().visit(keyword.value)
-            arguments[keyword.arg] = python_literal(value)
+            arguments[keyword.arg] = python_literal(keyword.value)
         written = ast.get_source_segment(source, element) or ""
         name = written.partition("(")[0].rstrip()
         calls.append(WholeCall(name, to_json(arguments)))
     return calls
 
 
-def _without_line_breaks(string: re.Match[str]) -> str:
-    """A string in Python, with \\n and \\r for line breaks, which may not stand in it.
+def _as_python(part: re.Match[str]) -> str:
+    """A word of JSON in Python; or a string, with \\n and \\r for line breaks.
 
-    One after a backslash is no escape: both are part of the text.
+    Those may not stand in it. One after a backslash is no escape: both are text.
     """
-    if string["raw"]:
-        return string[0]
+    if part["word"]:
+        return repr(json.loads(part["word"]))
+    if part["raw"]:
+        return part[0]
 
     def escape(match: re.Match[str]) -> str:
         return repr(match[0])[1:-1] if match[0][-1] in "\r\n" else match[0]
 
-    return re.sub(r"(?s)\\?[\r\n]|\\.", escape, string[0])
-
-
-_JSON_WORDS: Final = {"true": True, "false": False, "null": None}
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Replaces the words of JSON by Python's."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The value of a word; any other name stays."""
-        if node.id not in _JSON_WORDS:
-            return node
-        return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)
+    return re.sub(r"(?s)\\?[\r\n]|\\.", escape, part[0])
 
 
 # -- 3 Gemma ---------------------------------------------------------------------------
 
 _BARE_KEY: Final = r"[\w.$@/-]+"
-_AFTER_VALUE: Final = r"(?=\s*(?:[,}\]]|\Z))"
-_TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
+_AFTER_VALUE: Final = r"(?= \s* (?: [,}\]] | \Z ) )"
 
 # A text without marks ends before
 #
@@ -20558,21 +20531,14 @@ _TAG_LIKE: Final = r"<\||\|>|_function_call>|call:\w+"
 #
 # That is looked for at each letter, so blanks before it are read from the first of them
 # alone: if each were tried, a long row of them would take for ever.
-_BLANKS: Final = r"(?:(?<!\s)\s++)?"
-_MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
-_ITEM_END: Final = rf"{_BLANKS}[,\]]"
-
-
-def _argument_end(keys: list[str]) -> str:
-    """The pattern of what ends an argument without marks.
-
-    `keys`: of the tool; if it has none, any key counts.
-    """
-    names = "|".join(map(regex.escape, keys)) or _BARE_KEY
-    call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
-    # From the first blank or bracket, or from the colon before an empty text.
-    start = r"(?:(?<![\s}])|(?<=:\s{0,9}))\s*+"
-    return rf'(?:{_BLANKS},\s*+"?(?:{names})"?\s*:|{start}(?:{call_end}))'
+_BLANKS: Final = r"(?: (?<! \s ) \s++ )?"
+_ARGUMENT_END: Final = rf"""
+    {_BLANKS} , \s*+ "? NAMES "? \s* :
+    # From the first blank or bracket, or from the colon before an empty text:
+  | (?: (?<! [\s}}] ) | (?<= : \s{{0,9}} ) ) \s*+ \}} [\s}}]*+ (?: \Z | call:[\w.:-]+\{{ )
+"""
+_MEMBER_END: Final = rf"{_BLANKS} (?: , \s*+ {_BARE_KEY} \s* : | \}} )"
+_ITEM_END: Final = rf"{_BLANKS} [,\]]"
 
 
 class _MarkedCalls:
@@ -20587,35 +20553,36 @@ class _MarkedCalls:
     def __init__(self, text: str, *, mark: str, offered: Mapping[str, Schema]) -> None:
         self._text = text
         self._position = 0
-        self._no_containers: set[int] = set()  # brackets that open none
-        self._mark = regex.escape(mark)
-        half = len(mark) // 2
-        self._half_marks = mark[:half], mark[-half:]  # <| and |>
         self._offered = offered
-        keys: set[str] = set()
-        for parameters in offered.values():
-            keys.update(SchemaPart.of_tool(parameters).keys)
-        names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
-
-        # What makes of one text two, between which a mark was damaged:
-        damaged_marks = f"{regex.escape(mark[:-1])}|{regex.escape(mark[1:])}"
-        self._tag_like = regex.compile(f"{damaged_marks}|{_TAG_LIKE}")  # a.md<|,n:5
-        self._key = regex.compile(rf"[,;\s](?:{names}):")  # a.md,n:5
-        self._damaged_key = regex.compile(rf"(?:{names})\W{{0,3}}:")  # a.md,n;:5
+        schemas = map(SchemaPart.of_tool, offered.values())
+        half = len(mark) // 2
+        self._parts = {
+            "MARK": regex.escape(mark),
+            "BARE_KEY": _BARE_KEY,
+            "NUMBER": NUMBER,
+            "AFTER_VALUE": _AFTER_VALUE,
+        }
+        # What makes of one text two, between which a mark was damaged: a.md<|,n:5
+        halves = any_of([mark[:half], mark[-half:]])  # <| and |>
+        self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
+        keys = any_of(chain.from_iterable(schema.keys for schema in schemas))
+        self._key_like = regex.compile(rf"(?<![a-zA-Z_])(?:{keys})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
         """All calls. Raises ValueError if some text belongs to none."""
         calls = []
-        while not self._take(r"[\s}]*\Z"):
-            match = self._require(r"[\s}]*(?:call:)?([\w.:-]+)\{")
+        while not self._take(r"[\s}]* \Z"):
+            match = self._require(r"[\s}]* (?: call: )? ([\w.:-]+) \{")
             schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
-            arguments = self._read_members(schema, _argument_end(schema.keys))
-            calls.append(WholeCall(match[1], arguments))
+            names = any_of(schema.keys) if schema.keys else _BARE_KEY
+            text_end = fill_pattern(_ARGUMENT_END, NAMES=names)
+            calls.append(WholeCall(match[1], self._read_members(schema, text_end)))
         return calls
 
     def _take(self, pattern: str) -> Any:
         """Take a match from the front and return it; None if nothing fits there."""
-        match = regex.compile(pattern).match(self._text, self._position)
+        source = fill_pattern(pattern, **self._parts)
+        match = regex.compile(source, regex.VERBOSE).match(self._text, self._position)
         if match is not None:
             self._position = match.end()
         return match
@@ -20627,30 +20594,26 @@ class _MarkedCalls:
             raise ValueError(self._text[self._position :])
         return match
 
-    def _read_members(self, schema: SchemaPart, text_end: str) -> str:
+    def _read_members(self, schema: SchemaPart, text_end: str = _MEMBER_END) -> str:
         """Read an object whose { was taken, through its }; returns it as JSON.
 
-        Raises ValueError if a key comes twice.
+        `text_end`, a pattern, is what ends a text without marks in it. Raises ValueError
+        if a key comes twice.
         """
-        key_pattern = rf"""(?x:
-            \s*
-            (?: {self._mark} (?P<key> (?s:.)*? ) {self._mark}
-              | "(?P<key> [^"]* )"
-              | (?P<key> {_BARE_KEY} )
-            )
-            \s* : (?P<gap> \s* )
-        )"""
         members: dict[str, str] = {}
-        while not self._take(r"\s*\}"):
+        while not self._take(r"\s* \}"):
             if members:
-                self._require(r"\s*,")
-            match = self._require(key_pattern)
+                self._require(r"\s* ,")
+            match = self._require(r"""
+                \s* (?: MARK (?P<key> (?s:.)*? ) MARK
+                      | "(?P<key> [^"]* )"
+                      | (?P<key> BARE_KEY ) )
+                \s* : [ \t]*
+            """)
             key = match["key"]
             if key in members:  # of two values JSON keeps one
                 raise ValueError(key)
-            # White space before a text without marks is part of it: line breaks are.
-            gap = match["gap"].lstrip(" \t")
-            members[key] = self._read_value(schema.member(key), text_end, gap)
+            members[key] = self._read_value(schema.member(key), text_end)
         pairs = [f"{to_json(key)}: {value}" for key, value in members.items()]
         return f"{{{', '.join(pairs)}}}"
 
@@ -20661,78 +20624,57 @@ class _MarkedCalls:
         too many may come.
         """
         items: list[str] = []
-        while not self._take(r"\s*+(?:,\s*+)?\]" if items else r"\s*\]"):
+        while not self._take(r"\s*+ (?: , \s*+ )? \]" if items else r"\s* \]"):
             if items:
-                self._require(r"\s*,")
-            self._take(r"\s+")
-            if self._take(r"(?=[,\]])"):  # [1,,2]
-                raise ValueError(self._text[self._position :])
+                self._require(r"\s* ,")
+            self._require(r"\s*+ (?! [,\]] )")  # not [1,,2]
             items.append(self._read_value(schema.items, _ITEM_END))
         return f"[{', '.join(items)}]"
 
-    def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
+    def _read_value(self, schema: SchemaPart, text_end: str) -> str:
         """Read a value; returns it as JSON. Raises ValueError if it may be two.
 
         Tried in turn: <|"|>a.md<|"|>  {a:1}  [1,2]  "a.md"  'a.md'  5  true  a.md
-        `text_end`, a pattern, is what ends the last of these: a text without marks.
         """
         types = schema.types
-        mark = self._mark
-        if match := self._take(rf"{mark}((?:(?!{mark})(?s:.))*+){mark}{_AFTER_VALUE}"):
+        is_text = not types or "string" in types
+        if match := self._take(
+            r"\s* MARK ( (?: (?! MARK ) (?s:.) )*+ ) MARK AFTER_VALUE"
+        ):
             text = match[1]
-            has_half_mark = any(half in text for half in self._half_marks)
-            if has_half_mark and self._key.search(text):  # <|"|>a.md<|,text:<|"|>
+            if self._tag_like.search(text) and self._key_like.search(text):
                 raise ValueError(text)
-            is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
-        if types != {"string"} and (json_text := self._read_container(schema)):
+        if types != {"string"} and (bracket := self._take(r"\s* [\[{]")):
+            is_array = bracket[0].endswith("[")
+            read = self._read_items if is_array else self._read_members
+            json_text = read(schema)
+            self._require("AFTER_VALUE")
             return json_text
-
-        if match := self._take(rf"""(["'])((?:(?!\1)[^\\]|\\.)*+)\1{_AFTER_VALUE}"""):
+        if match := self._take(
+            r"""\s* (["']) ( (?: (?! \1 ) [^\\] | \\. )*+ ) \1 AFTER_VALUE"""
+        ):
             if match[1] == '"':
                 with suppress(ValueError):
                     return to_json(json.loads(match[0], strict=False))
             return to_json(match[2].replace("\\'", "'"))
-        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null)){_AFTER_VALUE}"):
+        if match := self._take(
+            r"\s* (?: NUMBER | (?i: true | false | null ) ) AFTER_VALUE"
+        ):
             return value_as_json(match[0], types)
-        return self._read_text(types, text_end, gap)
+        return self._read_text(types, text_end)
 
-    def _read_text(self, types: set[str], text_end: str, gap: str) -> str:
+    def _read_text(self, types: set[str], text_end: str) -> str:
         """Read a text that lacks one of its marks, or both, as JSON."""
-        mark = self._mark
-        is_opened = self._take(mark) is not None
-        match = self._require(rf"((?s:.)*?)({mark})?(?={text_end})")
+        self._take("MARK")
+        match = self._require(rf"( (?s:.)*? ) MARK? (?= {text_end} )")
         text = match[1]
         # f() { return }}    the first bracket is the text's, the second the call's
-        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
+        while text.count("{") > text.count("}") and self._take(r"\} (?= \s* \} )"):
             text += "}"
-
-        # It may be two values. With one mark, what is damaged may also be the key, or
-        # the other mark: <|"|>a.md"
-        has_mark = is_opened or match[2] is not None
-        key = self._damaged_key if has_mark else self._key
-        has_lone_quote = has_mark and text.count('"') == 1
-        if has_lone_quote or self._tag_like.search(text) or key.search(text):
+        if self._tag_like.search(text) or self._key_like.search(text):
             raise ValueError(text)
-        return value_as_json(text if is_opened else gap + text, types)
-
-    def _read_container(self, schema: SchemaPart) -> str | None:
-        """An object or an array; None, and nothing is taken, if none is there."""
-        start = self._position
-        # Each bracket is tried once: what contains it is tried again, as a text.
-        if start in self._no_containers:
-            return None
-        with suppress(ValueError, RecursionError):
-            json_text = None
-            if self._take(r"\{"):
-                json_text = self._read_members(schema, _MEMBER_END)
-            elif self._take(r"\["):
-                json_text = self._read_items(schema)
-            if json_text is not None and self._take(_AFTER_VALUE):
-                return json_text
-        self._position = start
-        self._no_containers.add(start)
-        return None
+        return value_as_json(text, types)
 
 
 # -- 4 body ----------------------------------------------------------------------------
@@ -20752,38 +20694,36 @@ class _BodySyntax(NamedTuple):
 
 
 # After calls in JSON: brackets too many, then the tag; if it was forgotten, other text.
-_JSON_TAIL: Final = (
-    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))"
-)
-_LATE_JSON: Final = rf"""(?x:
-    [\s}}\],;]{{0,99}}+
-    (?: " {CHARACTER}{{0,99}} " | ' [^'\n]{{0,99}} '               # "n":  'n':
-      | \w{{1,99}} ["'] | (?<= [,;] \s{{0,9}} ) \w{{1,99}} )  # n":  , n:
-    \s{{0,9}} :
-)"""
+_JSON_TAIL: Final = r"""
+    (?: \s* [}\]]{1,99}+ )?+ (?: \s* </tool_call> | (?= \s* (?: [^\s<}\]] | <[^/] | </[^t] ) ) )
+"""
+_LATE_JSON: Final = r"""
+    [\s}\],;]{0,99}+
+    (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '               # "n":  'n':
+      | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )  # n":  , n:
+    \s{0,9} :
+"""
 
 
 @lru_cache
 def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
     foreign = tool_format.foreign
-    end_tag = regex.escape(tool_format.end)
+    quote, marks, tail, late = "", "END_TAG", "END_TAG?", NO_PATTERN
     if foreign.is_json or not tool_format.is_foreign:
+        quote, marks, late = '"', r'\\(?s:.) | ["\[\]{}] | END_TAG', _LATE_JSON
         tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
-        sources = (rf'(?s:\\.)|["\[\]{{}}]|{end_tag}', tail, _LATE_JSON)
-        return _BodySyntax('"', *map(compile_pattern, sources))
-
-    if foreign.string_mark:
-        mark = regex.escape(foreign.string_mark)
-        marks = rf"{end_tag}|{mark}"
-        late_argument = rf"\s*(?:[,}}\]]|[^<]{{0,99}}+{mark})"
-    else:
-        marks = end_tag
-        late_argument = foreign.argument_tag
-        # A partial match of [^<]{0,99}(?!) would hold text back.
-        if late_argument != NO_PATTERN:
-            late_argument = rf"[^<]{{0,99}}+{late_argument}"
-    sources = (marks, f"(?:{end_tag})?", late_argument)
-    return _BodySyntax(foreign.string_mark, *map(compile_pattern, sources))
+    elif foreign.string_mark:
+        quote, marks = foreign.string_mark, "END_TAG | MARK"
+        late = r"\s* (?: [,}\]] | [^<]{0,99}+ MARK )"
+    elif foreign.argument_tag:
+        late = rf"[^<]{{0,99}}+ {foreign.argument_tag}"
+    parts = {
+        "END_TAG": regex.escape(tool_format.end),
+        "MARK": regex.escape(quote),
+        "CHARACTER": CHARACTER,
+    }
+    sources = (marks, tail, late)
+    return _BodySyntax(quote, *(compile_pattern(source, **parts) for source in sources))
 
 
 class BodyReader:
@@ -20802,18 +20742,16 @@ class BodyReader:
         `is_last`: the client is given no more calls, so an argument after the end is not
         looked for; the end tag still is.
         """
-        self._format = tool_format
+        self._end_tag = tool_format.end
         self._unread = unread
         self._is_last = is_last
-        tag = regex.escape(tool_format.start)
-        start = regex.match(rf"(?:\s*{FENCE_START})?(?:\s*{tag})?", unread.text)
-        self._start: int = start.end()  # of the body
-
+        start = rf"(?:\s*{FENCE_START})?(?:\s*{regex.escape(tool_format.start)})?"
+        self._start: int = regex.match(start, unread.text).end()  # of the body
+        self._end: int | None = None
         self._syntax = _body_syntax(tool_format)
         self._position = self._start  # up to it the text was read
         self._depth = 0  # of brackets
         self._is_in_string = False
-        self._end: int | None = None
 
     def take_end_token(self) -> bool:
         """The end tag comes as a token. The first one ends the body.
@@ -20829,31 +20767,28 @@ class BodyReader:
 
         Returns "" if an argument follows the end: so it came too early.
         """
-        unread = self._unread
-        is_complete = unread.is_complete
-        text = unread.text.removesuffix("\0")
-        syntax = self._syntax
+        text = self._unread.text
+        may_grow = not self._unread.is_complete
         if self._end is None:
             self._find_end(text)
-        end = self._end
-        if end is None and not is_complete:
+        if self._end is None and may_grow:
             return None
+        end = self._end
         if end is None:  # up to an end tag that looked quoted, or to the reply's end
-            end = text.find(self._format.end, self._start)
-            end = len(text) if end < 0 else end
+            body, _, _ = text[self._start :].partition(self._end_tag)
+            end = self._start + len(body.removesuffix("\0"))
 
-        tail = syntax.tail.match(text, end, partial=True)
-        after_tail = tail.end() if tail else end
-        late_argument = syntax.late_argument.match(text, after_tail, partial=True)
-        if self._is_last:
-            late_argument = None
-        for match in (tail, late_argument):
-            if match is not None and match.partial and not is_complete:
-                return None
-        unread.text = text[after_tail:] + "\0" * is_complete
-        if late_argument is not None and not late_argument.partial:
-            return ""
-        return text[self._start : end]
+        tail = self._syntax.tail.match(text, end, partial=may_grow)
+        if tail is not None and tail.partial:
+            return None
+        rest = text[tail.end() if tail else end :]
+        late_argument = None
+        if not self._is_last:
+            late_argument = self._syntax.late_argument.match(rest, partial=may_grow)
+        if late_argument is not None and late_argument.partial:
+            return None
+        self._unread.text = rest
+        return text[self._start : end] if late_argument is None else ""
 
     def _find_end(self, text: str) -> None:
         """Read on, up to the last bracket, or an end tag that is in no string."""
@@ -20867,7 +20802,7 @@ class BodyReader:
                 self._is_in_string = not self._is_in_string
             elif self._is_in_string or mark.startswith("\\"):
                 continue
-            elif mark == self._format.end:
+            elif mark == self._end_tag:
                 self._end = match.start()
                 return
             else:
@@ -20911,11 +20846,16 @@ def read_whole_calls(
 
 def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
     """Whether mlx-lm's parser has read all tags of a body."""
+    markup = compile_pattern(
+        foreign.markup, ARGUMENT=f"(?P<argument> {foreign.argument_tag} )"
+    )
+    tags = [tag.lastgroup for tag in markup.finditer(body)]
     n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
-    n_call_tags = len(regex.findall(foreign.call_tag, body))
-    n_argument_tags = len(regex.findall(foreign.argument_tag, body))
-    has_tag = any(regex.search(foreign.any_tag, call.arguments) for call in calls)
-    return len(calls) >= n_call_tags and n_arguments >= n_argument_tags and not has_tag
+    return (
+        tags.count("call") <= len(calls)
+        and tags.count("argument") <= n_arguments
+        and not any(markup.search(call.arguments) for call in calls)
+    )
 
 
 # region REPLY READER ==========================================================
@@ -21609,7 +21549,6 @@ class ReplyReader:
                 call.unread,
                 syntax.tags,
                 SchemaPart.of_tool(self._offered.get(name, {})),
-                start=match[0],
                 end_tag=self._format.end,
             )
         self._state = ReplyState.ARGUMENTS
@@ -21655,7 +21594,7 @@ class ReplyReader:
         self._state = ReplyState.DONE
         self.is_broken = self._call.is_offered and is_broken
         if self._call.is_offered and not is_broken:
-            self._reply.emit_arguments(arguments.closing)
+            self._reply.emit_arguments("}")
 
     def _read_whole_calls(self) -> None:
         assert self._format is not None
