@@ -150,6 +150,7 @@ import sys
 import tempfile
 import threading
 import time
+import tokenize
 import uuid
 import warnings
 import zlib
@@ -203,6 +204,7 @@ from itertools import (
     count,
     groupby,
     islice,
+    pairwise,
     product,
 )
 from operator import itemgetter
@@ -19084,42 +19086,35 @@ class SchemaPart(NamedTuple):
             return found[id(schema)]
         found[id(schema)] = set()
         types = _own_types(schema)
-        for keyword in ("anyOf", "oneOf"):
-            branch_types: set[str] = set()
-            for branch in self._branches(keyword):
-                branch_types |= branch._find_types(found, depth + 1)
-            types &= branch_types or _ALL_TYPES
-        for branch in self._branches("allOf"):
-            types &= branch._find_types(found, depth + 1) or _ALL_TYPES
+        unions = [self._branches("anyOf"), self._branches("oneOf")]
+        for union in [*unions, *batched(self._branches("allOf"), 1)]:
+            union_types: set[str] = set()
+            for branch in union:
+                union_types |= branch._find_types(found, depth + 1)
+            types &= union_types or _ALL_TYPES
         found[id(schema)] = types
         return types
 
     @property
     def resolved(self) -> object:
         """What it refers to, or else itself; None if it refers to nothing."""
-        part = self
+        schema = self.schema
         for _ in range(_MAX_REFERENCES):
-            if part.reference is None:
-                return part.schema
-            part = part.referred
+            reference = _member_of(schema, "$ref")
+            if not isinstance(reference, str):
+                return schema
+            schema = self.look_up(reference)
         return None
 
-    @property
-    def reference(self) -> str | None:
-        """What it refers to: "#/$defs/name"."""
-        path = _member_of(self.schema, "$ref")
-        return path if isinstance(path, str) else None
-
-    @property
-    def referred(self) -> SchemaPart:
-        """The part that it refers to; its schema is None if nothing is there."""
-        root, *steps = (self.reference or "").split("/")
+    def look_up(self, reference: str) -> object:
+        """The schema at "#/$defs/name"; None if nothing is there."""
+        root, *steps = reference.split("/")
         schema: object = self.root if root == "#" else None
         for step in steps:
             # "#/properties/a~1b%20c" is "a/b c" of the properties
             key = unquote(step).replace("~1", "/").replace("~0", "~")
             schema = _member_of(schema, key)
-        return self._replace(schema=schema)
+        return schema
 
     @property
     def keys(self) -> list[str]:
@@ -19213,7 +19208,6 @@ PYTHON_STRING: Final = re.compile(
           | ' (?: [^'\\] | \\. )* ' )
     )''',
 )
-_STRING_OR_COMMENT: Final = re.compile(rf"\#[^\n]*|{PYTHON_STRING.pattern}")
 
 
 def to_json(value: object) -> str:
@@ -19293,19 +19287,16 @@ def parse_python(source: str) -> ast.expr:
     Raises ValueError if it is none, or if two texts stand in a row: Python joins them,
     and here a comma was forgotten.
     """
-    end = None  # of the last string, or of a comment after it
-    for match in _STRING_OR_COMMENT.finditer(source):
-        is_comment = match[0].startswith("#")
-        follows_string = end is not None and not source[end : match.start()].strip(
-            " \t\r\n\\uU"
-        )
-        if follows_string and not is_comment:
-            raise ValueError(source)
-        end = match.end() if follows_string or not is_comment else None
     try:
-        return ast.parse(source, mode="eval").body
-    except (SyntaxError, MemoryError) as error:
+        expression = ast.parse(source, mode="eval").body
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (SyntaxError, MemoryError, tokenize.TokenError) as error:
         raise ValueError(source) from error
+    between = {tokenize.COMMENT, tokenize.NL}
+    kinds = [token.type for token in tokens if token.type not in between]
+    if (tokenize.STRING, tokenize.STRING) in pairwise(kinds):
+        raise ValueError(source)
+    return expression
 
 
 def python_literal(node: ast.expr) -> Any:
@@ -20442,7 +20433,7 @@ _KNOWN_MEMBERS: Final = {
 }
 
 
-def _parse_json_call(call: Any, offered: Mapping[str, Schema]) -> WholeCall:
+def _parse_json_call(call: Any) -> WholeCall:
     """The call that a JSON value is; without arguments it has none: {"name": "ls"}.
 
     Raises ValueError if it has no name, or a member that may be an argument; of
@@ -20450,10 +20441,8 @@ def _parse_json_call(call: Any, offered: Mapping[str, Schema]) -> WholeCall:
     """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(call)
-    known = _KNOWN_MEMBERS
-    if "arguments" not in call:  # {"name": "get", "id": 7}
-        known = known.difference(SchemaPart.of_tool(offered.get(call["name"], {})).keys)
-    if not call.keys() <= known | {"name"}:  # an argument, perhaps
+    known = _KNOWN_MEMBERS if "arguments" in call else {"name"}
+    if not call.keys() <= known:  # an argument, perhaps: {"name": "get", "id": 7}
         raise ValueError(call)
     arguments = call.get("arguments")
     if isinstance(arguments, str):
@@ -20832,12 +20821,12 @@ def read_whole_calls(
             mark = foreign.string_mark
             return _MarkedCalls(body, mark=mark, offered=offered).read()
         if _OBJECT_OR_LIST.match(body):
-            calls = as_list(load_value(body))
-            return [_parse_json_call(call, offered) for call in calls]
-        if foreign.is_python:
+            parsed = load_value(body)
+        elif foreign.is_python:
             return _parse_python_calls(body)
-        parsed = as_list(tool_format.parse(body, list(tools)))
-        calls = [_parse_json_call(call, offered) for call in parsed]
+        else:
+            parsed = tool_format.parse(body, list(tools))
+        calls = [_parse_json_call(call) for call in as_list(parsed)]
         return calls if _has_all(calls, foreign, body) else []
     # Ours raise ValueError, TypeError, RecursionError, RepeatedKey; mlx-lm's anything.
     except Exception:  # noqa: BLE001
@@ -20845,7 +20834,7 @@ def read_whole_calls(
 
 
 def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
-    """Whether mlx-lm's parser has read all tags of a body."""
+    """Whether all tags of a body were read, which mlx-lm's parser may overlook."""
     markup = compile_pattern(
         foreign.markup, ARGUMENT=f"(?P<argument> {foreign.argument_tag} )"
     )
@@ -21764,91 +21753,80 @@ class _TaggedForm:
             raise _NoForm("'properties' or 'required' is of another type")
         if not all(isinstance(key, str) for key in required):
             raise _NoForm("'required' has an item that is no name")
-        if not properties and parameters.get("additionalProperties", True):
+        other_schema = parameters.get("additionalProperties", True)
+        if not properties and other_schema:
             raise _NoForm("it names no properties")
 
         key_start, _, key_end = self._tags.key_spelling.partition("{key}")
         arguments: list[Argument] = []
         for key in dict.fromkeys([*properties, *required]):
-            schema = properties.get(key, parameters.get("additionalProperties", {}))
-            choices = self._argument_choices(key, schema)
+            if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
+                raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
+            choices = self._value_choices(properties.get(key, other_schema))
+            if not choices:
+                raise _NoForm(f"{key!r:.60} has no values")
             tag = key + key_end.format(gap=gap)
             arguments.append(Argument(tag, tuple(choices), key in required))
         return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
 
-    def _argument_choices(self, key: str, schema: object) -> list[CallParts]:
-        if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
-            raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
+    def _value_choices(self, schema: object) -> list[CallParts]:
+        """The ways to write a value, each with the tag that ends it."""
+        # By these what is written will be read, whichever branch it fits.
         types = SchemaPart(schema, self._parameters).types
-        choices = self._value_choices(schema, types)
-        if not choices:
-            raise _NoForm(f"{key!r:.60} has no values")
+        choices: list[CallParts] = []
+        for branch in self._branches(schema, depth=0):
+            choices += self._branch_choices(branch, types)
         return choices
 
-    def _value_choices(
-        self, schema: object, types: set[str], depth: int = 0
-    ) -> list[CallParts]:
-        """The ways to write a value, each with the tag that ends it.
+    def _branches(self, schema: Any, depth: int) -> list[dict[str, Any]]:
+        """Schemas of which a value fits one: without $ref, allOf and unions.
 
-            no string        JSON: the compiler does its schema
-            a union          the ways of its branches, each with what stands beside it
-            const, enum      these texts
-            string           any text of its length
-
-        `types`: of the argument, by which what is written will be read. The schema may
-        be a branch of it, of fewer types. Both sets are empty if any type is allowed.
+        But those that allow no string are as they were. Raises _NoForm.
         """
-        part = SchemaPart(schema, self._parameters)
-        own_types = part.types
+        types = SchemaPart(schema, self._parameters).types
+        if types and "string" not in types:
+            return [schema]
+        plain = self._plain_schema(schema, depth)
+        keyword = next((key for key in ("anyOf", "oneOf", "type") if key in plain), "")
+        union = plain.get(keyword)
+        if keyword == "type" and isinstance(union, list) and not _has_values(plain):
+            union = [{"type": name} for name in union]
+        elif keyword in {"", "type"}:
+            return [plain]
+        if not isinstance(union, list):
+            raise _NoForm(f"{keyword!r} is no list")
+
+        del plain[keyword]  # the rest stands beside each branch
+        branches: list[dict[str, Any]] = []
+        for branch in union:
+            whole = {"allOf": [branch, plain]} if plain else branch
+            branches += self._branches(whole, depth + 1)
+            if len(branches) > _MAX_CHOICES:  # unions of unions double at each level
+                raise _NoForm(f"{keyword!r} has too many parts")
+        return branches
+
+    def _branch_choices(self, branch: Schema, types: set[str]) -> list[CallParts]:
+        """The ways to write what fits a branch.
+
+        no string        JSON: the compiler does its schema
+        const, enum      these texts
+        string           any text of its length
+        """
+        part = SchemaPart(branch, self._parameters)
+        own_types = part.types  # empty: any
         if own_types and "string" not in own_types:
             value = JsonValue(_with_definitions(part), self._is_lenient)
             return [(value, self._value_end)]
-
-        plain = self._plain_schema(schema, depth)
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in plain:
-                branches = plain.pop(keyword)
-                return self._branch_choices(keyword, branches, plain, types, depth)
-        name = plain.get("type")
-        if isinstance(name, list) and not plain.keys() & {"const", "enum"}:
-            del plain["type"]
-            branches = [{"type": item} for item in name]
-            return self._branch_choices("type", branches, plain, types, depth)
-        return self._plain_choices(plain, own_types, types)
-
-    def _plain_choices(
-        self, plain: Schema, own_types: set[str], types: set[str]
-    ) -> list[CallParts]:
-        """The ways to write a constant, or a text."""
-        if "const" in plain:
-            return [self._constant(plain["const"], types)]
-        if isinstance(plain.get("enum"), list):
-            values = plain["enum"]
+        if "const" in branch:
+            return [self._constant(branch["const"], types)]
+        if isinstance(branch.get("enum"), list):
+            values = branch["enum"]
             if own_types:
                 values = [value for value in values if json_type(value) in own_types]
             return [self._constant(value, types) for value in values]
-        if plain.get("type") == "string" or not plain:
-            return [self._text(plain, types)]
+        if branch.get("type") == "string" or not branch:
+            return [self._text(branch, types)]
         raise _NoForm("a property has no type")
-
-    def _branch_choices(
-        self,
-        keyword: str,
-        branches: object,
-        beside: Schema,
-        types: set[str],
-        depth: int,
-    ) -> list[CallParts]:
-        """The ways to write what fits one of the branches, and what is beside them."""
-        if not isinstance(branches, list):
-            raise _NoForm(f"{keyword!r} is no list")
-        choices: list[CallParts] = []
-        for branch in branches:
-            schema = {"allOf": [branch, beside]} if beside else branch
-            choices += self._value_choices(schema, types, depth + 1)
-            if len(choices) > _MAX_CHOICES:  # unions of unions double at each level
-                raise _NoForm(f"{keyword!r} has too many parts")
-        return choices
 
     def _plain_schema(self, schema: object, depth: int) -> dict[str, Any]:
         """All that a schema says, without $ref and allOf. Raises _NoForm."""
@@ -21859,7 +21837,8 @@ class _TaggedForm:
         plain = dict(schema)
         parts = as_list(plain.pop("allOf", []))
         if plain.pop("$ref", None) is not None:
-            parts.append(SchemaPart(schema, self._parameters).referred.schema)
+            tool = SchemaPart.of_tool(self._parameters)
+            parts.append(tool.look_up(str(schema["$ref"])))
         for part in parts:
             for keyword, value in self._plain_schema(part, depth + 1).items():
                 if plain.setdefault(keyword, value) != value and not self._is_lenient:
@@ -21897,36 +21876,38 @@ class _TaggedForm:
         return (text, self._value_end)
 
 
+def _has_values(schema: Schema) -> bool:
+    return not schema.keys().isdisjoint({"const", "enum"})
+
+
 def _with_definitions(part: SchemaPart) -> dict[str, Any]:
     """A schema of its own, with all that it refers to. Raises _NoForm.
 
     {"$ref": "#/properties/path"} of the tool becomes {"$ref": "#/$defs/d0"}.
     """
+    references: list[str] = []  # grows while they are followed
+    copied: dict[str, Any] = _copy_schema(part.schema, references)
     definitions: dict[str, Any] = {}
-    names: dict[str, str] = {}  # of the definitions, by reference
-    copied: dict[str, Any] = _copy_schema(part, names)
-    while new_references := list(names)[len(definitions) :]:
-        for reference in new_references:
-            target = part._replace(schema={"$ref": reference}).referred
-            if target.schema is None:
-                raise _NoForm(f"{reference!r:.60} refers to nothing")
-            definitions[names[reference]] = _copy_schema(target, names)
+    for number, reference in enumerate(references):
+        target = part.look_up(reference)
+        if target is None:
+            raise _NoForm(f"{reference!r:.60} refers to nothing")
+        definitions[f"d{number}"] = _copy_schema(target, references)
     return {**copied, "$defs": definitions} if definitions else copied
 
 
-def _copy_schema(part: SchemaPart, names: dict[str, str]) -> Any:
-    """A copy in which references have these names; new ones are added."""
-    if isinstance(part.schema, list):
-        return [_copy_schema(part._replace(schema=s), names) for s in part.schema]
-    if not isinstance(part.schema, dict):
-        return part.schema
-    copied = {
-        key: _copy_schema(part._replace(schema=item), names)
-        for key, item in part.schema.items()
-    }
-    if part.reference is not None:
-        name = names.setdefault(part.reference, f"d{len(names)}")
-        copied["$ref"] = f"#/$defs/{name}"
+def _copy_schema(schema: Any, references: list[str]) -> Any:
+    """A copy that refers to "#/$defs/d0" for the first of these; new ones are added."""
+    if isinstance(schema, list):
+        return [_copy_schema(item, references) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copied = {key: _copy_schema(item, references) for key, item in schema.items()}
+    reference = copied.get("$ref")
+    if isinstance(reference, str):
+        if reference not in references:
+            references.append(reference)
+        copied["$ref"] = f"#/$defs/d{references.index(reference)}"
     return copied
 
 
