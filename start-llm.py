@@ -19784,66 +19784,64 @@ CHARACTER: Final = r"""(?x:
   | \\u (?i: (?! d[89a-f] ) [0-9a-f]{4} )                             # \u00e9
   | \\u (?i: d[89ab][0-9a-f]{2} ) \\u (?i: d[c-f][0-9a-f]{2} )        # \ud83d\ude00
 )"""
-_KEY: Final = f'"{CHARACTER}{{0,999}}"'
-# What ends a call whose last brackets were forgotten.
-_END_TAG: Final = r"""
-    </ (?: (?: minimax: )? tool_call | function | invoke ) > | <tool_call> \s* [{<\w]
-  | <\|call\|> | <\|tool_call (?: s?_section )? _end\|> | \[TOOL_CALLS\]
-"""
+# Parts of the patterns below. KEY has its quotes. END_TAG ends a call whose last
+# brackets were forgotten. STUCK is a model that is caught in blanks.
+_JSON_PARTS: Final = {
+    "KEY": f'"{CHARACTER}{{0,999}}"',
+    "END_TAG": r"""
+        </ (?: (?: minimax: )? tool_call | function | invoke ) >
+      | <tool_call> \s* [{<\w] | \[TOOL_CALLS\]
+      | <\|call\|> | <\|tool_call (?: s?_section )? _end\|>
+    """,
+    "STUCK": r"[ \t\r\n]{401}",
+}
 
 # What comes next in an object or an array, by the bracket that closes it. A comma may
 # come twice, or be missing. A number or a word is certain once something follows it.
+_NEXT_VALUE: Final = r"""
+    (?P<open> [{\["] ) | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] )
+"""
 _NEXT: Final = {
     bracket: compile_pattern(
         r"""
         (?P<lead> \s* ) (?: [,;] (?P<gap> \s* ) )*+
-        (?: LABEL (?: (?P<open> [{\["] )                                  # "n": [
-                    | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] ) )    # "n": 5,
-          | (?P<close> [}\]] )
-          | (?P<end> (?= END_TAG ) ) )
+        (?: MEMBER | (?P<close> [}\]] ) | (?P<end> (?= END_TAG ) ) )
         """,
-        LABEL=label,
-        KEY=_KEY,
-        END_TAG=_END_TAG,
+        MEMBER=fill_pattern(member, VALUE=_NEXT_VALUE, **_JSON_PARTS),
+        **_JSON_PARTS,
     )
-    for bracket, label in {
-        "}": rf"(?P<key> {_KEY} ) (?P<colon> \s* : \s* )",
-        "]": "",
+    for bracket, member in {
+        "}": r"(?P<key> KEY ) (?P<colon> \s* : \s* ) VALUE",  # "n": 5,
+        "]": "VALUE",
     }.items()
 }
 
 _CHARACTERS: Final = compile_pattern(f"{CHARACTER}+")
 # Whether a quote ends a string, in an object or an array: models leave quotes inside a
 # string as they are (L-86). What follows decides. If it `breaks`, nobody can tell; if
-# nothing matches, the quote is inside, as in print("hello") and f("a", "b").
+# nothing matches, the quote is inside, as in print("hi") and f("a", "b").
 _QUOTE: Final = {
-    bracket: compile_pattern(
+    "}": compile_pattern(
         r"""
-        " (?: (?P<breaks> BREAKS )
-            | (?= \s* (?: [}\]]      # "hello"}
-                        | END_TAG    # "hello"</tool_call>
-                        | ENDS ) ) )
+        " (?: (?P<breaks>
+                  STUCK
+                | \s* :                                 # "x, "n": 5    it ended a key
+                | \s* [,;] \s* :                        # "x",: 5
+                | \s* [,;] \s* " \w{1,99} \s* : )       # "x", "n: 5
+            | (?=
+                  \s* (?: [}\]] | END_TAG )             # "hi"}     "hi"</tool_call>
+                | \s* [,;] \s* (?: [}\],;] | END_TAG )  # "hi",}    "hi",,
+                | \s* [,;\s] \s* KEY \s* [^\s),.] ) )   # "hi", "n":    "hi" "n":
         """,
-        BREAKS=breaks,
-        ENDS=ends,
-        END_TAG=_END_TAG,
-    )
-    for bracket, breaks, ends in [
-        (
-            "}",
-            # A key was read as a text: the quote before it, or its own first, is missing.
-            r"""
-            \s* :                                 # "x, "n": 5
-          | [,;] \s* (?: : | " \w{1,99} \s* : )   # "x", "n: 5
-          | [ \t\r\n]{401}                        # a model caught in blanks
-            """,
-            rf"""
-            [,;] \s* (?: [}}\],;] | {_END_TAG} )  # "hello",}}    "hello", </tool_call>
-          | [,;\s] \s* {_KEY} \s* [^\s),.]        # "hello", "n":   or without comma
-            """,
-        ),
-        ("]", r"\s* : | [ \t\r\n]{401}", '[,;"]'),  # "hello", 5
-    ]
+        **_JSON_PARTS,
+    ),
+    "]": compile_pattern(
+        r"""
+        " (?: (?P<breaks> STUCK | \s* : )
+            | (?= \s* (?: [}\],;"] | END_TAG ) ) )      # "hi", 5    "hi"]
+        """,
+        **_JSON_PARTS,
+    ),
 }
 
 # After the arguments: other members of the call, brackets, and the end of the call.
