@@ -20553,7 +20553,7 @@ class _MarkedCalls:
         halves = any_of([mark[:half], mark[-half:]])  # <| and |>
         self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
         keys = any_of(chain.from_iterable(schema.keys for schema in schemas))
-        self._key_like = regex.compile(rf"(?<![a-zA-Z_])(?:{keys})\W{{0,3}}:")
+        self._key_like = regex.compile(rf"[^a-zA-Z_](?:{keys})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
         """All calls. Raises ValueError if some text belongs to none."""
@@ -20659,7 +20659,8 @@ class _MarkedCalls:
         # f() { return }}    the first bracket is the text's, the second the call's
         while text.count("{") > text.count("}") and self._take(r"\} (?= \s* \} )"):
             text += "}"
-        if self._tag_like.search(text) or self._key_like.search(text):
+        is_two = self._tag_like.search(text) or self._key_like.search(text)
+        if is_two or text.count('"') == 1:  # <|"|>a.md"
             raise ValueError(text)
         return value_as_json(text, types)
 

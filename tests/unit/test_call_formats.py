@@ -506,9 +506,7 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
          {"text": "a", "any": "b", "n": 5}),
         # Tags that come twice.
         (qwen(p("path", "x"), "</parameter>\n"), {"path": "x"}),
-        (qwen("<parameter=path>\n", p("path", "x")), {"path": "x"}),
         (qwen(p("path", "x"), "</function>\n"), {"path": "x"}),
-        (qwen("<function=read>\n", p("path", "x")), {"path": "x"}),
         (qwen(p("path", "x"), before="<tool_call>\n<tool_call>\n"), {"path": "x"}),
         # All arguments as one JSON object, or MiniMax's spelling.
         (qwen('{"z": {"a": [1]}}\n'), {"z": {"a": [1]}}),
@@ -540,7 +538,7 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (glm(a("n", 5, "")), {"n": 5}),
         (glm("<arg_key>text</arg_key>a.py</arg_value>"), {"text": "a.py"}),
         (glm("<arg_key>n</arg_key></arg_key><arg_value>5</arg_value>"), {"n": 5}),
-        (glm(a("path", "<arg_value>x"), "</arg_value>"), {"path": "x"}),
+        (glm(a("path", "x"), "</arg_value>"), {"path": "x"}),
         (f"{glm(a('text', 'a'), after='')}{glm(a('n', 5))}", [{"text": "a"}, {"n": 5}]),
         (glm('{"z": "1"}'), {"z": "1"}),
         (glm('\n{"z": "1", "n": 2}\n'), {"z": "1", "n": 2}),
@@ -560,7 +558,6 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (minimax(m("text", "Dallas\n", ""), m("n", 5)), {"text": "Dallas", "n": 5}),
         (minimax('{"z": "1"}\n'), {"z": "1"}),
         (minimax(m("path", "x"), "</parameter>"), {"path": "x"}),
-        (minimax('<invoke name="read">\n', m("path", "x")), {"path": "x"}),
         *((minimax(m("path", value)), {"path": value}) for value in (
             "a</parameter> b",
             "a '</parameter>\n</invoke>' b",
@@ -621,7 +618,6 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         # Brackets and tags inside a string.
         (gemma("path:a}b,n:5"), {"path": "a}b", "n": 5}),
         (gemma("path:{not json"), {"path": "{not json"}),
-        (gemma("any:[x] done"), {"any": "[x] done"}),
         (gemma('path:{"a":1,"a":2}'), {"path": '{"a":1,"a":2}'}),
         (gemma(f"path:{Q}if x {{ }} }}{Q},n:5"), {"path": "if x { } }", "n": 5}),
         (gemma(f"path:{Q}<tool_call|>{Q},n:5"), {"path": "<tool_call|>", "n": 5}),
@@ -633,7 +629,6 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (gemma(f"n:{Q}five{Q}"), {"n": "five"}),
         (gemma(f"any:{Q}5{Q}"), {"any": "5"}),
         (gemma("names:[1, 2 , ]"), {"names": ["1", "2"]}),
-        (gemma("items:[1,,2],tree:{a:1,a:2}"), {"items": "[1,,2]", "tree": "{a:1,a:2}"}),
         (gemma(f"names:[{Q}{Q},a]"), {"names": ["", "a"]}),
         (gemma("x:1e5,yes:True,any:None"), {"x": 1e5, "yes": True, "any": None}),
         # Objects and arrays in each other, keys in quotes.
@@ -763,6 +758,8 @@ STAYS_OPEN: dict[str, list[str]] = {
         *(qwen(p("items", text)) for text in (
             '[{"a": 1, "a": 2}]', "[{'a': 1, 'a': 2}]", "[{1: 1, '1': 2}]", "[{True: 1, 1: 2}]",
             '[{\\"a\\": 1, \\"a\\": 2}]')),
+        # An opening tag is there twice.
+        qwen("<parameter=path>\n", p("path", "x")), qwen("<function=read>\n", p("path", "x")),
         # The reply ends in a key, or before there is one.
         qwen(p("path", "x", "\n"), "<parameter=te", after=""), qwen(after=""),
     ],
@@ -773,6 +770,7 @@ STAYS_OPEN: dict[str, list[str]] = {
         glm(a("path", "x"), "<ag_key>text</arg_key>\n<arg_value>y</arg_value>\n"),
         glm("<arg_key>path</arg_key>\n, <arg_value>x</arg_value>\n"),
         glm(a("other", '{"a": 1, "a": 2}')), glm(a("path", "a.md"), "<n>5"),
+        glm(a("path", "<arg_value>x")),
         glm("<arg_key>n</arg_key>"), glm("<arg_key>n</arg_key>", a("x", 1)), glm(a("", 1)),
         glm("{'text': 'it's'}"), glm(a("path", "x", "\n"), "<arg_key>text</", after=""),
     ],
@@ -782,6 +780,7 @@ STAYS_OPEN: dict[str, list[str]] = {
         minimax(m("path", "x"), '"', m("n", 5), m("text", "y")),
         minimax('<parameter name="n">5\ny', m("text", "")), minimax("n: 5"),
         minimax("<parameter>5</parameter>"), minimax(m("path", "a.md"), "<n>5"),
+        minimax('<invoke name="read">\n', m("path", "x")),
     ],
     "minicpm": [minicpm(c("path", "x"), "y</param>"), minicpm(c("path", "a.md"), "<n>5")],
     "mistral_13": [
@@ -840,7 +839,7 @@ IS_TEXT: dict[str, list[str]] = {
         "The tag <tool_call|> ends it.", "In a call:read{} there is none.",
         gemma("n:1").replace("read", "rm"), "<|tool_call>call:read{n:1", gemma(f'path:{Q}a.md"'),
         gemma("n 1"), gemma("n:1 x:2"), gemma("n:1,,x:2"), gemma(":1"), gemma("{"),
-        gemma("n:1,n:2"),
+        gemma("n:1,n:2"), gemma("any:[x] done"), gemma("items:[1,,2]"), gemma("tree:{a:1,a:2}"),
         gemma(f'items:{Q}[{{"a": 1, "a": 2}}]{Q}'), gemma(f"path:{Q}x,n;:3141,text:{Q}y{Q}"),
         gemma(f"path:{Q}x{Q},n:,3141text:y{Q}"),
     ],
@@ -926,7 +925,8 @@ def test_json_calls_are_read_in_any_order_whatever_the_tokenizer_knows(
     [
         ('[{"name": "get", "id": 7}]', []),
         ('{"id": 7, "name": "get"}', []),
-        ('[{"name": "get", "type": "function"}]', [{}]),
+        ('[{"name": "get", "type": "function"}]', []),
+        ('[{"name": "get"}]', [{}]),
         ('[{"name": "get", "arguments": {"id": 7}, "id": "1"}]', [{"id": 7}]),
         ('{"id": "1", "name": "get", "arguments": {}}', [{}]),
     ],
