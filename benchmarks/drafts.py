@@ -31,7 +31,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from agent_workload import Body, Words, chat, user
 from compare import machine, with_openblas
@@ -107,22 +107,37 @@ def make_task(kind: str, words: Words, n_free: int = N_FREE_TOKENS) -> Task:
 
 
 class Decoders:
-    """All that decode with one model."""
+    """All that decode with one model: our servers, by their settings, and mlx-lm."""
 
-    def __init__(self, folder: Path, scratch: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, scratch: Path, stack: ExitStack, **settings: dict[str, Any]
+    ) -> None:
         self._replies = scratch / "replies.json"
         self._replies.write_text("[]")  # of the requests of the start
+        self.right = self._replies.with_suffix(".right")  # see forced_server.py
+        self.right.write_text("0")
         program = [str(FORCED_SERVER), str(self._replies)]
-        ours = [*program, OURS]
-        theirs = [*program, THEIRS]
         self._servers: dict[str, Server] = {}
-        for name in (AUTO, OFF):
-            server = our_server(folder, scratch, program=ours, speculation=name)
+        for name, changes in settings.items():
+            server = our_server(folder, scratch, program=[*program, OURS], **changes)
             self._servers[name] = stack.enter_context(server)
-        server = their_server(folder, scratch, program=theirs)
-        self._servers[THEIRS] = stack.enter_context(server)
+        if AUTO in settings:
+            server = their_server(folder, scratch, program=[*program, THEIRS])
+            self._servers[THEIRS] = stack.enter_context(server)
         self._plain = Plain(folder)
         self.words = Words(self._plain.tokenizer, 1)
+
+    def speeds(
+        self, names: list[str], kind: str, n_rounds: int, n_free: int = N_FREE_TOKENS
+    ) -> dict[str, list[float]]:
+        """Of each by its name, round by round, in any order."""
+        speeds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(n_rounds):
+            n_tasks = 8 if kind == "eight" else 1
+            tasks = [make_task(kind, self.words, n_free) for _ in range(n_tasks)]
+            for name in random.sample(names, len(names)):
+                speeds[name].append(self.speed(name, tasks))
+        return speeds
 
     def speed(self, name: str, tasks: list[Task]) -> float:
         """Tokens a second of all tasks together."""
@@ -142,65 +157,19 @@ class Decoders:
         return replies[0].decode_speed if len(replies) == 1 else speed_together(replies)
 
 
+def verdict(quotients: list[float], bar: float) -> str:
+    return f">= {bar}: {'yes' if statistics.median(quotients) >= bar else '**no**'}"
+
+
 def measure(decoders: Decoders, kind: str, n_rounds: int) -> list[str]:
     """The cells of a row."""
-    n_tasks = 8 if kind == "eight" else 1
     names = [AUTO, OFF] if kind == "eight" else [AUTO, OFF, THEIRS, GENERATE]
-    speeds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(n_rounds):
-        tasks = [make_task(kind, decoders.words) for _ in range(n_tasks)]
-        for name in random.sample(names, len(names)):
-            speeds[name].append(decoders.speed(name, tasks))
-
+    speeds = decoders.speeds(names, kind, n_rounds)
     medians = [f"{statistics.median(speeds[name]):.0f}" for name in names]
     quotients = [ratios(speeds[AUTO], speeds[name]) for name in names[1:]]
-    is_met = statistics.median(quotients[0]) >= BARS[kind]
-    verdict = f">= {BARS[kind]}: {'yes' if is_met else '**no**'}"
     gaps = [""] * (4 - len(names))
-    return [*medians, *gaps, *map(spread, quotients), *gaps, verdict]
-
-
-class HeadServers:
-    """Our server with a head and without."""
-
-    def __init__(self, folder: Path, scratch: Path, stack: ExitStack) -> None:
-        self._replies = scratch / "replies.json"
-        self._replies.write_text("[]")  # of the requests of the start
-        self._right = self._replies.with_suffix(".right")
-        self._right.write_text("0")
-        program = [str(FORCED_SERVER), str(self._replies), OURS]
-        head_folder = tiny_heads().tiny_head(folder)
-        self.servers: dict[str, Server] = {}
-        for name, draft_model in ((HEAD, head_folder), (OFF, "")):
-            server = our_server(
-                folder, scratch, program=program, draft_model=draft_model
-            )
-            self.servers[name] = stack.enter_context(server)
-        self.words = Words(Plain(folder).tokenizer, 1)
-
-    def measure(
-        self, share_right: float, kind: str, *, bar: float, n_rounds: int
-    ) -> list[str]:
-        """The cells of a row."""
-        self._right.write_text(str(share_right))
-        speeds: dict[str, list[float]] = {name: [] for name in self.servers}
-        for _ in range(n_rounds):
-            n_tasks = 8 if kind == "eight" else 1
-            tasks = [make_task(kind, self.words, N_HEAD_TOKENS) for _ in range(n_tasks)]
-            self._replies.write_text(json.dumps([task.token_ids for task in tasks]))
-            for name in random.sample(list(self.servers), 2):
-                replies = ask_together(
-                    self.servers[name], [task.body for task in tasks]
-                )
-                speed = replies[0].decode_speed
-                if n_tasks > 1:
-                    speed = speed_together(replies)
-                speeds[name].append(speed)
-        quotients = ratios(speeds[HEAD], speeds[OFF])
-        is_met = statistics.median(quotients) >= bar
-        medians = [f"{statistics.median(speeds[name]):.0f}" for name in self.servers]
-        verdict = f">= {bar}: {'yes' if is_met else '**no**'}"
-        return [*medians, spread(quotients), verdict]
+    cells = [*medians, *gaps, *map(spread, quotients), *gaps]
+    return [*cells, verdict(quotients[0], BARS[kind])]
 
 
 def measure_heads(
@@ -214,11 +183,19 @@ def measure_heads(
             folder = Path(scratch) / kind
             recipe = maker.choose_recipe(kind, size="small", **HEAD_SIZE)
             maker.make_model(folder, recipe)
-            servers = HeadServers(folder, Path(scratch), stack)
+            settings = {
+                HEAD: {"draft_model": tiny_heads().tiny_head(folder)},
+                OFF: {"draft_model": ""},
+            }
+            decoders = Decoders(folder, Path(scratch), stack, **settings)
             for share_right, reply, bar in HEAD_ROWS:
                 if reply not in replies:
                     continue
-                cells = servers.measure(share_right, reply, bar=bar, n_rounds=n_rounds)
+                decoders.right.write_text(str(share_right))
+                speeds = decoders.speeds([HEAD, OFF], reply, n_rounds, N_HEAD_TOKENS)
+                medians = [f"{statistics.median(speeds[name]):.0f}" for name in speeds]
+                quotients = ratios(speeds[HEAD], speeds[OFF])
+                cells = [*medians, spread(quotients), verdict(quotients, bar)]
                 rows.append([kind, reply, f"{share_right:.0%}", *cells])
                 print(*rows[-1], sep="  ", flush=True)
     return rows
@@ -248,7 +225,8 @@ def main() -> None:
         with TemporaryDirectory() as scratch, ExitStack() as stack:
             folder = Path(scratch) / kind
             maker.make_model(folder, maker.choose_recipe(kind, size="small", **SIZE))
-            decoders = Decoders(folder, Path(scratch), stack)
+            settings = {name: {"speculation": name} for name in (AUTO, OFF)}
+            decoders = Decoders(folder, Path(scratch), stack, **settings)
             for reply in options.replies:
                 rows.append([kind, reply, *measure(decoders, reply, options.rounds)])
                 print(*rows[-1], sep="  ", flush=True)

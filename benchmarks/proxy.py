@@ -6,16 +6,12 @@ The same short warm request, streamed, in turns to both ports: medians with thei
 """
 
 import argparse
-import http.client
-import json
 import statistics
-import time
 from collections.abc import Sequence
-from contextlib import closing
+
+from compared_servers import Server
 
 BODY = {
-    "model": "any",
-    "stream": True,
     "max_tokens": 4,
     "temperature": 0,
     "messages": [{"role": "user", "content": "Say something short."}],
@@ -24,24 +20,7 @@ BODY = {
 
 def first_token_ms(port: int) -> float:
     """From connecting to the first words of the reply."""
-    began = time.perf_counter()
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
-        response = connection.getresponse()
-        for line in response:
-            if line.startswith(b"data: {") and has_words(json.loads(line[6:])):
-                break
-        seconds = time.perf_counter() - began
-        response.read()
-    return seconds * 1000
-
-
-def has_words(chunk: dict[str, list[dict[str, dict[str, str]]]]) -> bool:
-    deltas = [choice["delta"] for choice in chunk["choices"]]
-    return any(
-        delta.get("content") or delta.get("reasoning_content") for delta in deltas
-    )
+    return 1000 * Server("", port, model="any").ask(BODY).ttft
 
 
 def row(name: str, times: Sequence[float]) -> str:

@@ -477,18 +477,8 @@ class Report:
 
     server: Server
     turns: list[Turn]
-    counters: dict[str, int] | None
-    later_counters: dict[str, int] | None  # how far they moved after the first turn
-    has_image: bool
-
-    @property
-    def checks(self) -> list[Check]:
-        return judge(
-            self.turns,
-            self.counters,
-            later=self.later_counters,
-            has_image=self.has_image,
-        )
+    counters: dict[str, int] | None  # how far they moved
+    checks: list[Check]
 
     @property
     def healthy(self) -> bool:
@@ -518,15 +508,26 @@ def tracked[T](things: Iterable[T], title: str) -> Iterable[T]:
     return track(list(things), title, console=console, transient=True)
 
 
+TURN_COLUMNS: Final = [
+    "turn",
+    "asked",
+    "prompt",
+    "cached",
+    "hit",
+    "lost",
+    "out",
+    "ttft",
+    "finish",
+]
+
+
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
     title = f"{report.server.model} at {report.server.url}"
     table = Table(title=title, title_justify="left")
-    table.add_column("turn", justify="right")
-    table.add_column("asked")
-    for name in ("prompt", "cached", "hit", "lost", "out", "ttft s"):
-        table.add_column(name, justify="right")
-    table.add_column("finish")
+    for name in TURN_COLUMNS:
+        is_text = name in ("asked", "finish")
+        table.add_column(name, justify="left" if is_text else "right")
     for turn in report.turns:
         table.add_row(
             f"T{turn.number}",
@@ -641,13 +642,10 @@ def probe(options: argparse.Namespace) -> Report:
         turns.append(last_turn)
         agent.hear(reply)
     counters = server.counters()
-    return Report(
-        server,
-        turns,
-        counters=count_steps(old_counters, counters),
-        later_counters=count_steps(first_counters, counters),
-        has_image=bool(image_url),
-    )
+    steps = count_steps(old_counters, counters)
+    later = count_steps(first_counters, counters)
+    checks = judge(turns, steps, later=later, has_image=bool(image_url))
+    return Report(server, turns, steps, checks)
 
 
 def main() -> int:
