@@ -10,8 +10,8 @@ import copy
 import json
 import random
 import re
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,30 +223,20 @@ class Client:
         self.odd: list[str] = []
         self._ledger = Ledger(tokenizer, rewindable=rewindable)
         self._n_out = n_out
-        self._lock = threading.Lock()
 
     def ask(self, messages: list[Body]) -> Reply:
         return self.ask_all([messages])[0]
 
     def ask_all(self, conversations: list[list[Body]]) -> list[Reply]:
         """All at once. What one of them computes counts as known to the next."""
-        replies: dict[int, Reply] = {}
         self._n_asked += 1
         sent = [self.costume.sent(talk, self._n_asked) for talk in conversations]
-
-        def one(place: int) -> None:
-            replies[place] = self.server.ask(chat(sent[place], n_out=self._n_out))
-
-        threads = [
-            threading.Thread(target=one, args=(i,)) for i in range(len(conversations))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for place, messages in enumerate(conversations):
-            self._note(messages, replies[place])
-        return [replies[place] for place in range(len(conversations))]
+        bodies = [chat(messages, n_out=self._n_out) for messages in sent]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            replies = list(pool.map(self.server.ask, bodies))
+        for messages, reply in zip(conversations, replies, strict=True):
+            self._note(messages, reply)
+        return replies
 
     def _note(self, messages: list[Body], reply: Reply) -> None:
         messages = self.costume.equal(messages, self._n_asked)

@@ -7,9 +7,9 @@ import random
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -364,16 +364,8 @@ def in_any_order[T](servers: list[Server], ask: Callable[[Server], T]) -> list[T
 
 
 def ask_together(server: Server, bodies: list[Any]) -> list[Reply]:
-    replies: list[Reply] = []
-    threads = [
-        threading.Thread(target=lambda body=body: replies.append(server.ask(body)))
-        for body in bodies
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return replies
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(server.ask, bodies))
 
 
 def speed_together(replies: list[Reply]) -> float:
@@ -617,14 +609,10 @@ def while_asking(
     server: Server, bodies: list[Any], action: Callable[[], None]
 ) -> list[Reply]:
     """Run `action` while the server answers; the replies."""
-    replies: list[Reply] = []
-    asking = threading.Thread(
-        target=lambda: replies.extend(ask_together(server, bodies))
-    )
-    asking.start()
-    action()
-    asking.join()
-    return replies
+    with ThreadPoolExecutor(1) as pool:
+        replies = pool.submit(ask_together, server, bodies)
+        action()
+        return replies.result()
 
 
 def speed_between(stamps: list[float], began: float, ended: float) -> float:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,16 +129,8 @@ class InProcess:
         return {"seconds": seconds + max(find_seconds), "message": message}
 
     def ask_together(self, bodies: list[Body]) -> list[Body]:
-        replies: list[Body] = []
-        threads = [
-            threading.Thread(target=lambda body=body: replies.append(self.ask(body)))
-            for body in bodies
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return replies
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(self.ask, bodies))
 
     def status(self) -> Body:
         time.sleep(0.3)  # the model thread publishes after its turn
