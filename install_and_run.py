@@ -588,12 +588,12 @@ def server_environment(venv: Path, environ: Mapping[str, str]) -> "dict[str, str
 # Server and gates --------------------------------------------------------------------------------
 
 
-def start_server(venv: Path, arguments: "list[str]") -> NoReturn:
-    """Become the server."""
+def start_program(venv: Path, script: str, arguments: "list[str]") -> NoReturn:
+    """Become the server, or the program that starts one on each of several machines."""
     python, environ = venv_python(venv), server_environment(venv, os.environ)
     sys.stdout.flush()
     hold_signals()
-    os.execve(python, [python, str(ROOT / "start-llm.py"), *arguments], environ)
+    os.execve(python, [python, str(ROOT / script), *arguments], environ)
 
 
 class Gate(NamedTuple):
@@ -754,20 +754,6 @@ def read_arguments(arguments: "list[str]") -> Options:
     return Options("setup" if known.setup_only else "run", rest, known.backend)
 
 
-def start_launcher(arguments: "list[str]") -> NoReturn:
-    """Become the program that starts a client; any Python from 3.12 on runs it."""
-    script = str(ROOT / "scripts" / "helpers" / "launch.py")
-    os.execv(sys.executable, [sys.executable, script] + arguments)  # noqa: RUF005
-
-
-def start_cluster(venv: Path, arguments: "list[str]") -> NoReturn:
-    """Become the program that starts one model over several machines."""
-    python, environ = venv_python(venv), server_environment(venv, os.environ)
-    script = str(ROOT / "scripts" / "helpers" / "start_cluster.py")
-    sys.stdout.flush()
-    os.execve(python, [python, script, *arguments], environ)
-
-
 def choose_packages(options: Options) -> Packages:
     """The packages for this machine; says why where that is not plain. Raises SetupError."""
     setting = read_setting("MLX_BACKEND", os.environ) or "auto"
@@ -787,7 +773,9 @@ def run(arguments: "list[str]") -> int:
     if arguments[:1] == ["launch"]:
         if sys.version_info < WANTED:
             hand_over(find_python(python_candidates(os.environ)), arguments)
-        start_launcher(arguments[1:])
+        # Any Python from 3.12 on runs it.
+        script = str(ROOT / "scripts" / "helpers" / "launch.py")
+        os.execv(sys.executable, [sys.executable, script] + arguments[1:])  # noqa: RUF005
     is_cluster = arguments[:1] == ["cluster"]  # its options are read by its program
     options = read_arguments([] if is_cluster else arguments)
     if platform.system() not in ("Darwin", "Linux"):
@@ -796,19 +784,17 @@ def run(arguments: "list[str]") -> int:
         )
     if not is_this_python_usable():
         hand_over(find_python(python_candidates(os.environ)), arguments)
-    for name in (
-        "PYTHONPATH",
-        "PYTHONHOME",
-    ):  # what lies there would hide the pinned packages
+    # What lies there would hide the pinned packages.
+    for name in ("PYTHONPATH", "PYTHONHOME"):
         os.environ.pop(name, None)
     packages = choose_packages(options)
     prepare(VENV, packages)
     if options.mode == "test":
         return run_gates(VENV, options.rest)
     if is_cluster:
-        start_cluster(VENV, arguments[1:])
+        start_program(VENV, "scripts/helpers/start_cluster.py", arguments[1:])
     if options.mode == "run":
-        start_server(VENV, options.rest)
+        start_program(VENV, "start-llm.py", options.rest)
     server_environment(VENV, os.environ)  # so that no start waits for it
     say(
         f"ready; start the server with: {shlex.quote(sys.executable)} {shlex.quote(__file__)}"

@@ -56,6 +56,7 @@ DECODER = {
     "layers": 4,
     "mlp": 2048,
 }
+# as wide as SmolLM2-135M, less deep: 200 MB
 SMOL = {
     "hidden": 576,
     "head_dim": 64,
@@ -64,7 +65,7 @@ SMOL = {
     "layers": 12,
     "mlp": 1536,
     "vocabulary": 16_384,
-}  # as wide as SmolLM2-135M, less deep: 200 MB
+}
 
 
 def tokenizer_of(folder: Path) -> Any:

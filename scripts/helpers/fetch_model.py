@@ -92,9 +92,7 @@ def find(
     repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/")
     if repo != name:  # as copied from the browser
         repo = repo.rstrip("/").removesuffix("/tree/main")
-    with suppress(
-        OSError, ValueError, FetchError
-    ):  # it is not in the local cache, or not whole
+    with suppress(OSError, ValueError, FetchError):  # it is not here, or not whole
         return complete(Path(snapshot(repo, local_files_only=True)))
     return download(repo, token=token, memory_bytes=memory_bytes, setting=setting)
 

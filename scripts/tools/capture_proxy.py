@@ -134,9 +134,7 @@ class CaptureFile:
         self._lock = threading.Lock()
         self._n_requests = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (
-            path.parent == CAPTURES
-        ):  # what people said does not belong into the repository
+        if path.parent == CAPTURES:  # what people said does not belong into git
             (CAPTURES / ".gitignore").write_text("*\n", encoding="ascii")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._out = os.fdopen(descriptor, "w", encoding="ascii")

@@ -677,7 +677,7 @@ def test_the_server_gets_its_arguments_and_replaces_the_set_up(venv, monkeypatch
     monkeypatch.setattr(install, "hold_signals", lambda: started.append("signals held"))
     monkeypatch.setattr(os, "execve", lambda *call: started.append(call))
 
-    install.start_server(venv, ["--port", "1"])
+    install.start_program(venv, "start-llm.py", ["--port", "1"])
 
     held, (path, command, environ) = started
     assert held == "signals held"
