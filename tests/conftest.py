@@ -185,6 +185,14 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
+def rng():
+    """Random numbers, the same for each test."""
+    import numpy as np
+
+    return np.random.default_rng(1)
+
+
+@pytest.fixture
 def bench(models, monkeypatch):
     """Makes engines, which are stopped at the end of the test."""
     from engine_fixture import Bench

@@ -47,6 +47,17 @@ def save(bench):
     on_model_thread(bench, lambda disk: disk.files.collect())
 
 
+PROMPT = words(np.random.default_rng(1), 600)
+
+
+def restart_and_save(restart, **settings):
+    """An engine whose only conversation, PROMPT, is in a file."""
+    bench = restart(**settings)
+    bench.ask(PROMPT, n=1)
+    save(bench)
+    return bench
+
+
 def saved_segments(bench):
     """Of each file, by position."""
     found = on_model_thread(
@@ -78,8 +89,9 @@ def difference(bench, prompt, **fields):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(kind, restart):
-    rng = np.random.default_rng(5)
+def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(
+    kind, restart, rng
+):
     prompt = words(rng, 700)
     n_known = 0
 
@@ -113,8 +125,7 @@ def test_a_fault_while_the_disk_is_opened_costs_the_disk_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart):
-    rng = np.random.default_rng(6)
+def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart, rng):
     head = words(rng, 600)
     first = head + words(rng, 300)
     bench = restart(kind)
@@ -136,8 +147,7 @@ def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart)
     assert cached["edited"] == (800 if kind == "qwen3" else 600)
 
 
-def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(restart):
-    rng = np.random.default_rng(34)
+def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(restart, rng):
     prompt = words(rng, 900)
     restart("qwen3_5").ask(prompt, n=1, boundaries=[600, 898])
     bench = restart("qwen3_5")
@@ -149,9 +159,8 @@ def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(restart):
     assert error <= TOLERANCE.get("qwen3_5", 0.0)
 
 
-def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart):
+def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, rng):
     """Files have the tokens of a longer conversation, and the state at its end alone."""
-    rng = np.random.default_rng(48)
     bench = restart("qwen3_5")
     prompt = words(rng, 900)
     bench.ask(prompt, n=1)
@@ -175,8 +184,7 @@ def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart):
     assert difference(bench, prompt[:600] + words(rng, 300), n=1)[0] >= 599
 
 
-def test_two_branches_share_their_prefix_on_the_disk(restart):
-    rng = np.random.default_rng(7)
+def test_two_branches_share_their_prefix_on_the_disk(restart, rng):
     head = words(rng, 1000)
     prompts = [head + words(rng, 400) for _ in range(3)]
     bench = restart()
@@ -193,8 +201,7 @@ def test_two_branches_share_their_prefix_on_the_disk(restart):
         assert (cached, error) == (1399, 0.0)
 
 
-def test_grown_entry_writes_only_what_is_new(restart):
-    rng = np.random.default_rng(8)
+def test_grown_entry_writes_only_what_is_new(restart, rng):
     bench = restart()
     prompt = words(rng, 600)
     written = []
@@ -211,8 +218,7 @@ def test_grown_entry_writes_only_what_is_new(restart):
     ]
 
 
-def test_disk_has_more_of_a_prompt_than_memory_shares_with_another_one(restart):
-    rng = np.random.default_rng(31)
+def test_disk_has_more_of_a_prompt_than_memory_shares_with_another_one(restart, rng):
     prompt = words(rng, 700)
     restart().ask(prompt, n=1)
     bench = restart()
@@ -254,9 +260,8 @@ def test_entry_is_written_while_the_engine_is_idle(restart, monkeypatch):
 
 
 def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
-    restart, tmp_path
+    restart, tmp_path, rng
 ):
-    rng = np.random.default_rng(2)
     bench = restart()
     prompt = words(rng, 700)
     bench.ask(prompt, n=1)
@@ -278,8 +283,7 @@ def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
     assert segments(bench) == [(0, 742)]
 
 
-def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(restart):
-    rng = np.random.default_rng(21)
+def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(restart, rng):
     bench = restart()
     bench.ask(words(rng, 700), n=1)
     bench.ask(words(rng, 100), n=1)  # newer
@@ -290,8 +294,7 @@ def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(restart
     assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
 
 
-def test_conversation_that_replaces_a_saved_one_is_written(restart):
-    rng = np.random.default_rng(26)
+def test_conversation_that_replaces_a_saved_one_is_written(restart, rng):
     bench = restart()
     head = words(rng, 700)
     for _ in range(2):  # of the same length, and the second takes over the entry
@@ -304,9 +307,7 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart):
 @pytest.mark.parametrize("loss", ["by hand", "damaged", "idle"])
 def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
     """Memory still had it, but took it for written: after a restart it was gone."""
-    bench = restart()
-    bench.ask(words(np.random.default_rng(45), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart)
     (file,) = files_in(tmp_path / "kv")
 
     def lose(scheduler):
@@ -327,9 +328,8 @@ def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
     assert files_in(tmp_path / "kv") == [file]
 
 
-def test_what_is_deleted_for_room_is_not_written_again(restart):
+def test_what_is_deleted_for_room_is_not_written_again(restart, rng):
     """Else the files of two conversations, with room for one, would push out each other."""
-    rng = np.random.default_rng(46)
     bench = restart(cache_disk_max_bytes=400_000)
     for _ in range(2):
         bench.ask(words(rng, 700), n=1)
@@ -342,8 +342,7 @@ def test_what_is_deleted_for_room_is_not_written_again(restart):
     assert on_model_thread(bench, lambda disk: disk.files.report()) == written
 
 
-def test_short_parent_of_what_is_written_is_written_once(restart):
-    rng = np.random.default_rng(24)
+def test_short_parent_of_what_is_written_is_written_once(restart, rng):
     bench = restart()
     prompt = words(rng, 350)
     bench.ask(prompt, n=1)
@@ -359,9 +358,8 @@ def test_short_parent_of_what_is_written_is_written_once(restart):
     assert difference(bench, prompt, n=1)[:2] == (349, 0.0)
 
 
-def test_conversations_that_share_few_tokens_have_files_of_their_own(restart):
+def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, rng):
     """As a first token, or what a template begins with: to forget one keeps the other."""
-    rng = np.random.default_rng(41)
     bench = restart()
     head = words(rng, 3)
     for session, n_more in (("a", 900), ("b", 600)):
@@ -375,8 +373,7 @@ def test_conversations_that_share_few_tokens_have_files_of_their_own(restart):
     assert segments(bench) == [(0, 604)]
 
 
-def test_parent_of_what_is_used_is_used(restart):
-    rng = np.random.default_rng(23)
+def test_parent_of_what_is_used_is_used(restart, rng):
     bench = restart(prompt_cache_ttl_seconds=3600.0)
     prompt = words(rng, 600)
     bench.ask(prompt, n=1)
@@ -395,13 +392,12 @@ def test_parent_of_what_is_used_is_used(restart):
 # Of gemma, states go before KV.
 @pytest.mark.parametrize("kind", ["qwen3", at_night("qwen3_5")])
 def test_what_memory_has_no_room_for_is_written_before_it_goes(
-    kind, restart, monkeypatch
+    kind, restart, monkeypatch, rng
 ):
     """Agents in turn whose conversations do not all fit: each comes back in a moment."""
     for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS"):
         monkeypatch.setattr(s, name, 1e9)
     monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
-    rng = np.random.default_rng(23)
     bench = restart(kind, memory_limit_bytes=8 << 20)
     capacity = bench.engine.report["capacity_tokens"]
     prompts = [words(rng, capacity // 5) for _ in range(7)]
@@ -419,9 +415,8 @@ def test_what_memory_has_no_room_for_is_written_before_it_goes(
 
 
 def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
-    restart, tmp_path
+    restart, tmp_path, rng
 ):
-    rng = np.random.default_rng(3)
     prompts = [words(rng, 700) for _ in range(4)]
     bench = restart()
     seen = []  # the files in the order in which they came
@@ -438,8 +433,7 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
     assert sum(file.stat().st_size for file in files) < n_bytes * 5 // 8 + 20_000
 
 
-def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
-    rng = np.random.default_rng(3)
+def test_records_beside_files_take_of_the_same_space(restart, tmp_path, rng):
     bench = restart()
     for _ in range(4):
         bench.ask(words(rng, 700), n=1)
@@ -453,8 +447,7 @@ def test_records_beside_files_take_of_the_same_space(restart, tmp_path):
     assert len(files_in(tmp_path / "kv")) == 3
 
 
-def test_what_continues_another_one_is_deleted_for_room_before_it(restart):
-    rng = np.random.default_rng(33)
+def test_what_continues_another_one_is_deleted_for_room_before_it(restart, rng):
     bench = restart()
     prompt = words(rng, 700)
     for _ in range(2):
@@ -473,9 +466,10 @@ def test_what_continues_another_one_is_deleted_for_room_before_it(restart):
 
 
 @pytest.mark.parametrize("n_room", [100, 600, *map(at_night, (256, 300, 900, 1300))])
-def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(n_room, restart):
+def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
+    n_room, restart, rng
+):
     """What is deleted for room as soon as it is there would be written without end."""
-    rng = np.random.default_rng(34)
     bench = restart()
     head = words(rng, 800)
     for prompt in (head, words(rng, 700)):
@@ -502,11 +496,8 @@ def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(n_room, resta
     assert on_model_thread(bench, save_all) == (True, None)
 
 
-def test_no_more_is_written_a_day_than_allowed(restart):
-    rng = np.random.default_rng(4)
-    bench = restart()
-    bench.ask(words(rng, 700), n=1)
-    save(bench)
+def test_no_more_is_written_a_day_than_allowed(restart, rng):
+    bench = restart_and_save(restart)
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
     bench = restart(cache_disk_max_bytes_per_day=2 * n_bytes + n_bytes // 2)
@@ -565,10 +556,9 @@ def damage_file(file, damage, rng):
         ("empty", 1),
     ],
 )
-def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path):
+def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path, rng):
     _, folder, prompt = written_file
     key = s.TokenKey(b"r", np.asarray(prompt, np.int32), [])
-    rng = np.random.default_rng(12)
     undamaged = read_arrays(next(folder.glob("*/")), key)
     assert undamaged is not None
     for number in range(n):
@@ -602,8 +592,7 @@ def read_arrays(folder, key):
 
 
 @pytest.mark.parametrize("lost", ["first", "middle"])
-def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
-    rng = np.random.default_rng(14)
+def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path, rng):
     bench = restart()
     prompt = words(rng, 600)
     for _ in range(3):
@@ -623,9 +612,8 @@ def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
 
 
 def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
-    restart, tmp_path, monkeypatch
+    restart, tmp_path, monkeypatch, rng
 ):
-    rng = np.random.default_rng(47)
     bench = restart()
     prompt = words(rng, 600)
     for session in ("a", "b", "c"):
@@ -705,8 +693,7 @@ def test_half_written_file_is_deleted_at_the_start(restart):
     assert not list(folder.glob(".tmp*"))
 
 
-def test_kv_of_other_weights_is_not_found(restart, monkeypatch):
-    rng = np.random.default_rng(15)
+def test_kv_of_other_weights_is_not_found(restart, monkeypatch, rng):
     prompt = words(rng, 700)
     restart().ask(prompt, n=1)
     other = restart()
@@ -723,9 +710,8 @@ def test_kv_of_other_weights_is_not_found(restart, monkeypatch):
 # -- a folder that cannot be used ------------------------------------------------------------------
 
 
-def test_servers_of_one_model_find_their_own_folders_again(restart):
+def test_servers_of_one_model_find_their_own_folders_again(restart, rng):
     """Whichever of them starts first; before, a second one was cold after each start."""
-    rng = np.random.default_rng(37)
     prompts = {port: words(rng, 600) for port in (8101, 8102)}
     for port, prompt in prompts.items():
         restart(mlx_port=port).ask(prompt, n=1)
@@ -739,8 +725,7 @@ def test_servers_of_one_model_find_their_own_folders_again(restart):
             assert (cached >= 598, error) == (True, 0.0)
 
 
-def test_server_on_another_port_finds_what_the_last_one_has_left(restart):
-    rng = np.random.default_rng(38)
+def test_server_on_another_port_finds_what_the_last_one_has_left(restart, rng):
     prompt = words(rng, 600)
     first = restart(mlx_port=8101)
     first.ask(prompt, n=1)
@@ -803,8 +788,7 @@ def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
     assert caplog.text.count("disk cache") == 1
 
 
-def test_server_goes_on_where_the_folder_has_vanished(restart, tmp_path, caplog):
-    rng = np.random.default_rng(16)
+def test_server_goes_on_where_the_folder_has_vanished(restart, tmp_path, caplog, rng):
     bench = restart()
     prompt = words(rng, 700)
     bench.ask(prompt, n=1)
@@ -843,9 +827,7 @@ def test_kv_is_written_again_after_a_failure(trouble, restart, tmp_path, monkeyp
 
 
 def test_files_are_for_their_owner_alone(restart, tmp_path):
-    bench = restart()
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
+    restart_and_save(restart)
 
     (file,) = files_in(tmp_path / "kv")
 
@@ -857,8 +839,7 @@ def test_files_are_for_their_owner_alone(restart, tmp_path):
 # -- what is forgotten ----------------------------------------------------------------------------
 
 
-def test_others_that_continued_a_forgotten_session_are_written_again(restart):
-    rng = np.random.default_rng(23)
+def test_others_that_continued_a_forgotten_session_are_written_again(restart, rng):
     bench = restart()
     head = words(rng, 600)
     bench.ask(head, n=1, owner=s.RequestOwner("", "a"))
@@ -874,9 +855,10 @@ def test_others_that_continued_a_forgotten_session_are_written_again(restart):
     assert saved_segments(bench)[0].session == "b"
 
 
-def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_path):
+def test_what_others_share_with_a_forgotten_session_loses_its_id(
+    restart, tmp_path, rng
+):
     """One that parts from a long conversation early on needs its beginning."""
-    rng = np.random.default_rng(31)
     bench = restart()
     head = words(rng, 300)
     for session, n_more in (("forgotten", 800), ("b", 400)):
@@ -897,9 +879,10 @@ def test_what_others_share_with_a_forgotten_session_loses_its_id(restart, tmp_pa
 @pytest.mark.parametrize(
     ("forgotten", "n_left"), [(("one", "a"), 2), (("one", None), 1), (("", None), 0)]
 )
-def test_what_is_forgotten_is_gone_from_the_disk(forgotten, n_left, restart, tmp_path):
+def test_what_is_forgotten_is_gone_from_the_disk(
+    forgotten, n_left, restart, tmp_path, rng
+):
     """A session, all of one tenant, or all there is, and nothing else."""
-    rng = np.random.default_rng(17)
     bench = restart()
     for owner in (("one", "a"), ("one", "b"), ("two", "a")):
         bench.ask(words(rng, 600), n=1, owner=s.RequestOwner(*owner))
@@ -915,8 +898,7 @@ def test_what_is_forgotten_is_gone_from_the_disk(forgotten, n_left, restart, tmp
     assert n_left != 1 or left == {("two", "a")}
 
 
-def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path):
-    rng = np.random.default_rng(20)
+def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path, rng):
     bench = restart()
     for session in ("a", "b", "c"):
         bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", session))
@@ -940,9 +922,8 @@ def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path
 
 
 def test_what_a_slow_disk_writes_is_forgotten_once_it_is_there(
-    restart, tmp_path, monkeypatch
+    restart, tmp_path, monkeypatch, rng
 ):
-    rng = np.random.default_rng(27)
     bench = restart()
     bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", "a"))
     monkeypatch.setattr(s, "FORGET_SECONDS", 0.01)
@@ -964,9 +945,7 @@ def test_what_a_slow_disk_writes_is_forgotten_once_it_is_there(
 def test_fault_of_the_disk_cache_does_not_end_the_server(
     restart, tmp_path, monkeypatch, caplog
 ):
-    bench = restart()
-    bench.ask(words(np.random.default_rng(2), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart)
     assert len(files_in(tmp_path / "kv")) == 1
 
     def fail(*_arguments, **_options):
@@ -975,16 +954,14 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
     monkeypatch.setattr(s.DiskTier, "save_some", fail)
     wait_until(lambda: "a fault while KV was copied" in caplog.text)
 
-    cached, error, _ = difference(bench, words(np.random.default_rng(1), 600), n=2)
+    cached, error, _ = difference(bench, words(np.random.default_rng(2), 600), n=2)
     assert (cached, error) == (0, 0.0)
     bench.engine.call(lambda scheduler: scheduler.drop_kv("", None))
     assert files_in(tmp_path / "kv") == [], "what is forgotten goes all the same"
 
 
 def test_old_kv_is_gone_from_the_disk(restart, tmp_path):
-    bench = restart(prompt_cache_ttl_seconds=3600.0)
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart, prompt_cache_ttl_seconds=3600.0)
     assert len(files_in(tmp_path / "kv")) == 1
 
     set_time(bench, s.time.time() + 4000)
@@ -993,8 +970,7 @@ def test_old_kv_is_gone_from_the_disk(restart, tmp_path):
     assert files_in(tmp_path / "kv") == []
 
 
-def test_kv_that_a_request_failed_on_is_gone_from_the_disk(restart, monkeypatch):
-    rng = np.random.default_rng(19)
+def test_kv_that_a_request_failed_on_is_gone_from_the_disk(restart, monkeypatch, rng):
     prompt = words(rng, 700)
     restart().ask(prompt, n=1)
     bench = restart()
@@ -1080,9 +1056,7 @@ def put_in_place(path, kind):
 def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
     kind, name, restart, tmp_path
 ):
-    bench = restart()
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart)
     bench.engine.stop()
     (file,) = files_in(tmp_path / "kv")
     put_in_place(file if name == "a segment" else file.parent / name, kind)
@@ -1103,9 +1077,7 @@ def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
 def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
     fault, restart, tmp_path, monkeypatch
 ):
-    bench = restart()
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart)
     folder = files_in(tmp_path / "kv")[0].parent
 
     def refuse(path, **kwargs):
@@ -1130,9 +1102,7 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
 def test_file_that_cannot_be_looked_at_now_is_kept(
     fault, restart, tmp_path, monkeypatch
 ):
-    bench = restart()
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-    save(bench)
+    bench = restart_and_save(restart)
     (file,) = files_in(tmp_path / "kv")
     key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
 

@@ -232,9 +232,8 @@ def eager(monkeypatch):
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("is_known", [True, False])
-def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known):
+def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known, rng):
     b = bench(DENSE, speculation="auto")
-    rng = np.random.default_rng(9)
     text = words(rng, 60)
     b.ask(text, n=1, owner=s.RequestOwner("a", "first"))
     owner = s.RequestOwner("a" if is_known else "b", "second")
@@ -271,9 +270,8 @@ def test_a_reply_is_the_same_with_drafts_and_without(drafting, n_others, fields)
 
 
 @drafters()
-def test_a_reply_as_guessed_takes_fewer_steps_and_leaves_the_same_kv(drafting):
+def test_a_reply_as_guessed_takes_fewer_steps_and_leaves_the_same_kv(drafting, rng):
     b = drafting.start()
-    rng = np.random.default_rng(3)
     past = drafting.prompt(rng, 100)
     for _ in range(2):
         reply = drafting.reply(past, rng, n=80, every=15)
@@ -289,10 +287,9 @@ def test_a_reply_as_guessed_takes_fewer_steps_and_leaves_the_same_kv(drafting):
 
 
 @drafters(("copies", HYBRID), ("copies", SLIDING), ("model", HYBRID), ("head", GEMMA))
-def test_requests_that_join_and_leave_change_nothing(drafting):
+def test_requests_that_join_and_leave_change_nothing(drafting, rng):
     """Four come and go beside a reply; all are exact, and so is what goes on from it."""
     b = drafting.start()
-    rng = np.random.default_rng(5)
     past = drafting.prompt(rng, 80)
     reply = drafting.reply(past, rng, n=150, every=15)
     one = b.submit(past, n=len(reply), constraints=(forced(reply),))
@@ -312,10 +309,9 @@ def test_requests_that_join_and_leave_change_nothing(drafting):
 
 
 @drafters(("copies", HYBRID), ("copies", SLIDING), ("model", HYBRID), ("head", GEMMA))
-def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(drafting):
+def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(drafting, rng):
     """The client leaves after some tokens; its conversation goes on from all that it has."""
     b = drafting.start()
-    rng = np.random.default_rng(6)
     past = drafting.prompt(rng)
     reply = drafting.reply(past, rng, n=100, every=10)
     for n_read in (1, 9, 30):

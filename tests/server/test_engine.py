@@ -186,11 +186,10 @@ def test_warm_logits_are_cold_logits(bench, kind, scenario):
         )
 
 
-def test_only_what_mla_has_decoded_differs_from_what_it_prefills(bench):
+def test_only_what_mla_has_decoded_differs_from_what_it_prefills(bench, rng):
     """Of a prompt that was prefilled all is reused to the last bit; of a reply nearly."""
     warm = bench(MLA)
     cold = bench(MLA, prompt_cache_max_entries_global=0)
-    rng = np.random.default_rng(7)
     past = words(rng, 400)
 
     def difference(prompt):
@@ -289,10 +288,11 @@ def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(bench, kind):
+def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(
+    bench, kind, rng
+):
     """As completions do while somebody types; the first cannot stop behind its own end."""
     b = bench(kind, prefill_step_size=64)
-    rng = np.random.default_rng(5)
     first = words(rng, 3000)
     tickets = [b.submit(first, n=4), b.submit(first + words(rng, 100), n=4)]
     for ticket in tickets:
@@ -316,10 +316,9 @@ def prompts_of(*lengths):
 
 
 @pytest.mark.parametrize("n_shared", [0, 600])
-def test_short_rests_of_like_lengths_are_read_in_one_call(bench, n_shared):
+def test_short_rests_of_like_lengths_are_read_in_one_call(bench, n_shared, rng):
     """Of cold prompts, or after one cached prefix."""
     b = bench("qwen3")
-    rng = np.random.default_rng(1)
     prefix = words(rng, n_shared)
     if prefix:
         b.ask(prefix, n=1)
@@ -344,9 +343,10 @@ def test_short_rests_of_like_lengths_are_read_in_one_call(bench, n_shared):
 @pytest.mark.parametrize(
     ("kind", "n_shared"), [("qwen3_5", 600), ("gemma3_text", 0), at_night("qwen3_5", 0)]
 )
-def test_a_model_whose_layers_keep_state_reads_each_prompt_alone(bench, kind, n_shared):
+def test_a_model_whose_layers_keep_state_reads_each_prompt_alone(
+    bench, kind, n_shared, rng
+):
     b = bench(kind)
-    rng = np.random.default_rng(1)
     prefix = words(rng, n_shared)
     if prefix:
         b.ask(prefix, n=1, boundaries=[n_shared - 1])
@@ -362,9 +362,10 @@ def test_a_model_whose_layers_keep_state_reads_each_prompt_alone(bench, kind, n_
     assert {n_rows for n_rows, n_tokens in calls if n_tokens > 1} == {1}
 
 
-def test_scheduler_reads_rests_one_by_one_without_memory_for_copies(bench, monkeypatch):
+def test_scheduler_reads_rests_one_by_one_without_memory_for_copies(
+    bench, monkeypatch, rng
+):
     b = bench("qwen3")
-    rng = np.random.default_rng(1)
     prefix = words(rng, 600)
     b.ask(prefix, n=1)
     calls = note_calls(b)
@@ -475,9 +476,10 @@ def test_short_prompts_decode_together_whatever_their_lengths(bench):
     assert max(widths) == 4
 
 
-def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(bench):
+def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(
+    bench, rng
+):
     b = bench("qwen3_5")
-    rng = np.random.default_rng(3)
     past = words(rng, 400)
     for n_failures, fail_at in ((2, 1), (2, 2), (1, 5)):  # the second try fails, too
         calls = itertools.count(1)

@@ -116,11 +116,10 @@ def test_retries_of_a_prompt_too_long_for_one_deadline_finish_it(bench, kind):
 
 
 def test_who_waits_longer_than_allowed_is_told_and_the_one_at_work_is_not_disturbed(
-    bench,
+    bench, rng
 ):
     settings = {"queue_timeout_seconds": 300.0, "generation_watchdog_seconds": 0}
     b = bench("qwen3", batch_max_rows=1, **settings)
-    rng = np.random.default_rng(3)
     Clock(b, lambda _fed: 10.0)
     running = b.submit(words(rng, 100), n=150)
     waiting = b.submit(words(rng, 100))
@@ -204,7 +203,7 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(
 
 
 @pytest.mark.slow
-def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
+def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table, rng):
     # why(L-69): all its KV is in one layer here, so that joined, padded and grown it is a chain
     copies = {"merge": [], "step": [], "remove": []}
 
@@ -232,7 +231,6 @@ def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
 
     monkeypatch.setattr(s.Scheduler, "_decode", decode_together)
     b = bench("gemma3_text")
-    rng = np.random.default_rng(8)
 
     tickets = [b.submit(words(rng, 3500 + n), n=90) for n in range(0, 120, 20)]
     check_all_finish(b, tickets)
@@ -246,9 +244,8 @@ def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
     assert all(max(measured) < 2.1 for measured in copies.values())
 
 
-def test_who_parts_from_a_large_line_takes_its_buffers(bench):
+def test_who_parts_from_a_large_line_takes_its_buffers(bench, rng):
     b = bench("qwen3", memory_limit_bytes=5 << 20)  # why(L-73)
-    rng = np.random.default_rng(1)
     past = words(rng, int(b.engine.report["capacity_tokens"] * 0.7))
     ids, _, _ = b.ask(past, n=20)
     ids, end, ticket = b.ask(past + ids[:-10] + words(rng, 20), n=4)
@@ -256,9 +253,8 @@ def test_who_parts_from_a_large_line_takes_its_buffers(bench):
     assert is_exact(b, "qwen3", ticket, ids)
 
 
-def test_nothing_is_evicted_for_a_join_that_cannot_be(bench):
+def test_nothing_is_evicted_for_a_join_that_cannot_be(bench, rng):
     b = bench("qwen3", memory_limit_bytes=6 << 20)  # why(L-73)
-    rng = np.random.default_rng(1)
     capacity = b.engine.report["capacity_tokens"]
     n_idle = int(capacity * 0.1)
     idle_prompt = words(rng, n_idle)
@@ -315,9 +311,8 @@ def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(benc
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", at_night("gpt_oss"), "qwen3_5"])
-def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind):
+def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind, rng):
     b = bench(kind)  # why(L-74)
-    rng = np.random.default_rng(1)
     b.ask(words(rng, 900), n=2, boundaries=[500])
 
     def checkpoint_sizes(scheduler):
@@ -332,9 +327,8 @@ def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind):
     assert max(sizes) <= state_bytes
 
 
-def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch):
+def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch, rng):
     b = bench("qwen3_5", memory_limit_bytes=(1 << 20) + 1_600_000)
-    rng = np.random.default_rng(1)
     max_bytes = b.engine.call(lambda scheduler: scheduler.cache.max_bytes)
     shares = []  # why(L-74)
     add = s.PrefixCache.add_checkpoint
@@ -355,12 +349,11 @@ def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch)
 
 
 def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_few(
-    bench, monkeypatch
+    bench, monkeypatch, rng
 ):
     # it begins inside the head; why(L-77)
     monkeypatch.setattr(s, "CHECKPOINT_SPACING", 100)
     b = bench("qwen3_5")
-    rng = np.random.default_rng(1)
     head = words(rng, 280)
     b.ask(head + words(rng, 700), n=2, boundaries=[280, 285, 290, 600])
 
@@ -372,9 +365,8 @@ def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_f
     assert end.cached_tokens == 280
 
 
-def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench):
+def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench, rng):
     b = bench("qwen3", prefill_step_size=64)  # why(L-71)
-    rng = np.random.default_rng(1)
     Clock(b, lambda fed: 0.001 * count_tokens(fed))
     b.ask(words(rng, 200), n=1)  # it knows its speed
     b.model.fed.clear()
@@ -393,9 +385,8 @@ def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench):
 
 
 @pytest.mark.slow
-def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
+def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench, rng):
     b = bench("qwen3", memory_limit_bytes=7 << 20)
-    rng = np.random.default_rng(6)
     capacity = b.engine.report["capacity_tokens"]
     prompts = [words(rng, 100) for _ in range(6)]
     tickets = [b.submit(prompt, n=capacity // 2) for prompt in prompts]
@@ -414,10 +405,9 @@ def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     check_it_still_works(b, "qwen3", prompts[:2])
 
 
-def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
+def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench, rng):
     """Its own KV is the last to be evicted for it, and nothing is while rows leave no room."""
     b = bench("qwen3", memory_limit_bytes=5 << 20)
-    rng = np.random.default_rng(2)
     capacity = b.engine.report["capacity_tokens"]
     past = words(rng, capacity * 35 // 100)
     ids, _, _ = b.ask(past, n=4)
@@ -435,10 +425,11 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
 
 
 @pytest.mark.parametrize("is_first", [True, at_night(False)])
-def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_first):
+def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(
+    bench, is_first, rng
+):
     """All KV fits; that copies of it would not is no reason to end one of them (L-79)."""
     b = bench("qwen3", memory_limit_bytes=5 << 20)
-    rng = np.random.default_rng(4)
     n_large = int(b.engine.report["capacity_tokens"] * 0.9)
     large = (words(rng, n_large), 60)
     small = (words(rng, 20), 40 if is_first else 400)
@@ -459,10 +450,9 @@ def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_f
 @pytest.mark.parametrize(
     ("kind", "limit"), [("qwen3", 5 << 20), at_night("qwen3_5", 16 << 20)]
 )
-def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit):
+def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit, rng):
     """They need 103 % of the KV bytes: what lacks goes, not a whole conversation (L-87)."""
     b = bench(kind, memory_limit_bytes=limit)
-    rng = np.random.default_rng(1)
     capacity = b.engine.report["capacity_tokens"]
     pasts = [words(rng, int(capacity * share)) for share in (0.55, 0.48)]
     for turn in range(3):
@@ -477,7 +467,9 @@ def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit)
 
 
 @pytest.mark.slow
-def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monkeypatch):
+def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(
+    bench, monkeypatch, rng
+):
     reserve = s.reserve_tokens
     copies = []
 
@@ -495,7 +487,6 @@ def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monke
 
     monkeypatch.setattr(s, "reserve_tokens", reserve_and_measure)
     b = bench("qwen3", {"layers": 12})
-    rng = np.random.default_rng(5)
     prompt = words(rng, 2100)
     ids, _, _ = b.ask(prompt)
     _, end, _ = b.ask(prompt + ids + words(rng, 600))
@@ -505,10 +496,9 @@ def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monke
     assert copies[-1] < 0.6, "what it grows by, and one layer of twelve"
 
 
-def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
+def test_a_row_does_not_keep_the_state_that_it_began_with(bench, rng):
     """Else a checkpoint that its entry gives up stays in memory, and nothing counts it."""
     b = bench("qwen3_5")
-    rng = np.random.default_rng(0)
     prompt = words(rng, 600)
     ids, _, _ = b.ask(prompt, boundaries=[300])
     ticket = b.submit(prompt + ids + words(rng, 30), n=3000)
@@ -526,9 +516,8 @@ def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
     b.finish(ticket)
 
 
-def test_those_who_wait_for_a_prefix_keep_no_row_free_from_others(bench):
+def test_those_who_wait_for_a_prefix_keep_no_row_free_from_others(bench, rng):
     b = bench("qwen3", batch_max_rows=3, prefill_step_size=64)
-    rng = np.random.default_rng(1)
     b.model.before_call = lambda fed: time.sleep(0.001 * count_tokens(fed))
     head = words(rng, 1500)
     family = [b.submit(head + words(rng, 10), n=2) for _ in range(4)]
@@ -539,9 +528,8 @@ def test_those_who_wait_for_a_prefix_keep_no_row_free_from_others(bench):
     check_all_finish(b, family)
 
 
-def test_the_deadline_does_not_count_what_waits_to_be_read(bench):
+def test_the_deadline_does_not_count_what_waits_to_be_read(bench, rng):
     b = bench("qwen3", generation_watchdog_seconds=300.0)
-    rng = np.random.default_rng(1)
     pauses = [500.0]
     Clock(b, lambda _fed: pauses.pop() if pauses else 0.0)
 
@@ -558,9 +546,8 @@ def test_the_deadline_does_not_count_what_waits_to_be_read(bench):
     assert waited >= 200.0
 
 
-def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
+def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench, rng):
     b = bench("qwen3", memory_limit_bytes=5 << 20)
-    rng = np.random.default_rng(3)
     head = words(rng, b.engine.report["capacity_tokens"] * 4 // 10)
     prompts = [head + words(rng, 300) for _ in range(3)]
     for i, prompt in enumerate(prompts):
@@ -639,10 +626,9 @@ class Poisoned:
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("position", [199, 205])
 def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(
-    bench, kind, position, value
+    bench, kind, position, value, rng
 ):
     b = bench(kind)
-    rng = np.random.default_rng(8)
     bad_prompt = words(rng, 200)
     good_prompt = words(rng, 150)
     sampling = GREEDY.model_copy(
@@ -840,9 +826,8 @@ def test_scheduler_ends_a_reply_as_usual_if_its_kv_cannot_be_kept(
     check_it_still_works(b, kind, [prompt])
 
 
-def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench):
+def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench, rng):
     b = bench("qwen3", memory_limit_bytes=5 << 20)
-    rng = np.random.default_rng(1)
     capacity = b.engine.report["capacity_tokens"]
     b.model.before_call = slow_decode(0.01, n_rows=4)
     running = b.submit(words(rng, capacity * 45 // 100), n=200)
@@ -867,9 +852,8 @@ def no_prefill(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_prefill")
-def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench):
+def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench, rng):
     b = bench("qwen3", queue_timeout_seconds=0.2)
-    rng = np.random.default_rng(1)
     running = b.submit(words(rng, 200), n=100_000)
     wait_until(lambda: b.engine.report["decoding"] == 1)
 
@@ -885,10 +869,9 @@ def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench
 @pytest.mark.usefixtures("no_prefill")
 @pytest.mark.parametrize("kind", KINDS)
 def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
-    bench, monkeypatch, kind
+    bench, monkeypatch, kind, rng
 ):
     b = bench(kind)
-    rng = np.random.default_rng(1)
     past = words(rng, 300)
     reply, _, _ = b.ask(past)
     running = b.submit(words(rng, 200), n=100_000)
@@ -910,9 +893,8 @@ def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
     assert is_exact(b, kind, admitted, ids)
 
 
-def test_scheduler_keeps_the_previous_state_of_all_that_end_in_one_step(bench):
+def test_scheduler_keeps_the_previous_state_of_all_that_end_in_one_step(bench, rng):
     b = bench("qwen3_5")
-    rng = np.random.default_rng(1)
     may_read = threading.Event()
     widths = []
 

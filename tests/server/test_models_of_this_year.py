@@ -100,7 +100,7 @@ KINDS = {
     "Qwen3.6-35B-A3B": QWEN("qwen3_5_moe-35b-a3b", "qwen3.6"),
     "gemma-4-26b-a4b": GEMMA("gemma4-26b-a4b", "gemma-4-july"),
     "gemma-4-E4B": GEMMA(
-        "gemma4-e4b", "gemma-4-small-july", changes={"num_kv_shared_layers": 2}
+        "gemma4-e4b", "gemma-4-small-july", changes={"num_kv_shared_layers": 1}
     ),
     "gpt-oss-20b": Kind(
         "gpt_oss-20b",

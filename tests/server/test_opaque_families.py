@@ -84,8 +84,7 @@ def message_ends(prompt):
     return [len(prompt) // 2, len(prompt) - 3]
 
 
-def test_a_conversation_that_is_edited_goes_back_to_the_last_copy(bench):
-    rng = np.random.default_rng(2)
+def test_a_conversation_that_is_edited_goes_back_to_the_last_copy(bench, rng):
     prompt = words(rng, 150)
     reply, _ = ask(bench, prompt, boundaries=message_ends(prompt))
     longer = [*prompt, *reply, *words(rng, 40)]
@@ -106,8 +105,7 @@ def test_a_conversation_that_is_edited_goes_back_to_the_last_copy(bench):
             assert ask(bench, edited)[1] == n_cached
 
 
-def test_requests_decode_together_only_where_all_layers_can(bench):
-    rng = np.random.default_rng(4)
+def test_requests_decode_together_only_where_all_layers_can(bench, rng):
     bench.model.n_rows_most = 0
     tickets = [bench.submit(words(rng, 60 + i), n=30) for i in range(3)]
     for ticket in tickets:
@@ -116,8 +114,7 @@ def test_requests_decode_together_only_where_all_layers_can(bench):
     assert (bench.model.n_rows_most == 1) == bench.family.is_opaque
 
 
-def test_all_bytes_are_counted_and_what_does_not_fit_is_evicted(bench):
-    rng = np.random.default_rng(6)
+def test_all_bytes_are_counted_and_what_does_not_fit_is_evicted(bench, rng):
     prompt = words(rng, 400)
     ask(bench, prompt, boundaries=message_ends(prompt))
     report = bench.engine.call(
@@ -171,8 +168,7 @@ def test_no_graph_grows_with_the_steps_of_a_reply(bench, monkeypatch):
     assert max(n_edges[40:]) <= 1.1 * max(n_edges[:40])
 
 
-def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench):
-    rng = np.random.default_rng(3)
+def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench, rng):
     prefix = words(rng, 120)
     ask(bench, [*prefix, *words(rng, 10)], n=4, boundaries=[120, 127])
     talks = [[*prefix, *words(rng, 25)] for _ in range(2)]
@@ -187,8 +183,7 @@ def test_two_agents_on_one_prefix_do_not_disturb_each_other(bench):
             talks[i] = [*talks[i], *ids, *words(rng, 9)]
 
 
-def test_what_a_client_cancels_in_prefill_is_gone_on_from(bench):
-    rng = np.random.default_rng(5)
+def test_what_a_client_cancels_in_prefill_is_gone_on_from(bench, rng):
     prompt = words(rng, 600)
     tickets = []
 
@@ -214,9 +209,10 @@ def test_what_a_client_cancels_in_prefill_is_gone_on_from(bench):
 @pytest.mark.parametrize(
     "name", [name if name == "deepseek_v4" else at_night(name) for name in FAMILIES]
 )
-def test_a_restart_goes_on_from_the_disk(name, tmp_path_factory, tmp_path, monkeypatch):
+def test_a_restart_goes_on_from_the_disk(
+    name, tmp_path_factory, tmp_path, monkeypatch, rng
+):
     folder = opaque_model(name, tmp_path_factory.getbasetemp())
-    rng = np.random.default_rng(7)
     past = words(rng, 300)
     n_known = 0
     for _ in range(2):

@@ -141,9 +141,8 @@ def test_layers_that_keep_a_list_stay_plain(make_model):
 
 
 @pytest.mark.parametrize("kind", [at_night(DENSE), HYBRID])
-def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
+def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch, rng):
     path = tiny_model(kind, tmp_path, **WIDE)
-    rng = np.random.default_rng(3)
     prompt = words(rng, 700)
     settings = {"kv_bits": "4", "cache_disk_folder": str(tmp_path / "kv")}
 

@@ -5,7 +5,7 @@ By day each property is tested once, where a fault would be seen soonest: on one
 At night, too:
 
 - products: kinds x scenarios (engine, agents, drafts, draft model, packed KV, vision), fields and
-  settings with each other, families x tests (opaque, vision, system prompts), kinds x tests
+  settings with each other, families x tests (opaque, vision), kinds x tests
   (status, structured output, tiny models)
 - large rows and much memory: two agents of a model with states, what is written to the disk before
   it goes, a small request beside a large one, a long row beside short ones, four tests of engine
@@ -15,7 +15,7 @@ At night, too:
   announced, a second call, a new session), and the bar of each rule but one
 - drafters on other kinds of models, after an image and after a sleep but for one drafter each;
   planted faults of a suite but one or two; models of this year; families of vision models but
-  three, opaque ones but two, heads of prompts but four; other signals inside MLX; the command of a
+  three, and opaque ones but two; other signals inside MLX; the command of a
   cluster with real servers
 - each request after a restart over HTTP, of images on dense layers, of opaque families but
   deepseek_v4; a keeper of LiteLLM told to end, a server killed beside it; ranks with other weights
