@@ -46,6 +46,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
     DRAFTS            several tokens a step: copies of what was said, or guesses
     EXACT CHECKS      now and then a warm reply is computed again without the cache
+    PREFILL TIMES     how long prompts take to read, by the slices that were timed
     SCHEDULER         which requests run: admit, prefill, decode, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
@@ -15365,7 +15366,7 @@ class CopyDrafter(Drafter):
         )
         # Of the last copy, in the history: its start, and the end of what was accepted.
         self._copy_start = 0
-        self._copy_end: int | None = None
+        self._copy_end = -_NEAR_TOKENS  # nothing is near: there was none
 
     def draft(
         self,
@@ -15394,8 +15395,13 @@ class CopyDrafter(Drafter):
     def _find_copy(self, n_tokens: int) -> list[int]:
         """What follows the history, if this goes on as it did before; [] if unknown."""
         history = self._history
-        start = self._find_near(history)
-        if start is None:
+        # Near its end the last copy may go on, after something that was changed in it.
+        low = max(0, self._copy_end - _NEAR_TOKENS)
+        near = history[low : self._copy_end + _NEAR_TOKENS]
+        starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], near)
+        if starts.size:
+            start = int(starts[np.abs(starts - self._copy_end).argmin()])
+        else:
             starts = _starts_after(history[-_MATCH_TOKENS:], history)
             if not starts.size:
                 return []
@@ -15405,17 +15411,6 @@ class CopyDrafter(Drafter):
         self._copy_start = start
         copied = history[start : start + n_tokens]
         return self._before_end(np.resize(copied, n_tokens).tolist())
-
-    def _find_near(self, history: TokenIds) -> int | None:
-        """Where the last copy may go on, after something that was changed in it."""
-        if self._copy_end is None:
-            return None
-        low = max(0, self._copy_end - _NEAR_TOKENS)
-        high = self._copy_end + _NEAR_TOKENS
-        starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], history[low:high])
-        if not starts.size:
-            return None
-        return int(starts[np.abs(starts - self._copy_end).argmin()])
 
 
 def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
@@ -15898,6 +15893,92 @@ class ExactChecks:
         )
 
 
+# region PREFILL TIMES =========================================================
+# What prompts cost, learned from their slices: for reports, not for the SCHEDULER.
+#
+# In a warm session slices are short and deep, and a token of them costs up to ten times
+# what it costs in a cold prompt. So three costs are told apart: of a slice, of a token,
+# and of a token times its depth.
+#
+# Uses     -
+# Thread   model adds; any reads; pure
+
+SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
+
+
+class TimedSlice(NamedTuple):
+    """How long a prefill slice took."""
+
+    n_tokens: int
+    depth: float  # position of its middle
+    seconds: float
+
+
+# Seconds that each slice costs, each token, and each token times its depth. A tuple,
+# since other threads read it.
+type PrefillCosts = tuple[float, ...]
+
+
+class PrefillTimes:
+    """How long prompts take to read, by the slices that were timed.
+
+    Kept is the fastest slice of each size and depth, in powers of two: a slow one
+    waited for something else.
+    """
+
+    def __init__(self, slice_tokens: int) -> None:
+        self._slice_tokens = slice_tokens
+        self._fastest: dict[tuple[int, int], TimedSlice] = {}
+        # What explains all slices about equally well, the best first.
+        self._fits: tuple[PrefillCosts, ...] = ()
+
+    def add(self, timed: TimedSlice) -> None:
+        """Learn from a slice."""
+        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
+        fastest = self._fastest.get(kind, timed)
+        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
+            self._fastest[kind] = timed
+            self._fits = _fit_costs([*self._fastest.values()])
+
+    def expected_seconds(self, start: int, end: int) -> float | None:
+        """What reading from `start` to `end` takes; None: no slice was timed."""
+        return next(iter(self._expect(start, end)), None)
+
+    def cold_seconds(self, n_tokens: int) -> float | None:
+        """What reading a prompt takes of which nothing is cached, at the least.
+
+        Where few slices were timed, several costs explain them: the lowest counts.
+        """
+        return min(self._expect(0, n_tokens), default=None)
+
+    def _expect(self, start: int, end: int) -> list[float]:
+        n_slices = math.ceil((end - start) / self._slice_tokens)
+        amounts = (n_slices, end - start, (end**2 - start**2) / 2)  # the sum of depths
+        return [math.sumprod(amounts, costs) for costs in self._fits]
+
+
+def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
+    """What explains these slices: by least squares of the relative errors.
+
+    No cost is negative: so each choice of costs that are zero is tried.
+    """
+    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
+    table /= np.array([[s.seconds] for s in slices])
+    fits: list[tuple[float, PrefillCosts]] = []
+    for n_costs in range(1, min(len(slices), 3) + 1):
+        for used in combinations(range(3), n_costs):
+            scale = table[:, used].max(axis=0)
+            ones = np.ones(len(slices))
+            costs = np.zeros(3)
+            costs[[*used]] = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
+            if costs.min() >= 0:
+                error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
+                fits.append((error, tuple(costs.tolist())))
+    fits.sort(key=lambda fit: fit[0])
+    best_error, _ = fits[0]
+    return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
+
+
 # region SCHEDULER =============================================================
 # What the model does next, and for whom.
 #
@@ -15937,8 +16018,8 @@ class ExactChecks:
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS,
-#          EXACT CHECKS
-# Thread   model, mlx; RequestHandle: any; PrefillTimes: others read it
+#          EXACT CHECKS, PREFILL TIMES
+# Thread   model, mlx; RequestHandle: any
 
 
 # -- 1 requests ------------------------------------------------------------------------
@@ -16325,12 +16406,10 @@ def choose_companions(
     tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
     `free_padding`: so many tokens of it cost less than a call. Each one more saves one.
     """
-
-    def difference(candidate: RunningRequest) -> int:
-        return abs(candidate.n_to_prefill - chosen.n_to_prefill)
-
     group = [chosen]
-    for candidate in sorted(candidates, key=difference):
+    for candidate in sorted(
+        candidates, key=lambda other: abs(other.n_to_prefill - chosen.n_to_prefill)
+    ):
         wider_group = [*group, candidate]
         n_to_prefill = [member.n_to_prefill for member in wider_group]
         n_fed = max(n_to_prefill) * len(wider_group)
@@ -16395,6 +16474,7 @@ def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> in
 # -- 3 running -------------------------------------------------------------------------
 
 NO_TOKEN: Final = -1  # in the place of a token for which the model computed no numbers
+FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
 
 
 class RunningRequest:
@@ -16413,7 +16493,6 @@ class RunningRequest:
         *,
         loaded: LoadedModel,
         cache: PrefixCache,
-        prefill_speed: float,
     ) -> None:
         """Take over the KV that was matched.
 
@@ -16429,7 +16508,7 @@ class RunningRequest:
         self.num_computed_tokens = match.cached_tokens
         self.output_ids: list[int] = []
         self.slice_ends: list[int] = []  # where a slice must end, ascending
-        self.prefill_speed = prefill_speed  # tokens a second of the last slice
+        self.prefill_speed = FIRST_SPEED  # tokens a second of the last slice
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
@@ -16495,11 +16574,6 @@ class RunningRequest:
         if self.slice_ends or self.handle.is_second_try:
             return False
         return 0 < self.n_to_prefill <= SHORT_TOKENS
-
-    @property
-    def has_replied(self) -> bool:
-        """Whether the connection has a token of the reply."""
-        return bool(self.output_ids) and self.output_ids[0] != NO_TOKEN
 
     @property
     def has_failed(self) -> bool:
@@ -17014,7 +17088,6 @@ class MemoryBudget:
 
 CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
 N_MEASURED_SLICES: Final = 32
-FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
 
 
 def _find_slice_ends(request: EngineRequest, *, spec: KVSpec) -> list[int]:
@@ -17241,11 +17314,11 @@ class PromptReader:
         mx.reset_peak_memory()
         starts = [running.num_computed_tokens for running in requests]
         yield
-        seconds = lockstep.now() - began
+        seconds = max(lockstep.now() - began, 1e-6)
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
         if n_tokens >= MIN_SLICE_TOKENS and is_usual:  # less measures the call
-            speed = n_tokens / max(seconds, 1e-6)
+            speed = n_tokens / seconds
             for running in requests:
                 running.prefill_speed = speed
             # In the short slices of a background request the call itself weighs more.
@@ -17253,91 +17326,11 @@ class PromptReader:
                 self.measured_speed = speed
             if len(requests) == 1:  # others in the same call make each cheaper
                 depth = (starts[0] + ends[0]) / 2
-                self.times.add(TimedSlice(n_tokens, depth, max(seconds, 1e-6)))
+                self.times.add(TimedSlice(n_tokens, depth, seconds))
             peak_bytes = lockstep.from_rank_0("memory", mx.get_peak_memory)
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-
-
-# What prompts cost is learned from their slices, for reports: the policy does not use it.
-
-SAME_FIT_ERROR: Final = 0.03  # relative: a curve that is so little worse may be true
-
-
-class TimedSlice(NamedTuple):
-    """How long a prefill slice took."""
-
-    n_tokens: int
-    depth: float  # position of its middle
-    seconds: float
-
-
-# Seconds that each slice costs, each token, and each token times its depth. A tuple,
-# since other threads read it.
-type PrefillCosts = tuple[float, ...]
-
-
-class PrefillTimes:
-    """How long prompts take to read, by the slices that were timed.
-
-    In a warm session slices are short and deep, and a token of them costs up to ten
-    times what it costs in a cold prompt: so three costs are told apart. Kept is the
-    fastest slice of each size and depth, in powers of two: a slow one waited for
-    something else.
-    """
-
-    def __init__(self, slice_tokens: int) -> None:
-        self._slice_tokens = slice_tokens
-        self._fastest: dict[tuple[int, int], TimedSlice] = {}
-        # What explains all slices about equally well, the best first.
-        self._fits: tuple[PrefillCosts, ...] = ()
-
-    def add(self, timed: TimedSlice) -> None:
-        """Learn from a slice."""
-        kind = (timed.n_tokens.bit_length(), int(timed.depth).bit_length())
-        fastest = self._fastest.get(kind, timed)
-        if timed.seconds / timed.n_tokens <= fastest.seconds / fastest.n_tokens:
-            self._fastest[kind] = timed
-            self._fits = _fit_costs([*self._fastest.values()])
-
-    def expected_seconds(self, start: int, end: int) -> float | None:
-        """What reading from `start` to `end` takes; None: no slice was timed."""
-        return next(iter(self._expect(start, end)), None)
-
-    def cold_seconds(self, n_tokens: int) -> float | None:
-        """What reading a prompt takes of which nothing is cached, at the least.
-
-        Where few slices were timed, several costs explain them: the lowest counts.
-        """
-        return min(self._expect(0, n_tokens), default=None)
-
-    def _expect(self, start: int, end: int) -> list[float]:
-        n_slices = math.ceil((end - start) / self._slice_tokens)
-        amounts = (n_slices, end - start, (end**2 - start**2) / 2)  # the sum of depths
-        return [math.sumprod(amounts, costs) for costs in self._fits]
-
-
-def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
-    """What explains these slices: by least squares of the relative errors.
-
-    No cost is negative: so each choice of costs that are zero is tried.
-    """
-    table = np.array([(1.0, s.n_tokens, s.n_tokens * s.depth) for s in slices])
-    table /= np.array([[s.seconds] for s in slices])
-    fits: list[tuple[float, PrefillCosts]] = []
-    for n_costs in range(1, min(len(slices), 3) + 1):
-        for used in combinations(range(3), n_costs):
-            scale = table[:, used].max(axis=0)
-            ones = np.ones(len(slices))
-            costs = np.zeros(3)
-            costs[[*used]] = np.linalg.lstsq(table[:, used] / scale, ones)[0] / scale
-            if costs.min() >= 0:
-                error = float(np.sqrt(np.mean((table @ costs - 1.0) ** 2)))
-                fits.append((error, tuple(costs.tolist())))
-    fits.sort(key=lambda fit: fit[0])
-    best_error, _ = fits[0]
-    return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -17662,6 +17655,7 @@ class Scheduler:
 
         If there are others, it waits for its turn; else it is read in this step.
         """
+        request = handle.request
         if len(self.running) + len(self.waiting) > 1:
             handle.begin(_QUEUE, self._now())
         # A second lookup: to make room may have evicted what the first one found.
@@ -17669,21 +17663,20 @@ class Scheduler:
         n_in_memory = match.cached_tokens
         if self.disk is not None and not handle.is_second_try:
             # What only the disk has comes into the cache, if it is much.
-            match = self.disk.load(
-                handle.request.key, match, owner=handle.request.owner
-            )
+            match = self.disk.load(request.key, match, owner=request.owner)
         running: RunningRequest | None = None
         try:
             running = RunningRequest(
-                handle,
-                match,
-                loaded=self.loaded,
-                cache=self.cache,
-                prefill_speed=self.reader.measured_speed or FIRST_SPEED,
+                handle, match, loaded=self.loaded, cache=self.cache
             )
             # Later than its entry: that may have taken the place of another one.
             running.drafters = self._make_drafters(handle)
-            running.warm_reply = self._choose_for_check(running, match)
+            # Not where processors change what the model computes.
+            can_check = self.exact_checks.every and not request.images
+            if can_check and not make_processors(request.sampling, request.constraints):
+                running.warm_reply = self.exact_checks.choose(
+                    match, running.entry, request.key
+                )
             offset = self.reader.prepare(running)
         except Exception as error:
             if running is not None:  # why(L-34): others would wait for its entry
@@ -17697,22 +17690,11 @@ class Scheduler:
         handle.matched_tokens = match.matched_tokens
         handle.disk_tokens = match.cached_tokens - n_in_memory
         if handle.disk_tokens:
-            metrics = self.metrics.of_tenant(handle.request.owner.tenant)
+            metrics = self.metrics.of_tenant(request.owner.tenant)
             metrics.bump("disk_hits")
             metrics.bump("disk_tokens", handle.disk_tokens)
         self.running.append(running)
         handle.put(offset)
-
-    def _choose_for_check(
-        self, running: RunningRequest, match: PrefixMatch
-    ) -> WarmReply | None:
-        """What is to be noted of its reply; None: it will not be checked."""
-        request = running.request
-        if not self.exact_checks.every or request.images:
-            return None
-        if make_processors(request.sampling, request.constraints):
-            return None  # they change what the model computes
-        return self.exact_checks.choose(match, running.entry, request.key)
 
     def _make_drafters(self, handle: RequestHandle) -> list[Drafter]:
         """What drafts for a request; [] for a second try, and where nothing may."""
@@ -17943,19 +17925,20 @@ class Scheduler:
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
             n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
-            if token_ids[-1] in running.request.checkpoint_ids:
-                state = batch.read_state(running)
-                self.cache.add_checkpoint(running.entry, position, state)
-            elif n_since_spaced < len(token_ids):  # one of them is at a multiple
-                if self.spec.is_opaque:
-                    # why(L-173): a copy would be one of all KV. why(L-172): but what
-                    # layers have written, and do not need yet, is computed.
-                    evaluate_caches(batch.layer_caches)
-                    continue
-                state = batch.read_state(running)
+            may_end = token_ids[-1] in running.request.checkpoint_ids
+            is_spaced = n_since_spaced < len(token_ids)  # one of them is at a multiple
+            if not may_end and not is_spaced:
+                continue
+            if not may_end and self.spec.is_opaque:
+                # why(L-173): a copy would be one of all KV. why(L-172): but what layers
+                # have written, and do not need yet, is computed.
+                evaluate_caches(batch.layer_caches)
+                continue
+            state = batch.read_state(running)
+            if not may_end:
                 self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                self.cache.add_checkpoint(running.entry, position, state)
                 running.reply_checkpoint = position
+            self.cache.add_checkpoint(running.entry, position, state)
 
     # -- failures ----------------------------------------------------------------------
 
@@ -17985,7 +17968,7 @@ class Scheduler:
         running.layer_caches = []
         running.batch = None
         self.cache.drop(running.entry)
-        if running.has_replied:
+        if running.output_ids[:1] not in ([], [NO_TOKEN]):  # it has replied
             running.handle.end(error)
         elif self._end_or_try_again(running.handle, error):
             self.cache.drop(running.source)
@@ -18131,10 +18114,9 @@ _OUT_OF_MEMORY: Final = ("to allocate", "insufficient memory", "out of memory")
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether an exception means that memory ran out. MLX has no type for it."""
-    if isinstance(error, MemoryError):
-        return True
     sentence = str(error).lower()
-    return any(phrase in sentence for phrase in _OUT_OF_MEMORY)
+    is_named = any(phrase in sentence for phrase in _OUT_OF_MEMORY)
+    return is_named or isinstance(error, MemoryError)
 
 
 # region WARM-UP ===============================================================
@@ -18259,7 +18241,8 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #     "dead"     refuses all, saves KV, ends        after stop(), abandon() or a failure
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
-#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, SCHEDULER, WARM-UP
+#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, PREFILL TIMES,
+#          SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports
