@@ -4907,40 +4907,25 @@ class TenantRecords:
 # from any thinking (L-76). Thinking that a client sends is never replaced.
 #
 # What a reply answers is named by the digests of CanonicalMessages, and by whose private
-# values the conversation has (_private_owner).
+# values they have (ReplyContext).
 #
 # Uses     API TYPES, CANONICALIZATION
 # Thread   any; pure
 
 
-def _private_owner(owner: bytes, message: CanonicalMessage, session: str) -> bytes:
-    """A digest of whose private values a conversation has, with `message` added to it.
-
-    `owner`: the same without `message`. It is b"" as long as there is no private value;
-    then the session, if its client names one, else all these values so far. Thinking of
-    one owner is found for no other (L-106): neither where the first value comes or goes.
-    """
-    private_values = [
-        pinned for pinned in message.pinned if pinned.is_private and not pinned.is_mode
-    ]
-    if not private_values:
-        return owner
-    if session:
-        return sha256(session.encode()).digest()
-
-    digest = sha256(owner)
-    for pinned in private_values:
-        digest.update(f"\0{pinned.rule}\0{pinned.value}".encode())
-    return digest.digest()
-
-
 class ReplyContext(NamedTuple):
-    """What a reply answers, as two keys, the first tried first; each with its owner."""
+    """What a reply answers, as two keys; thinking is looked for by the first one first.
 
-    # Without the contents of tool results: clients shorten them.
+    Each contains whose conversation it is: nobody's before the first private value,
+    then the session's, if its client names one, else who sends all values so far. So
+    thinking of one owner is found for no other (L-106), nor after a change of owner:
+    where the first private value has come since, or is gone.
+    """
+
+    # All before the reply, but the contents of tool results: clients shorten them.
     all_messages: bytes
-    # The one that it answers: finds thinking where a client has edited older messages
-    # that had no private values.
+    # The last one: finds thinking where a client has edited older messages that had no
+    # private values.
     last_message: bytes
 
 
@@ -4953,11 +4938,19 @@ def reply_contexts(
     """
     history = b""
     owner = b""
-    contexts = [ReplyContext(history, b"")]
+    contexts = [ReplyContext(history, owner)]
     for message in messages:
         link = b"" if message.role == "tool" else message.digest
         history = sha256(history + link).digest()
-        owner = _private_owner(owner, message, session)
+        private_texts = [
+            f"\0{pinned.rule}\0{pinned.value}"
+            for pinned in message.pinned
+            if pinned.is_private and not pinned.is_mode
+        ]
+        if private_texts and session:
+            owner = sha256(session.encode()).digest()
+        elif private_texts:
+            owner = sha256(owner + "".join(private_texts).encode()).digest()
         contexts.append(ReplyContext(history + owner, message.digest + owner))
     return contexts
 
@@ -10783,7 +10776,12 @@ class DiskCache:
         self.n_lost = 0  # files that left the index so far, but not for room
         os.utime(folder / "lock")  # see _find_folders
         self._scan()
-        self.image_secret = self._read_secret()
+        self.image_secret = b""  # in the names of images: always the same
+        with suppress(FileNotFoundError, DiskError):
+            self.image_secret = _read_file(folder / "secret")
+        if len(self.image_secret) != 16:
+            self.image_secret = os.urandom(16)
+            _write_private(folder / "secret", self.image_secret)
 
     def close(self) -> None:
         """Let another server have the folder, once the last file is written."""
@@ -10822,17 +10820,6 @@ class DiskCache:
             else:
                 self._add(file)
         self._make_room()
-
-    def _read_secret(self) -> bytes:
-        """What is in the names of images: always the same. Raises OSError."""
-        path = self.folder / "secret"
-        with suppress(FileNotFoundError, DiskError):
-            old_secret = _read_file(path)
-            if len(old_secret) == 16:
-                return old_secret
-        secret = os.urandom(16)
-        _write_private(path, secret)
-        return secret
 
     # -- writing -----------------------------------------------------------------------
     # One file at a time: the next one may continue it, so it has to be in the index.
