@@ -14559,54 +14559,39 @@ class CallForm(NamedTuple):
 # -- 2 reply form ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplyForm:
     """The tags of one reply, as tokens; [] for those that it cannot have."""
 
-    in_reasoning: bool  # the prompt has opened thinking
-    think_start: list[int]  # [] unless the reply may open thinking itself
-    think_end: list[int]
-    call_start: list[int]
-    before_call: list[int]  # after thinking
-    before_text: list[int]  # a header; [] if a text has none
-    eos_ids: frozenset[int]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         loaded: LoadedModel,
         request: ChatRequest,
         *,
         in_reasoning: bool,
         call_start: str,
-    ) -> _ReplyForm:
+    ) -> None:
         """The form of the reply to a request, as in `make_constraints`."""
         tags = loaded.tokenizer
         encode = loaded.template.encode
-        opens_thinking = request.thinking and not in_reasoning
+        self.in_reasoning = in_reasoning
+        self.think_start: list[int] = []
+        if request.thinking and not in_reasoning:  # the reply may open it itself
+            self.think_start = encode(tags.think_start or "")
+        self.may_think = in_reasoning or bool(self.think_start)
+        self.think_end = list(tags.think_end_tokens or ())
+        self.call_start = encode(call_start)
+        # The token that opens a call; [] if several do, which may be plain words.
+        self.call_id = self.call_start if len(self.call_start) == 1 else []
         has_headers = tags.think_end == "<|end|>"  # gpt-oss: why(L-88)
-        return cls(
-            in_reasoning=in_reasoning,
-            think_start=encode(tags.think_start or "") if opens_thinking else [],
-            think_end=list(tags.think_end_tokens or ()),
-            call_start=encode(call_start),
-            before_call=encode("<|start|>assistant" if has_headers else "\n\n"),
-            before_text=encode("<|channel|>final<|message|>") if has_headers else [],
-            eos_ids=loaded.eos_ids,
-        )
-
-    @property
-    def may_think(self) -> bool:
-        return self.in_reasoning or bool(self.think_start)
-
-    @property
-    def call_id(self) -> list[int]:
-        """The token that opens a call; [] if several do, which may be plain words."""
-        return self.call_start if len(self.call_start) == 1 else []
+        self._before_call = encode("<|start|>assistant" if has_headers else "\n\n")
+        self._text_header: list[int] = []  # [] if a text has none
+        if has_headers:
+            self._text_header = encode("<|channel|>final<|message|>")
+        self._eos_ids = loaded.eos_ids
 
     def forced_call(self) -> str:
         """The rule "start" of a reply that is calls, after thinking."""
-        return f"{self._thinking(_tokens(self.before_call))} calls"
+        return f"{self._thinking(_tokens(self._before_call))} calls"
 
     def json_or_calls(self, calls: str) -> str:
         """The rule "start" of a reply that is JSON; or calls, by the rule `calls`.
@@ -14614,11 +14599,11 @@ class _ReplyForm:
         THINKING (json | <[9]> <[*]>*)         <[9]> starts a call
         THINKING (<[4]> json | <[9]> <[*]>*)   gpt-oss: <[4]> is the header of a text
         """
-        if self.before_text:
-            thinking = self._thinking(_tokens(self.before_call))
+        if self._text_header:
+            thinking = self._thinking(_tokens(self._before_call))
         else:
             thinking = self._thinking("BLANKS?") or "BLANKS?"
-        text = f"{_tokens(self.before_text)} json"
+        text = f"{_tokens(self._text_header)} json"
         return f"{thinking} ({text} | {calls})" if calls else f"{thinking} {text}"
 
     def _thinking(self, after: str) -> str:
@@ -14637,7 +14622,7 @@ class _ReplyForm:
         """
         if not self.may_think:
             return ""
-        end_ids = [*self.think_end[:1], *self.call_id, *self.eos_ids]
+        end_ids = [*self.think_end[:1], *self.call_id, *self._eos_ids]
         text = f"<[^{','.join(map(str, end_ids))}]>*"
         thinking = f"{text} {_tokens(self.think_end)} {after}"
         if self.in_reasoning:
@@ -14920,9 +14905,7 @@ def make_constraints(
     )
     if request.kind == "completion" or not any(demands):
         return ()
-    form = _ReplyForm.of(
-        loaded, request, in_reasoning=in_reasoning, call_start=call_start
-    )
+    form = _ReplyForm(loaded, request, in_reasoning=in_reasoning, call_start=call_start)
     can_call = request.tool_choice.mode != "none"
     constraints: list[Constraint] = []
 
@@ -16212,17 +16195,17 @@ SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up
 MIN_WAIT_GAIN_TOKENS: Final = 64
 
 
-def is_in_background(request: RequestHandle | RunningRequest, now: float) -> bool:
+def is_in_background(handle: RequestHandle, now: float) -> bool:
     """Whether others come before a request: a background one that came just now."""
-    age = now - request.submitted_at
-    return request.request.is_background and age < BACKGROUND_SECONDS
+    age = now - handle.submitted_at
+    return handle.request.is_background and age < BACKGROUND_SECONDS
 
 
 def without_background(
     requests: Sequence[RunningRequest], now: float
 ) -> list[RunningRequest]:
     """Those before which no other comes."""
-    return [request for request in requests if not is_in_background(request, now)]
+    return [r for r in requests if not is_in_background(r.handle, now)]
 
 
 class PrefillTurn(NamedTuple):
@@ -17017,10 +17000,10 @@ class MemoryBudget:
         needed_bytes = self.running_bytes(requests) + extra_bytes
         checkpoint_bytes = 0
         for running in requests:
-            few_checkpoints = MIN_CHECKPOINTS * self.spec.state_bytes
+            few_bytes = MIN_CHECKPOINTS * self.spec.state_bytes
             opaque_bytes = running.n_prompt * self.spec.opaque_token_bytes
-            few_checkpoints += SPARED_CHECKPOINTS * opaque_bytes
-            checkpoint_bytes += min(running.entry.state_bytes, few_checkpoints)
+            few_bytes += SPARED_CHECKPOINTS * opaque_bytes
+            checkpoint_bytes += min(running.entry.state_bytes, few_bytes)
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
         return self._cache.evict_to_fit(
@@ -17516,7 +17499,7 @@ class Scheduler:
             # Before `_take_out`, which may keep another state at this position.
             self.cache.drop_checkpoint(entry, running.reply_checkpoint)
         if self._take_out(running):
-            self._leave(running)
+            self._put_back(running)
             running.handle.end(end)
 
     def _take_out(self, running: RunningRequest) -> bool:
@@ -17532,7 +17515,7 @@ class Scheduler:
                     self.cache.add_checkpoint(running.entry, *held)
         return running in self.running
 
-    def _leave(self, running: RunningRequest) -> None:
+    def _put_back(self, running: RunningRequest) -> None:
         """Let a request run no more; the cache has its KV and state then.
 
         The end is reported after this, so that the client's next request finds them. If
@@ -17572,7 +17555,7 @@ class Scheduler:
                 n_tokens = running.num_computed_tokens
                 self._finish(running, self.budget.shortage(n_tokens, self.running))
             else:
-                self._leave(running)
+                self._put_back(running)
                 self.waiting.insert(0, running.handle)
         self.budget.evict_for_running(self.running)
 
@@ -17606,7 +17589,7 @@ class Scheduler:
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             (reader,) = [r for r in self.running if r.entry is match.entry]
             # One in the background may take long: nobody else waits for it.
-            if is_background or not is_in_background(reader, now):
+            if is_background or not is_in_background(reader.handle, now):
                 end = min(match.pending_tokens, reader.n_prompt - 1)
                 reader.add_slice_ends([end])
                 handle.begin(WaitCause("prefix", reader.request.request_id), now)

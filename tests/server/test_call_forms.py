@@ -106,7 +106,7 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
     loaded = served.state.engine.model
     body = {"messages": ASKED, "enable_thinking": False}
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-    reply_form = s._ReplyForm.of(
+    reply_form = s._ReplyForm(
         loaded, request, in_reasoning=False, call_start="<tool_call>"
     )
     grammars = s._ReplyGrammars(loaded, reply_form, forms)
