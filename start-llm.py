@@ -17736,9 +17736,8 @@ class Scheduler:
             self.reader.estimate_speeds(candidates)
             is_decoding = bool(self._decoding_batches(now))
             # Those in the background wait for each slice anyway, short or long.
-            unfinished: list[RequestHandle | RunningRequest]
-            unfinished = [*self.running, *self.waiting]
-            n_in_front = sum(not is_in_background(r, now) for r in unfinished)
+            handles = [*self.waiting, *(running.handle for running in self.running)]
+            n_in_front = sum(not is_in_background(handle, now) for handle in handles)
             turn = self.policy.next_turn(
                 candidates,
                 is_decoding=is_decoding,
