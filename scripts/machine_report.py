@@ -185,22 +185,17 @@ class MemoryWatch:
         self._thread.join()
 
     def _watch(self) -> None:
+        is_done = False
         with suppress(psutil.Error):
-            while True:
-                self._look()
-                if self._is_done.wait(SAMPLE_SECONDS):
-                    return
-
-    def _look(self) -> None:
-        resident = self._process.memory_info().rss
-        self.process_bytes = max(self.process_bytes, resident)
-
-        wired = getattr(psutil.virtual_memory(), "wired", None)
-        if wired is not None:
-            self.wired_bytes = max(self.wired_bytes or 0, wired)
-
-        added = psutil.swap_memory().used - self._swap_at_start
-        self.swap_bytes = max(self.swap_bytes, added)
+            while not is_done:
+                resident = self._process.memory_info().rss
+                self.process_bytes = max(self.process_bytes, resident)
+                wired = getattr(psutil.virtual_memory(), "wired", None)
+                if wired is not None:
+                    self.wired_bytes = max(self.wired_bytes or 0, wired)
+                added = psutil.swap_memory().used - self._swap_at_start
+                self.swap_bytes = max(self.swap_bytes, added)
+                is_done = self._is_done.wait(SAMPLE_SECONDS)
 
 
 # How much to ask --------------------------------------------------------------

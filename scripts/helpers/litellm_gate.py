@@ -739,9 +739,11 @@ def check_key(scope: Scope, key: str) -> Scope:
     """
     if not key or scope["path"].startswith(OPEN_PATHS):
         return scope
-    sent_keys = find_keys(scope)
+    names = [name.encode() for name in KEY_HEADERS]
+    values = [value for name, value in scope["headers"] if name in names]
+    values += parse_qs(scope["query_string"]).get(b"key", [])
+    sent_keys = [re.sub(rb"(?i)^bearer(\s+|$)", b"", v.strip()) for v in values]
     if any(hmac.compare_digest(sent_key, key.encode()) for sent_key in sent_keys):
-        names = [name.encode() for name in KEY_HEADERS]
         other_headers = [
             header for header in scope["headers"] if header[0] not in names
         ]
@@ -760,14 +762,6 @@ def check_key(scope: Scope, key: str) -> Scope:
         code="invalid_api_key",
         headers=((b"www-authenticate", b"Bearer"),),
     )
-
-
-def find_keys(scope: Scope) -> list[bytes]:
-    """Every key of a request, as bytes."""
-    names = [name.encode() for name in KEY_HEADERS]
-    values = [value for name, value in scope["headers"] if name in names]
-    values += parse_qs(scope["query_string"]).get(b"key", [])
-    return [re.sub(rb"(?i)^bearer(\s+|$)", b"", value.strip()) for value in values]
 
 
 # -- requests --------------------------------------------------------------------------

@@ -175,23 +175,19 @@ def agents_at_work(url: str) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        wait_for_requests(url)
+        ends = time.monotonic() + PATIENCE_SECONDS
+        n_answers = 0
+        while n_answers < N_WARM_REQUESTS:
+            if time.monotonic() > ends:
+                raise TimeoutError("the agents got no answers")
+            time.sleep(0.2)
+            with urllib.request.urlopen(f"{url}/v1/status", timeout=30) as answer:
+                n_answers = len(json.load(answer)["recent"])
         yield
     finally:
         stop.set()
         for thread in threads:
             thread.join(timeout=60)
-
-
-def wait_for_requests(url: str) -> None:
-    """Until the agents have had some answers. Raises TimeoutError."""
-    ends = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < ends:
-        with urllib.request.urlopen(f"{url}/v1/status", timeout=30) as answer:
-            if len(json.load(answer)["recent"]) >= N_WARM_REQUESTS:
-                return
-        time.sleep(0.2)
-    raise TimeoutError("the agents got no answers")
 
 
 def picture_for_readme() -> list[str]:
