@@ -19304,7 +19304,7 @@ def escape_json(text: str) -> str:
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name.
 # MODEL LOADING or mlx-lm must set tool_call_start (not for <tool_call>), and `prefix`
 # must begin with it; CALL_START has that tag, too. In CALL ARGUMENTS add an end tag
-# after JSON to _END_TAG and _CALL_END, tags around arguments to _LATE_TAG. To add a
+# after JSON to _JSON_PARTS and _CALL_END, tags around arguments to _LATE_TAG. To add a
 # foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
 #
 # Uses     CALL TEXT
@@ -19846,8 +19846,13 @@ class JsonArguments:
     def __init__(
         self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
     ) -> None:
-        """`place` of the arguments: the `call` is they alone; they are a `member` of
-        its object; or stand for its `tags`, and the end of the call is not read.
+        """`place` of the arguments, of which {"n": 5} are
+
+            call      all that follows the name:   read[ARGS]{"n": 5}
+            member    one of the call's members:   {"name": "read", "arguments": {"n": 5}}
+            tags      in the place of tags:        <function=read>{"n": 5}</function>
+
+        In the place of tags, the end of the call is not read.
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
@@ -21738,16 +21743,19 @@ class _TaggedForm:
         if types and "string" not in types:
             return [schema]
         plain = self._plain_schema(schema, depth)
-        keyword = next((key for key in ("anyOf", "oneOf", "type") if key in plain), "")
-        union = plain.get(keyword)
-        if keyword == "type" and isinstance(union, list) and not _has_values(plain):
-            union = [{"type": name} for name in union]
-        elif keyword in {"", "type"}:
+        unions: dict[str, Any] = {
+            key: plain[key] for key in ("anyOf", "oneOf") if key in plain
+        }
+        names = plain.get("type")
+        if isinstance(names, list) and plain.keys().isdisjoint({"const", "enum"}):
+            unions["type"] = [{"type": name} for name in names]
+        if not unions:
             return [plain]
+        keyword, union = next(iter(unions.items()))
         if not isinstance(union, list):
             raise _NoForm(f"{keyword!r} is no list")
 
-        del plain[keyword]  # the rest stands beside each branch
+        del plain[keyword]  # the rest, other unions too, stands beside each branch
         branches: list[dict[str, Any]] = []
         for branch in union:
             whole = {"allOf": [branch, plain]} if plain else branch
@@ -21825,10 +21833,6 @@ class _TaggedForm:
         if json_text != to_json(value) or self._constant_end.search(text):
             raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
-
-
-def _has_values(schema: Schema) -> bool:
-    return not schema.keys().isdisjoint({"const", "enum"})
 
 
 def _with_definitions(part: SchemaPart) -> dict[str, Any]:
