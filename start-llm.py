@@ -15094,6 +15094,7 @@ _HEAD_LENGTHS: Final = (1, 3)
 
 # An account of plain steps: what it begins with, what is spent, what it earns.
 _FIRST_BALANCE: Final = 8.0
+_FIRST_GUESS_BALANCE: Final = 1.0  # of DRAFT_MODEL, if it has yet to gain anything
 _WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
 _ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
@@ -15189,11 +15190,12 @@ class DraftBudget:
         costs: DraftCosts,
         *,
         lengths: tuple[int, int],
+        first_balance: float = _FIRST_BALANCE,
         max_balance: float = math.inf,
     ) -> None:
         """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
-        self.balance = _FIRST_BALANCE
+        self.balance = first_balance
         self._max_balance = max_balance
         self._lengths = lengths
         self._length = lengths[0]  # of the next draft
@@ -15433,7 +15435,10 @@ class Guesser:
         # One for all replies: each would spend one of its own on finding out that the
         # guesses do not pay.
         self.budget = DraftBudget(
-            DraftCosts(), lengths=lengths, max_balance=_FIRST_BALANCE
+            DraftCosts(),
+            lengths=lengths,
+            first_balance=_FIRST_GUESS_BALANCE,
+            max_balance=_FIRST_BALANCE,
         )
         self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
         self._is_judged = False

@@ -15,9 +15,10 @@ Each round has a new file and asks all in turn, in any order; ratios are within 
 servers are asked over HTTP, mlx_lm.generate is called in this process; the clock runs from the
 first token to the last. `call` begins with text, since mlx_lm.server sends a call when it is whole.
 
-With --head a head (MTP) of mlx-vlm's class drafts for `free` and `eight`, for a model of 12 layers,
-beside the same server without. It does all its work and is then made to be right as often as the
-row says, since no head for a random model would be.
+With --head a head (MTP) of mlx-vlm's class, or Gemma 4's assistant, drafts for `free` (here of 150
+tokens), `long` (600), `two` and `eight`, for a model of 12 layers (Gemma: 6), beside the same
+server without. It does all its work and is then made to be right as often as the row says, since no
+head for a random model would be.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from agent_workload import Body, Words, chat, user
 from compare import machine, with_openblas
 from compared_servers import OURS, THEIRS, Server, our_server, their_server
 from forced_server import force
+from mlx_lm.utils import load_tokenizer
 from mlx_lm_reference import Plain
 from project_files import make_tiny_model, tiny_heads
 from report import markdown, ratios, spread
@@ -51,14 +53,16 @@ BARS: Final = {"rewrite": 2.0, "diff": 1.5, "call": 1.5, "free": 0.98, "eight": 
 HEAD: Final = "head"
 HEAD_SIZE: Final = {"hidden": 1024, "mlp": 3072, "layers": 12}
 N_HEAD_TOKENS: Final = 150
-HEAD_KINDS: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+N_LONG_TOKENS: Final = 600
+HEAD_KINDS: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma4")
 # By the share of its tokens that are right: (reply, bar).
 HEAD_ROWS: Final = (
     *((0.8, "free", 1.3), (0.5, "free", 0.98), (0.0, "free", 0.98)),
-    (0.8, "eight", 0.98),
+    *((0.0, "long", 0.98), (0.8, "two", 0.98), (0.8, "eight", 0.98)),
 )
 N_LINES: Final = 60
 N_FREE_TOKENS: Final = 300
+TOGETHER: Final = {"two": 2, "eight": 8}  # else a reply is alone
 LINE_TOKENS: Final = 8  # as text is cut, and with the line end, about ten
 
 
@@ -94,7 +98,7 @@ def make_task(kind: str, words: Words, n_free: int = N_FREE_TOKENS) -> Task:
         text = words.text(2 * n_free)
 
     token_ids = words.tokenizer.encode(text, add_special_tokens=False)
-    if kind in ("free", "eight"):  # as long as the others of the eight
+    if kind in ("free", "long", *TOGETHER):  # as long as the others of the eight
         token_ids = token_ids[:n_free]
         text = words.tokenizer.decode(token_ids)
     messages = [user("\n".join([f"Change {path}:", "", *old]))]
@@ -124,8 +128,8 @@ class Decoders:
         if AUTO in settings:
             server = their_server(folder, scratch, program=[*program, THEIRS])
             self._servers[THEIRS] = stack.enter_context(server)
-        self._plain = Plain(folder)
-        self.words = Words(self._plain.tokenizer, 1)
+            self._plain = Plain(folder)
+        self.words = Words(load_tokenizer(folder), 1)
 
     def speeds(
         self, names: list[str], kind: str, n_rounds: int, n_free: int = N_FREE_TOKENS
@@ -133,7 +137,7 @@ class Decoders:
         """Of each by its name, round by round, in any order."""
         speeds: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(n_rounds):
-            n_tasks = 8 if kind == "eight" else 1
+            n_tasks = TOGETHER.get(kind, 1)
             tasks = [make_task(kind, self.words, n_free) for _ in range(n_tasks)]
             for name in random.sample(names, len(names)):
                 speeds[name].append(self.speed(name, tasks))
@@ -181,18 +185,24 @@ def measure_heads(
     for kind in kinds:
         with TemporaryDirectory() as scratch, ExitStack() as stack:
             folder = Path(scratch) / kind
-            recipe = maker.choose_recipe(kind, size="small", **HEAD_SIZE)
-            maker.make_model(folder, recipe)
-            settings = {
-                HEAD: {"draft_model": tiny_heads().tiny_head(folder)},
-                OFF: {"draft_model": ""},
-            }
+            if kind == "gemma4":
+                folder, head_folder = tiny_heads().tiny_gemma(
+                    folder,
+                    hidden_size=HEAD_SIZE["hidden"],
+                    intermediate_size=HEAD_SIZE["mlp"],
+                )
+            else:
+                recipe = maker.choose_recipe(kind, size="small", **HEAD_SIZE)
+                maker.make_model(folder, recipe)
+                head_folder = tiny_heads().tiny_head(folder)
+            settings = {HEAD: {"draft_model": head_folder}, OFF: {"draft_model": ""}}
             decoders = Decoders(folder, Path(scratch), stack, **settings)
             for share_right, reply, bar in HEAD_ROWS:
                 if reply not in replies:
                     continue
                 decoders.right.write_text(str(share_right))
-                speeds = decoders.speeds([HEAD, OFF], reply, n_rounds, N_HEAD_TOKENS)
+                n_tokens = N_LONG_TOKENS if reply == "long" else N_HEAD_TOKENS
+                speeds = decoders.speeds([HEAD, OFF], reply, n_rounds, n_tokens)
                 medians = [f"{statistics.median(speeds[name]):.0f}" for name in speeds]
                 quotients = ratios(speeds[HEAD], speeds[OFF])
                 cells = [*medians, spread(quotients), verdict(quotients, bar)]
@@ -207,15 +217,18 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+")
-    parser.add_argument("--replies", nargs="+", default=list(BARS), choices=BARS)
+    parser.add_argument("--replies", nargs="+", choices=[*BARS, "long", "two"])
     parser.add_argument("--head", action="store_true")
     options = parser.parse_args()
+    if not options.head and {"long", "two"} & {*(options.replies or ())}:
+        parser.error("long and two are for --head")
     blas = with_openblas()
     command = " ".join(["python", *sys.argv])
     source = f"Measured on {machine(blas)}, with `{command}`."
     if options.head:
         kinds = options.kinds or [*HEAD_KINDS]
-        rows = measure_heads(kinds, options.replies, options.rounds)
+        replies = options.replies or [reply for _, reply, _ in HEAD_ROWS]
+        rows = measure_heads(kinds, replies, options.rounds)
         headings = ["model", "reply", "right", "with a head, tokens/s", OFF]
         print(markdown([*headings, "head / off", "bar"], rows, source))
         return
@@ -227,7 +240,7 @@ def main() -> None:
             maker.make_model(folder, maker.choose_recipe(kind, size="small", **SIZE))
             settings = {name: {"speculation": name} for name in (AUTO, OFF)}
             decoders = Decoders(folder, Path(scratch), stack, **settings)
-            for reply in options.replies:
+            for reply in options.replies or BARS:
                 rows.append([kind, reply, *measure(decoders, reply, options.rounds)])
                 print(*rows[-1], sep="  ", flush=True)
     headings = [

@@ -319,16 +319,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def tiny_family(name: str, tmp_root: Path) -> Path:
-    """The folder of a tiny model of this family, for mlx_vlm.load."""
+def tiny_family(name: str, tmp_root: Path, **size: int) -> Path:
+    """The folder of a tiny model of this family, for mlx_vlm.load.
+
+    `size`: fields of its text_config. One folder has one model of a family.
+    """
     folder = tmp_root / f"{name}-family"
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True)
-        _write(folder, name.removesuffix("_both_ways"), FAMILIES[name])
+        _write(folder, name.removesuffix("_both_ways"), FAMILIES[name], size)
     return folder
 
 
-def _write(folder: Path, kind: str, family: Family) -> None:
+def _write(folder: Path, kind: str, family: Family, size: dict[str, int]) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.utils import get_model_and_args, update_module_configs
@@ -348,6 +351,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
         "eos_token_id": eos,
+        **size,
     }
     config = family.config(text, tokenizer.token_to_id)
     config["model_type"] = kind

@@ -63,9 +63,9 @@ def tiny_head(folder: Path) -> Path:
     return head_folder
 
 
-def tiny_gemma(tmp_root: Path) -> tuple[Path, Path]:
+def tiny_gemma(tmp_root: Path, **size: int) -> tuple[Path, Path]:
     """Folders of a Gemma 4 with windows, shared KV and a tower, and of its assistant."""
-    plain_folder = tiny_family(GEMMA, tmp_root)
+    plain_folder = tiny_family(GEMMA, tmp_root, **size)
     folder = tmp_root / f"{plain_folder.name}-by-last-token"
     if not folder.exists():
         shutil.copytree(plain_folder, folder)
