@@ -2106,13 +2106,6 @@ def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was():
     assert ledger.snapshot() == EMPTY
 
 
-def test_zero_seconds_are_for_ever():
-    server = Server(ledger_ttl_seconds=0.0)
-    messages = fill(server, 1)
-    server.now += 10**9
-    assert server.draft(messages).transcript
-
-
 # -- all of it at once --------------------------------------------------------------------
 
 

@@ -129,11 +129,3 @@ def test_of_both_sizes_together_no_more_is_reserved_than_there_is():
             stack.enter_context(budget.reserve(100, s.assume_client))
         stack.enter_context(budget.reserve(1 << 40, s.assume_client))
         assert budget.for_small.n_free + budget.for_large.n_free == 0
-
-
-def test_a_tenth_of_the_limit_is_for_bodies():
-    for limit in (4_000_000_000, 100_000_000_000):
-        memory = s.BodyMemory(limit)
-        budgets = [memory.work, memory.held]
-        units = [b.for_small.n_units + b.for_large.n_units for b in budgets]
-        assert 0.09 * limit < sum(units) <= 0.1 * limit
