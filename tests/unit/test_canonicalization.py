@@ -1022,6 +1022,13 @@ def test_the_memo_knows_what_it_holds(n_words):
     assert 0.7 * held < canonicalizer.memo.nbytes < 1.5 * held
 
 
+def test_a_memo_never_holds_more_than_it_may():
+    memo: start_llm.Memo[int] = start_llm.Memo(10_000)
+    for n in range(300):
+        assert memo.get_or_make(str(n), lambda n=n: n, tenant="") == n
+        assert memo.nbytes <= memo.max_bytes
+
+
 def test_a_value_that_is_too_large_leaves_the_others_in_the_memo():
     memo: start_llm.Memo[str] = start_llm.Memo(10_000)
     memo.get_or_make("short", lambda: "value", tenant="")

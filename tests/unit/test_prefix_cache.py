@@ -321,6 +321,24 @@ def test_eviction_is_by_value_and_keeps_what_branches_need():
     assert reuse.cached_tokens >= 1300, "the line that was used most was evicted first"
 
 
+def test_end_of_a_shared_conversation_counts_by_its_own_bytes():
+    """Of its 2,000 tokens, branches need 1,800: 200 go if it is evicted, not 2,000."""
+    clock = Clock(step=0.0)
+    cache = make_cache(max_bytes=8 * 4000, token_bytes=8, clock=clock)
+    old, _ = converse(cache, list(range(5000, 6000)), [1])
+    clock.now += 900
+    prefix = list(range(1, 1801))
+    shared = [*prefix, *range(2000, 2200)]
+    converse(cache, [*prefix, *range(3000, 3300)], [1])
+    converse(cache, shared, [1])
+    clock.now += 900
+
+    cache.evict_to_fit(cache.max_bytes - cache.nbytes + 8)
+
+    assert cached_tokens(cache, [*shared, 1, 2]) == 2001
+    assert cached_tokens(cache, [*old, 2]) < len(old)
+
+
 def make_room(cache, tokens, n_more=0):
     """As a request does before it starts; what it was promised, and whether all fits."""
     reuse = cache.find(prompt_of(tokens))
@@ -470,6 +488,20 @@ def test_idle_lines_go_after_their_ttl_and_not_before():
     cache.evict_idle()
     assert not cache.entries
     assert cache.nbytes == 0
+
+
+def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
+    cache = make_cache(has_state=True, max_bytes=800)
+    row, _ = begin(cache, list(range(1, 40)))
+    for _ in range(39):
+        advance(cache, row, 1, checkpoint=True)
+    end(cache, row, [1])
+
+    (line,) = cache.entries
+    n_bytes = sum(checkpoint.nbytes for checkpoint in line.checkpoints.values())
+    assert n_bytes <= 200 < 8 * 40
+    assert min(line.checkpoints) == 1
+    assert max(line.checkpoints) == 40
 
 
 def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):

@@ -228,19 +228,6 @@ def read_prompt(times, start, end, *, slice_tokens=2048, delay=1.0):
     return total
 
 
-def test_time_left_counts_that_deep_tokens_cost_more():
-    times = s.PrefillTimes(2048)
-    for end in (3_000, 8_192):
-        read_prompt(times, 0, end)
-
-    left = sum(
-        model_seconds(start, min(start + 2048, 40_000))
-        for start in range(8_192, 40_000, 2048)
-    )
-
-    assert times.expected_seconds(8_192, 40_000) == pytest.approx(left, rel=0.02)
-
-
 def test_slices_that_had_to_wait_do_not_make_the_cache_look_better():
     times = s.PrefillTimes(2048)
     cold = read_prompt(times, 0, 20_000, delay=40.0)  # kernels are compiled

@@ -148,6 +148,15 @@ def test_a_request_is_forgotten_a_while_after_its_answer():
     assert times(index) == [3.0, 4.0]
 
 
+def test_a_request_that_is_too_large_leaves_those_of_other_sessions():
+    index = SessionIndex(Config())
+    index.add(answered(1))
+    index.add(answered(2, session_id="huge"))
+    huge = np.zeros(SessionIndex.MAX_COST, np.int32)
+    index.add(answered(3, session_id="huge")._replace(tokens=huge))
+    assert times(index) == [1.0]
+
+
 def test_a_session_that_is_forgotten_leaves_no_request():
     index = SessionIndex(Config())
     for session_id in ("one", "two"):
@@ -228,17 +237,6 @@ def test_what_changed_since_an_earlier_request_has_anthropics_words():
         assert told == {"cache_miss_reason": expected}
     assert diagnose_miss(EARLIER, same) is None
     assert diagnose_miss(EARLIER, sent("system", tokens=rendered(9))) is None
-
-
-def test_of_two_causes_both_are_given():
-    request = sent("system", "user", "assistant", tokens=np.arange(2_200))
-    for cached, matched, is_state, is_kv in (
-        (100, 2_050, True, False),
-        (100, 100, False, True),
-        (100, 1_000, True, True),
-    ):
-        sentence = why(request, cached_tokens=cached, matched_tokens=matched)
-        assert ("checkpoint" in sentence, "evicted" in sentence) == (is_state, is_kv)
 
 
 def test_tokens_that_were_never_read_are_not_read_again():
