@@ -27,9 +27,7 @@ def canon(joint: str = "\n", **fields: Any) -> start_llm.Canonicalizer:
     )
 
 
-def turns_of(
-    messages: list, canonicalizer: start_llm.Canonicalizer | None = None
-) -> tuple[start_llm.CanonicalMessage, ...]:
+def turns_of(messages, canonicalizer=None):
     """Through the door that clients use: null contents and the like are normalised there."""
     return start_llm.canonicalize_messages(
         chat(messages).messages, canonicalizer or canon()
@@ -40,9 +38,7 @@ def names(messages: list, canonicalizer: start_llm.Canonicalizer | None = None) 
     return [(turn.role, turn.digest) for turn in turns_of(messages, canonicalizer)]
 
 
-def fields_of(
-    turn: start_llm.CanonicalMessage,
-) -> list[start_llm.VolatileField]:
+def fields_of(turn):
     """Pinned values and notes in its content, ascending."""
     fields = [*turn.pinned, *turn.inline_notes]
     return sorted(fields, key=lambda field: field.start)

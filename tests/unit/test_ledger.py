@@ -147,9 +147,7 @@ def available(model: str) -> str:
     return model
 
 
-def planner(
-    saved: start_llm.TenantRecords | None = None, **config: Any
-) -> start_llm.PromptPlanner:
+def planner(saved=None, **config):
     settings = start_llm.Config(**config)
     ledger = start_llm.Ledger(settings, saved)
     ledger.load()
@@ -160,9 +158,7 @@ def ids_of(plan: start_llm.PromptPlan) -> list[int]:
     return list(plan.rendered.ids.tolist())
 
 
-def generated(
-    ids: Iterable[int], *, is_cut: bool = False, **more: Any
-) -> start_llm.GeneratedReply:
+def generated(ids, *, is_cut=False, **more):
     token_ids = np.array([*ids], np.int32)
     return start_llm.GeneratedReply(ids=token_ids, is_cut=is_cut, **more)
 
@@ -303,9 +299,7 @@ class Conversation:
         request = chat(self.shape.old[:-1], **self.shape.fields)
         return planner().plan(request, self.speaker.template, room=PLENTY)
 
-    def drafted(
-        self, reply_ids: Sequence[int], ended: int | None
-    ) -> start_llm.PromptPlan:
+    def drafted(self, reply_ids, ended):
         """The prompt after a past of exactly these tokens, which end in the reply."""
         maker = planner()
         template = self.speaker.template
@@ -330,9 +324,7 @@ class Conversation:
 
 
 @pytest.fixture
-def conversations(
-    any_model: str, pytestconfig: pytest.Config
-) -> tuple[Conversation, ...]:
+def conversations(any_model, pytestconfig):
     """By day each shape with a sixth of the templates, at night with all of them."""
     return conversations_of(any_model, 1 if pytestconfig.getoption("--all") else 6)
 
@@ -470,9 +462,7 @@ class Server:
         self.records.open(self.path, ttl_seconds=0.0)
         self.planner = planner(self.records.of_tenant(""), **self.config)
 
-    def draft(
-        self, messages: list, *, room: int = PLENTY, **fields: Any
-    ) -> start_llm.PromptPlan:
+    def draft(self, messages, *, room=PLENTY, **fields):
         request = chat(messages, **fields)
         template = self.speaker.template
         self.planner.ledger.expire(self.now)
@@ -481,14 +471,7 @@ class Server:
         self.planner.ledger.remember(plan, session_id=session_id, now=self.now)
         return plan
 
-    def say(
-        self,
-        draft: start_llm.PromptPlan,
-        reply: dict,
-        *,
-        words: str = "",
-        session: str = "",
-    ) -> list[int]:
+    def say(self, draft, reply, *, words="", session=""):
         """Record a reply; the tokens of prompt and reply."""
         speaker = self.speaker
         [turn] = speaker.template.canonicalize(chat([reply]).messages)
@@ -503,15 +486,7 @@ class Server:
         ledger.remember_thinking(turn.original, context, **place)
         return [*ids_of(draft), *ids]
 
-    def answer(
-        self,
-        messages: list,
-        reply: dict,
-        *,
-        words: str = "",
-        session: str = "",
-        **fields: Any,
-    ) -> list[int]:
+    def answer(self, messages, reply, *, words="", session="", **fields):
         """Plan a prompt and record the reply to it; the tokens of both."""
         draft = self.draft(messages, **fields)
         return self.say(draft, reply, words=words, session=session)

@@ -444,9 +444,7 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden():
 # -- the banner --------------------------------------------------------------------------------
 
 
-def write_banner(
-    model: LoadedModel, *, proxy_state: str = "up", **settings: Any
-) -> str:
+def write_banner(model, *, proxy_state="up", **settings):
     config = Config(**settings)
     proxy = start_llm.Proxy(config)
     proxy.state = proxy_state
@@ -615,9 +613,7 @@ QWEN = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 20}
 SWITCH = "{{ '<think>' if enable_thinking is defined and enable_thinking }}"
 
 
-def sampled(
-    folder: Path, made: object, *, has_switch: bool = False, **settings: Any
-) -> LoadedModel:
+def sampled(folder, made, *, has_switch=False, **settings):
     """The model with this generation_config.json; None: without one."""
     file = folder / "generation_config.json"
     file.unlink(missing_ok=True)

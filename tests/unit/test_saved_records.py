@@ -32,14 +32,7 @@ def records(file: s.RecordFile) -> s.TenantRecords:
     return file.of_tenant("")
 
 
-def put(
-    records: s.TenantRecords,
-    name: str,
-    text: str,
-    *,
-    parent: str = "",
-    age: float = 0.0,
-) -> None:
+def put(records, name, text, *, parent="", age=0.0):
     records.put(
         s.SavedRecord(
             id=name.encode(),
@@ -52,9 +45,7 @@ def put(
     )
 
 
-def update(
-    records: s.TenantRecords, name: str, *, last_used: float, session_id: str = ""
-) -> None:
+def update(records, name, *, last_used, session_id=""):
     records.update(
         s.SavedRecord(
             id=name.encode(),

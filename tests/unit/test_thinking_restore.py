@@ -144,9 +144,7 @@ def test_text_that_is_no_json_is_its_own_name(text):
 # -- what names a reply -------------------------------------------------------------
 
 
-def reply(
-    content: str = "so it is", *arguments: object, thought: str = "", **fields: Any
-) -> dict:
+def reply(content="so it is", *arguments, thought="", **fields):
     message = said("assistant", content, **fields)
     if arguments:
         message["tool_calls"] = [call(text, n=n) for n, text in enumerate(arguments)]
@@ -161,9 +159,7 @@ def reply(
 class Store:
     """A ledger, of which only thinking is asked, and a clock."""
 
-    def __init__(
-        self, saved: start_llm.TenantRecords | None = None, **config: Any
-    ) -> None:
+    def __init__(self, saved=None, **config):
         self.ledger = start_llm.Ledger(start_llm.Config(**config), saved)
         self.ledger.load()
 
