@@ -20328,8 +20328,8 @@ class TaggedValue:
     def _has_ended(self, value: str, *, n_closing: int) -> bool:
         """Whether a value ends where it seems to, and did not end before.
 
-        `n_closing`: of its closing tags, none, one or two. None may be forgotten after a
-        tag, or where nothing was written; and of two, one may be the value.
+        `n_closing`: its closing tags. If none came, there may be no tag in the value. If
+        it is blank, one must have come: of two, the first may be the value.
         """
         has_tag = "<" in value or value.rstrip().endswith(">")
         if not value.strip() or (has_tag and not n_closing):
@@ -20338,7 +20338,7 @@ class TaggedValue:
             return True
         is_string = not self.types or "string" in self.types
         if not is_string and (has_tag or not n_closing):
-            # Not five</parametr>, in which the next value may be.
+            # In an integer such as five</parametr> the next value may be.
             return not value_as_json(value, self.types).startswith('"')
         edge_tag = _edge_tag(self.tags, reads_end_token=self.reads_end_token)
         is_open = any(self._n_open.values()) or self._has_loose_tag
