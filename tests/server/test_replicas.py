@@ -149,10 +149,6 @@ class Farm:
         """As the first server's status shows them."""
         return self.status(0).get("replicas", [])
 
-    def totals(self) -> list[int]:
-        """Requests that each server has ended."""
-        return [self.status(number)["totals"]["requests"] for number in range(3)]
-
     def states(self) -> set[str]:
         return {replica["state"] for replica in self.replicas()}
 
