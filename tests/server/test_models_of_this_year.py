@@ -5,7 +5,6 @@ logits are its own.
 """
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -31,17 +31,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 WORDS = [
-    "the",
-    "lake",
-    "is",
-    "quiet",
-    "and",
-    "path",
-    "goes",
-    "over",
-    "a",
-    "hill",
-    "mill",
+    *("the", "lake", "is", "quiet", "and", "path", "goes", "over", "a", "hill"),
+    *("mill",),
 ]
 SMALL = {
     **dict.fromkeys(("hidden_size", "hidden_size_per_layer_input"), 32),
@@ -226,13 +217,7 @@ class Session:
             "stream": False,
             "max_tokens": 200,
         }
-        request = urllib.request.Request(
-            f"{self.url}/v1/messages",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            answer = json.load(response)
+        answer = httpx.post(f"{self.url}/v1/messages", json=body, timeout=120).json()
         usage = answer["usage"]
         self.n_prefilled.append(
             usage["input_tokens"] + usage["cache_creation_input_tokens"]

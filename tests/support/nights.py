@@ -17,9 +17,8 @@ At night, too:
   planted faults of a suite but one or two; models of this year; families of vision models but
   three, and opaque ones but two; other signals inside MLX; the command of a
   cluster with real servers
-- each request after a restart over HTTP, of images on dense layers, of opaque families but
-  deepseek_v4; a keeper of LiteLLM told to end, a server killed beside it; ranks with other weights
-  or end tokens, a rank that stops
+- restarts of images on dense layers, of opaque families but deepseek_v4; a keeper of LiteLLM told
+  to end, a server killed beside it; ranks with other weights or end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
 - a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent for each
   template (a tenth), the templates that another is like, all seeds of the prefix cache, the demo's

@@ -36,16 +36,8 @@ RECOMMENDED = ("qwen3_moe", "qwen3_5_moe", "glm4_moe", MLA)
 
 # Words that are not in the grammar, and the tools that it calls.
 WORDS = [
-    "alpha",
-    "river",
-    "stone",
-    "cloud",
-    "paper",
-    "green",
-    "seven",
-    "table",
-    "window",
-    "orange",
+    *("alpha", "river", "stone", "cloud", "paper", "green", "seven", "table"),
+    *("window", "orange"),
 ]
 PARAMETERS = {
     "read": ["path"],
