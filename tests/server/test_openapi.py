@@ -477,7 +477,7 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     method, path = label.split()
     takes = bool(operation.body) or bool(list(operation.iter_parameters()))
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
-    n_examples = 4 if takes else 1
+    n_examples = 3 if takes else 1
     if nights.is_night and method == "POST":
         n_examples = 30
 

@@ -20,7 +20,7 @@ At night, too:
 - restarts of images on dense layers, of opaque families but deepseek_v4; a keeper of LiteLLM told
   to end, a server killed beside it; ranks with other weights or end tokens, a rank that stops
 - real clients (tests/clients), where they are installed
-- a storm of 390 clients (65 by day), 30 bodies for each route (4), each body of each agent for each
+- a storm of 390 clients (65 by day), 30 bodies for each route (3), each body of each agent for each
   template (a tenth), the templates that another is like, all seeds of the prefix cache, the demo's
   questions one by one
 - three of four examples of hypothesis and of damaged calls; shapes of a past with the other

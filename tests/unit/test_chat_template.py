@@ -35,7 +35,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 BENT = settings(
-    max_examples=15 if nights.is_night else 5,
+    max_examples=15 if nights.is_night else 4,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
