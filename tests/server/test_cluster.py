@@ -742,6 +742,9 @@ def test_a_process_knows_its_rank(variables, hosts, place, tmp_path):
         s.find_rank(environ)
 
 
+_joining = []
+
+
 class Joining(threading.Thread):
     """A rank that joins."""
 
@@ -752,12 +755,14 @@ class Joining(threading.Thread):
         self._memory_bytes = memory_bytes
         self.stop = threading.Event()
         self.config = None
+        self.cluster = None
         self.error = ""
+        _joining.append(self)
         self.start()
 
     def run(self):
         try:
-            self.config, _ = s.join_ranks(
+            self.config, self.cluster = s.join_ranks(
                 self._config,
                 self._place,
                 memory_bytes=self._memory_bytes,
@@ -842,7 +847,12 @@ def test_a_rank_whose_others_do_not_come_names_them(port_of_rank_0, monkeypatch)
 
 @pytest.fixture
 def port_of_rank_0():
-    return free_port()
+    yield free_port()
+    while _joining:
+        rank = _joining.pop()
+        rank.stop.set()
+        if rank.wait().cluster is not None:
+            rank.cluster.leave(None)
 
 
 def _can_connect(port, data):
