@@ -10543,8 +10543,8 @@ class PrefixCache:
 #          PREFIX CACHE
 # Thread   model, mlx; write_segment: a thread of its own, without MLX
 
-# Fewer new ones are not loaded, nor written before they are about to be lost; a
-# conversation of fewer is never written.
+# Fewer are not loaded. Of a conversation, fewer new ones are written only before they
+# would be lost; a conversation of fewer is never written.
 MIN_FILE_TOKENS: Final = 256
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
@@ -10816,7 +10816,7 @@ class DiskCache:
         # A parent begins before what continues it, so it is there first.
         for file in sorted(found, key=lambda file: file.segment.start):
             if file.segment.parent in unread_names:
-                self._files[file.segment.name] = file  # of use from the next start on
+                self._files[file.segment.name] = file  # of use once that is there again
             else:
                 self._add(file)
         self._make_room()
@@ -10860,7 +10860,7 @@ class DiskCache:
                     self.failure = ""
                 self._written_bytes[self._today()] += segment.nbytes
                 self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
-                # It may be before what is there: a file that could not be read.
+                # Where it could not be read at the start, what continues it is there.
                 self._files = dict(
                     sorted(self._files.items(), key=lambda item: item[1].segment.start)
                 )
