@@ -14953,14 +14953,10 @@ class _ReplyGrammars:
         self._loaded = loaded
         self._form = form
         self._calls = calls
+        self.has_strict_calls = any(call.is_strict for call in calls)
         for call in calls:
             if call.fault and call.schema_path:
                 raise call.refusal(call.fault)
-
-    @property
-    def has_strict_calls(self) -> bool:
-        """Whether the arguments of some tool must fit its schema."""
-        return any(call.is_strict for call in self._calls)
 
     def compile_schema(self, wanted: ReplySchema, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
@@ -16476,6 +16472,7 @@ class RunningRequest:
         request = handle.request
         self.handle = handle
         self.request = request
+        self.n_prompt = request.n_prompt
         self.lockstep = loaded.lockstep
         # why(L-09): without a maximum size, with which the model forgets.
         self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
@@ -16511,11 +16508,6 @@ class RunningRequest:
     def has_begun(self) -> bool:
         """Whether the model has begun to read for it, in this try."""
         return self.started_at < math.inf
-
-    @property
-    def n_prompt(self) -> int:
-        """How many tokens the prompt has."""
-        return self.request.n_prompt
 
     @property
     def n_to_prefill(self) -> int:
@@ -16572,17 +16564,6 @@ class RunningRequest:
         """Let prefill slices end at these positions, too, those not reached yet."""
         next_ends = {p for p in positions if p > self.num_computed_tokens}
         self.slice_ends = sorted(next_ends.union(self.slice_ends))
-
-    def find_image(self, end: int) -> ImageTokens | None:
-        """The image that a slice up to `end` ends with: a slice has at most one.
-
-        An image is read in one call of its own kind, and moves the positions of what
-        follows.
-        """
-        for start, image in self.request.images:
-            if self.num_computed_tokens <= start < end:
-                return image
-        return None
 
     def position_shift(self) -> int:
         """By how much the images so far move the positions of what follows.
@@ -16843,10 +16824,6 @@ class DecodeBatch:
         self._launched_at = -math.inf
         return tokens
 
-    def read_state(self, running: RunningRequest) -> StateCheckpoint:
-        """A copy of the state of a request after the token that it was fed last."""
-        return copy_state(self.layer_caches, row=self.requests.index(running))
-
     def read_held_state(
         self, running: RunningRequest
     ) -> tuple[int, StateCheckpoint] | None:
@@ -16957,22 +16934,14 @@ class MemoryBudget:
         self.shares = shares
         self.spec = spec
         self._cache = cache
-
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest prompt whose KV fits."""
-        kv_bytes = self.shares.kv - self.prompt_bytes(0)
-        token_bytes = self.spec.token_bytes + self.opaque_token_bytes
+        # What opaque leaves take with each token: those that run, and their copies.
+        # why(L-173): a few copies are never thinned.
+        self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
+        kv_bytes = shares.kv - self.prompt_bytes(0)
+        token_bytes = spec.token_bytes + self.opaque_token_bytes
         n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
-        return n_places * HEADROOM_PART // (HEADROOM_PART + 1)
-
-    @property
-    def opaque_token_bytes(self) -> int:
-        """What opaque leaves take with each token: those that run, and their copies.
-
-        why(L-173): a few copies are never thinned.
-        """
-        return (1 + SPARED_CHECKPOINTS) * self.spec.opaque_token_bytes
+        # The longest prompt whose KV fits.
+        self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
     def prompt_bytes(self, n_prompt: int) -> int:
         """What a request will hold when its prompt is read."""
@@ -17168,14 +17137,17 @@ class PromptReader:
 
     def read_slice(self, running: RunningRequest, *, seconds: float) -> None:
         """Read the next slice, of about so many seconds."""
+        request = running.request
+        start = running.num_computed_tokens
         end = slice_end(
-            running.request.key.tokens,
-            running.num_computed_tokens,
+            request.key.tokens,
+            start,
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        start = running.num_computed_tokens
-        image = running.find_image(end)
+        # A slice has one at most, and ends with it: it takes a call of its own kind.
+        images = [image for place, image in request.images if start <= place < end]
+        image = images[0] if images else None
         with self._measure([running], is_usual=image is None):
             tokens = running.remaining_prefill()[: end - start]
             with _taking_checkpoints(running, end):
@@ -17189,8 +17161,7 @@ class PromptReader:
                         layer_caches=running.layer_caches,
                         position=start + running.position_shift(),
                     )
-                    tenant = running.request.owner.tenant
-                    self._metrics.of_tenant(tenant).bump(counter)
+                    self._metrics.of_tenant(request.owner.tenant).bump(counter)
                 evaluate_caches(running.layer_caches)
             running.num_computed_tokens = start + len(tokens)
             running.cache.advance(running.entry, running.num_computed_tokens)
@@ -17908,7 +17879,8 @@ class Scheduler:
                 # have written, and do not need yet, is computed.
                 evaluate_caches(batch.layer_caches)
                 continue
-            state = batch.read_state(running)
+            row = batch.requests.index(running)
+            state = copy_state(batch.layer_caches, row=row)
             if not may_end:
                 self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
                 running.reply_checkpoint = position
