@@ -538,6 +538,7 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (glm(a("n", 5, "")), {"n": 5}),
         (glm("<arg_key>text</arg_key>a.py</arg_value>"), {"text": "a.py"}),
         (glm("<arg_key>n</arg_key></arg_key><arg_value>5</arg_value>"), {"n": 5}),
+        (glm("<arg_key><arg_key>n</arg_key><arg_value>5</arg_value>"), {"n": 5}),
         (glm(a("path", "x"), "</arg_value>"), {"path": "x"}),
         (f"{glm(a('text', 'a'), after='')}{glm(a('n', 5))}", [{"text": "a"}, {"n": 5}]),
         (glm('{"z": "1"}'), {"z": "1"}),
