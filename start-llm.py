@@ -19275,8 +19275,8 @@ def escape_json(text: str) -> str:
 #               FORMS writes. FOREIGN_FORMATS, whose calls WHOLE CALLS reads.
 #  2 Formats    which of them a chat template has told the model to write
 #
-# Real models write calls that are nearly right (L-82): a closing tag that was left out,
-# or written twice, costs nothing where it is certain what is meant.
+# Real models write calls that are nearly right (L-82): a tag that was left out, or
+# written twice, costs nothing where it is certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name.
 # MODEL LOADING or mlx-lm must set tool_call_start (not for <tool_call>), and `prefix`
@@ -20111,9 +20111,13 @@ class TaggedArguments:
         tags: ArgumentTags,
         schema: SchemaPart,
         *,
+        start: str,
         end_tag: str,
     ) -> None:
-        """`schema`: of the tool. `end_tag`: what may come as a token."""
+        """`schema`: of the tool. `end_tag`: what may come as a token.
+
+        `start`: what was read of the call.
+        """
         self.is_done = False
         self.is_broken = False
         # The end tag is a token, and read as \0; its letters are text. Until one of
@@ -20127,6 +20131,13 @@ class TaggedArguments:
         self._has_json = False  # in the place of tags
         self._has_tag = False  # something of the arguments has come
         self._has_end_tag = False  # one after which the call may end
+        self._tag_again = self._find_tag_again(start)
+
+    def _find_tag_again(self, text: str) -> Any:
+        """The pattern of the tag at the end of a text: it may come twice (L-197)."""
+        tags = regex.findall(r"<[^<>]+>(?=\s*\Z)", text)
+        gap = self._tags.gap if self._tags.is_on_lines else ""
+        return compile_pattern(rf"\s* (?: {any_of(tags)} ) (?: {gap} )")
 
     def take_end_token(self) -> bool:
         """The end tag comes as a token. False: it is part of a value.
@@ -20142,6 +20153,11 @@ class TaggedArguments:
         """What more is certain, as JSON without the last bracket."""
         json_text = ""
         while not self.is_done:
+            if self._tag_again is not None:
+                match = self._unread.match_next(self._tag_again)
+                if match is not None and match.partial:
+                    break
+                self._tag_again = None
             if self._value is None:
                 tag_text = self._read_tag()
                 if tag_text is None:  # the next text decides
@@ -20185,6 +20201,7 @@ class TaggedArguments:
         separator = ", " if self._used_keys else ""
         self._has_tag = True
         self._used_keys.add(key)
+        self._tag_again = self._find_tag_again(match[0])
         self._value = TaggedValue(
             self._unread,
             self._tags,
@@ -21471,6 +21488,7 @@ class ReplyReader:
                 call.unread,
                 syntax.tags,
                 SchemaPart.of_tool(self._offered.get(name, {})),
+                start=match[0],
                 end_tag=self._format.end,
             )
         self._state = ReplyState.ARGUMENTS

@@ -506,7 +506,9 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
          {"text": "a", "any": "b", "n": 5}),
         # Tags that come twice.
         (qwen(p("path", "x"), "</parameter>\n"), {"path": "x"}),
+        (qwen("<parameter=path>\n", p("path", "x")), {"path": "x"}),
         (qwen(p("path", "x"), "</function>\n"), {"path": "x"}),
+        (qwen("<function=read>\n", p("path", "x")), {"path": "x"}),
         (qwen(p("path", "x"), before="<tool_call>\n<tool_call>\n"), {"path": "x"}),
         # All arguments as one JSON object, or MiniMax's spelling.
         (qwen('{"z": {"a": [1]}}\n'), {"z": {"a": [1]}}),
@@ -539,7 +541,7 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (glm("<arg_key>text</arg_key>a.py</arg_value>"), {"text": "a.py"}),
         (glm("<arg_key>n</arg_key></arg_key><arg_value>5</arg_value>"), {"n": 5}),
         (glm("<arg_key><arg_key>n</arg_key><arg_value>5</arg_value>"), {"n": 5}),
-        (glm(a("path", "x"), "</arg_value>"), {"path": "x"}),
+        (glm(a("path", "<arg_value>x"), "</arg_value>"), {"path": "x"}),
         (f"{glm(a('text', 'a'), after='')}{glm(a('n', 5))}", [{"text": "a"}, {"n": 5}]),
         (glm('{"z": "1"}'), {"z": "1"}),
         (glm('\n{"z": "1", "n": 2}\n'), {"z": "1", "n": 2}),
@@ -559,6 +561,7 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         (minimax(m("text", "Dallas\n", ""), m("n", 5)), {"text": "Dallas", "n": 5}),
         (minimax('{"z": "1"}\n'), {"z": "1"}),
         (minimax(m("path", "x"), "</parameter>"), {"path": "x"}),
+        (minimax('<invoke name="read">\n', m("path", "x")), {"path": "x"}),
         *((minimax(m("path", value)), {"path": value}) for value in (
             "a</parameter> b",
             "a '</parameter>\n</invoke>' b",
@@ -759,8 +762,6 @@ STAYS_OPEN: dict[str, list[str]] = {
         *(qwen(p("items", text)) for text in (
             '[{"a": 1, "a": 2}]', "[{'a': 1, 'a': 2}]", "[{1: 1, '1': 2}]", "[{True: 1, 1: 2}]",
             '[{\\"a\\": 1, \\"a\\": 2}]')),
-        # An opening tag is there twice.
-        qwen("<parameter=path>\n", p("path", "x")), qwen("<function=read>\n", p("path", "x")),
         # The reply ends in a key, or before there is one.
         qwen(p("path", "x", "\n"), "<parameter=te", after=""), qwen(after=""),
     ],
@@ -771,7 +772,6 @@ STAYS_OPEN: dict[str, list[str]] = {
         glm(a("path", "x"), "<ag_key>text</arg_key>\n<arg_value>y</arg_value>\n"),
         glm("<arg_key>path</arg_key>\n, <arg_value>x</arg_value>\n"),
         glm(a("other", '{"a": 1, "a": 2}')), glm(a("path", "a.md"), "<n>5"),
-        glm(a("path", "<arg_value>x")),
         glm("<arg_key>n</arg_key>"), glm("<arg_key>n</arg_key>", a("x", 1)), glm(a("", 1)),
         glm("{'text': 'it's'}"), glm(a("path", "x", "\n"), "<arg_key>text</", after=""),
     ],
@@ -781,7 +781,6 @@ STAYS_OPEN: dict[str, list[str]] = {
         minimax(m("path", "x"), '"', m("n", 5), m("text", "y")),
         minimax('<parameter name="n">5\ny', m("text", "")), minimax("n: 5"),
         minimax("<parameter>5</parameter>"), minimax(m("path", "a.md"), "<n>5"),
-        minimax('<invoke name="read">\n', m("path", "x")),
     ],
     "minicpm": [minicpm(c("path", "x"), "y</param>"), minicpm(c("path", "a.md"), "<n>5")],
     "mistral_13": [
