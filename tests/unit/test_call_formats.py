@@ -710,7 +710,8 @@ STAYS_OPEN: dict[str, list[str]] = {
         hermes('{"path": "x, "n": 1}'), hermes('{"n": 1, "path": "x}'),
         hermes('{"n": 1, "path": "x}', "}</tool_call>"), hermes('{"path": "x", n": 1}'),
         hermes("{'text': 'it's', 'n': 1}"), hermes('{"text": "a", \'n": 1}'),
-        hermes('{"n": 1, key: 2}'),
+        hermes('{"n": 1, key: 2}'), hermes('{"path": "x", text: "y"}'),
+        hermes('{"path": "x", \'text\': "y"}'), hermes('{"path": "x",\n\'n\': 5}'),
         # The arguments are closed too early, or the call is.
         hermes('{"path": "x"} "text": "y"}'), hermes('{"path": "x"}, text: "y"}'),
         hermes("{\"path\": \"x\"}, 'text': 'y'}"), hermes('{"path": "x"}; "text": "y"}'),
