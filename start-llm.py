@@ -10575,7 +10575,8 @@ class DiskError(Exception):
 
 def _reason_of(fault: BaseException) -> str:
     """Why the disk could not do something, in words, without a path."""
-    return getattr(fault, "strerror", None) or str(fault) or repr(fault)
+    sentence = re.sub(" at path .*", "", str(fault))  # safetensors' own
+    return getattr(fault, "strerror", None) or sentence or repr(fault)
 
 
 # -- 1 files ---------------------------------------------------------------------------
@@ -11219,7 +11220,7 @@ def wants_disk_cache(config: Config) -> bool:
 
 
 def _find_root(config: Config) -> Path:
-    return Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+    return Path(os.path.expanduser(config.cache_disk_folder or "~/.cache/start-llm"))
 
 
 def open_disk_cache(config: Config, identity: str) -> DiskCache:
@@ -15214,17 +15215,17 @@ class DraftBudget:
         """
         is_counted = self.costs.measure(self._length + 1, seconds)
         if is_counted:
-            # Where more is usual, `can_pay` allows no draft.
-            cost = min(self.costs.in_plain_steps(seconds), self._length + 1)
-            self._add(1 + n_accepted - cost)
+            self.charge(seconds, n_tokens=1 + n_accepted)
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
         return is_counted
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
-        """Time was spent without a draft, for so many tokens of the reply."""
-        self._add(n_tokens - self.costs.in_plain_steps(seconds))
+        """Time was spent for so many tokens of the reply."""
+        # Where more is usual, `can_pay` allows no draft: something else held this up.
+        cost = min(self.costs.in_plain_steps(seconds), self._length + 1)
+        self._add(n_tokens - cost)
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(self.balance + plain_steps, self._max_balance)

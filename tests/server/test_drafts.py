@@ -141,6 +141,12 @@ def test_a_length_does_not_rest_because_one_step_was_held_up():
     assert writer.budget.costs.in_plain_steps(writer.budget.costs._seconds[16]) < 2.4
 
 
+def test_a_step_that_feeds_again_and_was_held_up_costs_no_more_than_a_draft():
+    budget = drafter(BEGUN, {1: 1.0}).budget
+    budget.charge(300.0, n_tokens=1)
+    assert budget.balance == 8 + 1 - 16
+
+
 def write(writer, n_tokens, seconds, *, n_right):
     """A reply that repeats six tokens, and of what followed them then so many, or none.
 
