@@ -20610,8 +20610,11 @@ class _MarkedCalls:
         match = self._require(rf"( (?s:.)*? ) MARK? (?= {text_end} )")
         text = match[1]
         # f() { return }}    the first bracket is the text's, the second the call's
-        while text.count("{") > text.count("}") and self._take(r"\} (?= \s* \} )"):
-            text += "}"
+        while text.count("{") > text.count("}"):
+            bracket = self._take(r"\s* \} (?= \s* \} )")
+            if bracket is None:
+                break
+            text += bracket[0]
         is_two = self._tag_like.search(text) or self._key_like.search(text)
         if is_two or text.count('"') == 1:  # <|"|>a.md"
             raise ValueError(text)
@@ -21607,6 +21610,7 @@ _OTHER_TYPES: Final = {
 }
 _MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
 _MAX_CHOICES: Final = 1_000  # ways to write a union
+_MAX_SCHEMAS: Final = 10_000  # looked at for one tool: each $ref may have many more
 
 
 class _NoForm(Exception):
@@ -21679,6 +21683,7 @@ class _TaggedForm:
         self._tags = tags
         self._parameters = parameters
         self._is_lenient = is_lenient
+        self._n_schemas = 0  # looked at so far
         # Ends JSON or a constant: an empty text, then the closing tag. It is a TextValue
         # because that also takes Qwen's line break before the tag.
         self._value_end = TextValue(
@@ -21773,10 +21778,13 @@ class _TaggedForm:
         if own_types and "string" not in own_types:
             value = JsonValue(_with_definitions(part), self._is_lenient)
             return [(value, self._value_end)]
-        if "const" in branch:
-            return [self._constant(branch["const"], types)]
-        if isinstance(branch.get("enum"), list):
-            values = branch["enum"]
+        if "const" in branch or isinstance(branch.get("enum"), list):
+            for keyword in (*_TEXT_KEYWORDS, "minLength", "maxLength"):
+                if keyword in branch and not self._is_lenient:
+                    raise _NoForm(f"{keyword!r} cannot be enforced beside its values")
+            values = [branch["const"]] if "const" in branch else branch["enum"]
+            if isinstance(branch.get("enum"), list):
+                values = [value for value in values if value in branch["enum"]]
             if own_types:
                 values = [value for value in values if json_type(value) in own_types]
             return [self._constant(value, types) for value in values]
@@ -21788,7 +21796,9 @@ class _TaggedForm:
         """All that a schema says, without $ref and allOf. Raises _NoForm."""
         if schema is True:
             return {}
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        self._n_schemas += 1
+        is_too_much = depth > _MAX_DEPTH or self._n_schemas > _MAX_SCHEMAS
+        if not isinstance(schema, dict) or is_too_much:
             raise _NoForm("a schema of a property cannot be read")
         plain = dict(schema)
         parts = as_list(plain.pop("allOf", []))

@@ -185,6 +185,8 @@ FORMLESS = [  # a schema of one value
     {"type": "string", "maxLength": "0}|x)/ /"},
     {"type": "string", "maxLength": 1.5},
     {"enum": ["b", f"b{NEXT_ARGUMENT}c"]},
+    {"$ref": "#/$defs/wide0"},
+    {"const": "a", "enum": ["b"]},
 ]
 ONLY_STRICT = [  # and of one that has a form where the tool is not strict
     {"type": "string", "pattern": "^a$", "maxLength": 4},
@@ -193,8 +195,16 @@ ONLY_STRICT = [  # and of one that has a form where the tool is not strict
     {"anyOf": [{"type": "string", "maxLength": 3}], "maxLength": 2},
     {"$ref": "#/$defs/text", "pattern": "^a$"},
     {"type": "string", "not": {"const": "a"}},
+    {"type": "string", "enum": ["a", "bb"], "minLength": 2},
+    {"enum": ["a", "bb"], "pattern": "^b"},
 ]
-DEFINITIONS = {"itself": {"$ref": "#/$defs/itself"}, "text": TEXT}
+DEFINITIONS = {
+    "itself": {"$ref": "#/$defs/itself"},
+    "text": TEXT,
+    # Six of the next one each: two million schemas.
+    **{f"wide{n}": {"allOf": [{"$ref": f"#/$defs/wide{n + 1}"}] * 6} for n in range(8)},
+    "wide8": TEXT,
+}
 
 
 @pytest.mark.parametrize("syntax", ["qwen", "glm", "minimax"])

@@ -622,6 +622,8 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
         # Brackets and tags inside a string.
         (gemma("path:a}b,n:5"), {"path": "a}b", "n": 5}),
         (gemma("path:{not json"), {"path": "{not json"}),
+        (gemma("path:f() { return }"), {"path": "f() { return }"}),
+        (gemma("path:if (a) { if (b) {c }\n}"), {"path": "if (a) { if (b) {c }\n}"}),
         (gemma('path:{"a":1,"a":2}'), {"path": '{"a":1,"a":2}'}),
         (gemma(f"path:{Q}if x {{ }} }}{Q},n:5"), {"path": "if x { } }", "n": 5}),
         (gemma(f"path:{Q}<tool_call|>{Q},n:5"), {"path": "<tool_call|>", "n": 5}),
