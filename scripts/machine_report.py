@@ -87,7 +87,7 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Subject:
-    """The server that is measured. Every method raises CannotAsk."""
+    """The server that is measured; if it cannot be asked, CannotAsk is raised."""
 
     server: Server
     log_folder: Path

@@ -23,8 +23,10 @@ import pytest
 import start_cluster
 import start_llm as s
 from cold_reference import Oracle
+from engine_fixture import GREEDY, Loaded
 from exact_blas import preloading
 from forked_process import ForkedProcess, run_program
+from mlx_lm import load
 from nights import at_night
 from program import CHAT, Program
 from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
@@ -127,6 +129,47 @@ def test_ranks_that_differ_end(fault, tmp_path):
     assert first["failure"] and second["failure"]
     if fault != "exception":
         assert "not in step" in second["failure"]
+
+
+class CountedRank(s.Lockstep):
+    """Counts what rank 0 of several would send."""
+
+    def __init__(self):
+        self.n_messages = 0
+
+    def from_rank_0(self, name, read):
+        self.n_messages += 1
+        return read()
+
+
+def count_messages(folder, n_requests):
+    """Those of a step in which one request runs, and the others wait."""
+    lockstep = CountedRank()
+    model, _ = load(str(folder))
+    scheduler = s.Scheduler(
+        Loaded(model, lockstep=lockstep),
+        s.Config(batch_max_rows=1),
+        metrics=s.CacheMetrics(),
+    )
+    for number in range(n_requests):
+        tokens = np.arange(number, number + 40, dtype=np.int32)
+        key = s.TokenKey(b"r", tokens, s.block_hashes(tokens, 16, root=b"r"))
+        request = s.EngineRequest(
+            key=key, checkpoint_positions=(), max_tokens=50, sampling=GREEDY
+        )
+        scheduler.waiting.append(s.RequestHandle(request))
+    for _ in range(3):  # the first one is started, and read
+        scheduler.step()
+    assert len(scheduler.running) == 1 and len(scheduler.waiting) == n_requests - 1
+    lockstep.n_messages = 0
+    scheduler.step()
+    return lockstep.n_messages
+
+
+def test_waiting_requests_cost_other_ranks_no_messages(tmp_path):
+    model = tiny_model(DENSE, tmp_path)
+
+    assert count_messages(model, 100) == count_messages(model, 1)
 
 
 # -- the program -----------------------------------------------------------------------------------

@@ -141,6 +141,17 @@ def test_a_length_does_not_rest_because_one_step_was_held_up():
     assert writer.budget.costs.in_plain_steps(writer.budget.costs._seconds[16]) < 2.4
 
 
+def test_a_plain_step_is_measured_again_after_many_with_drafts():
+    """A head drafts in each step; what was measured at first may have been a busy machine."""
+    costs = measured({1: 10.0, 4: 2.0})
+    assert costs.in_plain_steps(2.0) >= 1
+    for _ in range(s._MAX_SINCE_PLAIN):
+        costs.measure(4, 2.0)
+    assert not costs.is_known
+    costs.measure(1, 1.0)
+    assert costs.is_known
+
+
 def test_a_step_that_feeds_again_and_was_held_up_costs_no_more_than_a_draft():
     budget = drafter(BEGUN, {1: 1.0}).budget
     budget.charge(300.0, n_tokens=1)

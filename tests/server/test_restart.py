@@ -16,13 +16,13 @@ import openai
 import pytest
 import start_llm
 import start_llm as s
-from minimum_prefill import common_prefix
+from minimum_prefill import common_prefix, fewest, prefilled
 from nights import at_night
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
 from status_client import ask as ask_status
 from status_client import explained
-from tiny_models import DENSE, HYBRID, TOOLS, WORDS, tiny_model
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
 
@@ -66,6 +66,24 @@ def start(tmp_path):
 def long_system(talk):
     """An agent's instructions: too long to be read again for nothing."""
     return {"role": "system", "content": talk.words(400)}
+
+
+@pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID, at_night(SLIDING)))
+def test_restart_between_any_two_requests_costs_no_prefill(kind, start):
+    server = start(kind)
+    talk = Talk(server.served, 1)
+    talk.messages[0] = long_system(talk)
+    fed, requests = [], []
+    for _ in range(6):
+        served = server.restart()
+        served.recorder.fed.clear()  # what measures the model
+        talk._client = served
+        talk.step()
+        fed += served.recorder.fed
+        requests += [served.request(exchange) for exchange in served.exchanges]
+
+    turns = served.scribe.turns if kind in (HYBRID, SLIDING) else None
+    assert prefilled(fed, requests) <= 1.02 * sum(fewest(requests, turns))
 
 
 @pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID))

@@ -1048,6 +1048,17 @@ def test_one_key_has_up_to_four_pasts():
     assert starts_with(server.draft(messages, user="nobody"), newest)
 
 
+def test_of_several_alternatives_the_one_used_least_recently_goes():
+    server = Server()
+    past = server.answer([SYSTEM, USER], FINE, words="own", session="own", user="own")
+    for n in range(6):
+        server.now += 1
+        draft = server.draft([SYSTEM, USER, FINE, NEXT], user="own")
+        assert starts_with(draft, past)
+        server.now += 1
+        server.answer([SYSTEM, USER], FINE, words=f"version {n}", session=f"s{n}")
+
+
 def test_equal_alternatives_are_one():
     """Whoever says "hi" four times pushes nobody's transcript out."""
     server = Server()
@@ -2419,3 +2430,17 @@ def test_what_is_dropped_is_counted():
     server.draft(talk)
     counts = server.planner.metrics.snapshot()
     assert counts["telemetry_dropped"] == 1
+
+
+def test_thinking_that_was_put_back_is_not_preserved_either():
+    server = Server("demo/tiny", preserve_thinking=False)
+    thinks = asks("x", reasoning_content="why I look")
+    server.answer([SYSTEM, USER], thinks, tools=TOOLS)
+    forget_transcripts(server)
+    messages = [SYSTEM, USER, asks("x"), result("r")]
+    past = server.answer(messages, FINE, tools=TOOLS)
+    assert "why I look" in server.speaker.text(past)
+
+    draft = server.draft([*messages, FINE, NEXT], tools=TOOLS)
+    assert draft.refusal == "thinking is not preserved"
+    assert "why I look" not in server.text(draft)
