@@ -21778,13 +21778,9 @@ class _TaggedForm:
         if own_types and "string" not in own_types:
             value = JsonValue(_with_definitions(part), self._is_lenient)
             return [(value, self._value_end)]
-        if "const" in branch or isinstance(branch.get("enum"), list):
-            for keyword in (*_TEXT_KEYWORDS, "minLength", "maxLength"):
-                if keyword in branch and not self._is_lenient:
-                    raise _NoForm(f"{keyword!r} cannot be enforced beside its values")
-            values = [branch["const"]] if "const" in branch else branch["enum"]
-            if isinstance(branch.get("enum"), list):
-                values = [value for value in values if value in branch["enum"]]
+        values = _allowed_values(branch)
+        if values is not None:
+            self._refuse(branch, (*_TEXT_KEYWORDS, "minLength", "maxLength"))
             if own_types:
                 values = [value for value in values if json_type(value) in own_types]
             return [self._constant(value, types) for value in values]
@@ -21811,10 +21807,14 @@ class _TaggedForm:
                     raise _NoForm(f"{keyword!r} comes twice for one value")
         return {key: plain[key] for key in plain if key not in _ANNOTATIONS}
 
-    def _text(self, schema: Schema, types: set[str]) -> CallParts:
-        for keyword in _TEXT_KEYWORDS:
+    def _refuse(self, schema: Schema, keywords: Sequence[str]) -> None:
+        """Raise _NoForm if a strict tool has one of these keywords."""
+        for keyword in keywords:
             if keyword in schema and not self._is_lenient:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
+
+    def _text(self, schema: Schema, types: set[str]) -> CallParts:
+        self._refuse(schema, _TEXT_KEYWORDS)
         for keyword in ("minLength", "maxLength"):
             length = schema.get(keyword, 0)
             if json_type(length) != "integer" or length < 0:
@@ -21840,6 +21840,14 @@ class _TaggedForm:
         if json_text != to_json(value) or self._constant_end.search(text):
             raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
+
+
+def _allowed_values(schema: Schema) -> list[Any] | None:
+    """The only values that a schema allows, by const and enum; None: it names none."""
+    named = [[schema["const"]]] if "const" in schema else []
+    if isinstance(schema.get("enum"), list):
+        named.append(schema["enum"])
+    return [value for value in named[0] if value in named[-1]] if named else None
 
 
 def _with_definitions(part: SchemaPart) -> dict[str, Any]:

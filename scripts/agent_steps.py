@@ -22,11 +22,11 @@ THE AGENTS    what each sends, as their requests were recorded
                   last message in each request that is gone from the next one
 
 WHAT IS PRINTED  by agent: seconds of a step (median, worst) from the request to its last byte;
-seconds to the first token; tokens that the server says it read ("not said": it counts no cached
-tokens), and the fewest that it had to, about: what no earlier request had; where a last message is
-gone from the next request, also the reply that followed it. A server reads less than that where a
-template writes the tools last: other tools after the same system prompt. Tokens a second after the
-first one.
+seconds to the first token, also by length of the prompt; tokens that the server says it read
+("not said": it counts no cached tokens), and the fewest that it had to, about: what no earlier
+request had; where a last message is gone from the next request, also the reply that followed it.
+A server reads less than that where a template writes the tools last: other tools after the same
+system prompt. Tokens a second after the first one.
 
 EXIT STATUS  0 measured, 2 a server could not be asked, 130 stopped by Ctrl-C
 """
@@ -38,6 +38,7 @@ import http.client
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 import urllib.error
@@ -51,6 +52,7 @@ Body = dict[str, Any]
 Messages = list[Body]
 
 CHARS_PER_TOKEN = 4.5  # of the words below: the length of a prompt is only about right
+LENGTHS = (4_000, 16_000, 64_000, 1_000_000)  # of prompts, in the table
 TIMEOUT_SECONDS = 1800.0  # without a byte: a long prompt on a slow machine
 WORDS = (
     "the file reads a list of rows from disk and writes each value into its own table while "
@@ -151,6 +153,18 @@ class Server:
         except (LookupError, TypeError) as error:
             sentence = f"{self.url}/v1/models names no model: say which with --model"
             raise CannotAsk(sentence) from error
+
+    def wait(self, seconds: float) -> None:
+        """Return when it answers. Raises CannotAsk: it did not in so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.get("/v1/models")
+                return
+            except CannotAsk:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
 
     def events(self, path: str, body: Body) -> Iterator[tuple[float, Body]]:
         """The events of a reply, each with the seconds until it came. Raises CannotAsk."""
@@ -642,6 +656,7 @@ def run(
     names: Sequence[str],
     *,
     n_steps: int,
+    restart: str | None = None,
     **how: Any,
 ) -> None:
     """All agents on all servers, which are asked in turns. Raises CannotAsk."""
@@ -656,6 +671,11 @@ def run(
             say(f"\r{name}: {step + 1} of {n_steps} steps", end="")
         for bench, agent in sessions:
             bench.ask_all(agent, agent.last_requests())
+        if restart:
+            subprocess.run(restart, shell=True, check=True)  # noqa: S602 - the user's own
+            bench, agent = sessions[0]
+            bench.server.wait(600)
+            bench.ask(agent, agent.request("restart"))
         say("")
 
 
@@ -686,7 +706,7 @@ def summarize(steps: Sequence[Step]) -> Body:
 
 
 def rows_of(bench: Bench) -> Iterator[tuple[str, Body]]:
-    """By agent: what came first and what came later; then all."""
+    """By agent: what came first and what came later; by length of the prompt; then all."""
     names = list(dict.fromkeys(step.agent for step in bench.steps))
     for name in names:
         own = [step for step in bench.steps if step.agent == name]
@@ -694,6 +714,12 @@ def rows_of(bench: Bench) -> Iterator[tuple[str, Body]]:
         for kind in kinds:
             label = f"{name}, {kind}"
             yield label, summarize([step for step in own if step.kind == kind])
+    shortest = 0
+    for longest in LENGTHS:
+        steps = [s for s in bench.steps if shortest < s.prompt_tokens <= longest]
+        if steps:
+            yield f"to {longest:,} tokens", summarize(steps)
+        shortest = longest
     yield "all", summarize(bench.steps)
 
 
@@ -755,6 +781,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--reply-tokens", type=int, default=64, help="of each reply, at most (64)"
     )
+    parser.add_argument(
+        "--restart",
+        help="a shell command that restarts --url's server; one step follows",
+    )
     parser.add_argument("--seed", default="", help="the same words again; default: new")
     parser.add_argument("--json", help="the file to write all steps to")
     return parser.parse_args(arguments)
@@ -777,6 +807,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             benches,
             options.agents,
             n_steps=options.steps,
+            restart=options.restart,
             head_tokens=options.tokens,
             result_tokens=options.result_tokens,
             seed=seed,
@@ -784,7 +815,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("\nstopped")
         return 130
-    except CannotAsk as error:
+    except (CannotAsk, subprocess.CalledProcessError) as error:
         say(f"\n{error}")
         return 2
     print_report(benches)
