@@ -2124,7 +2124,10 @@ def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
         faults = error.errors()
 
     paths = [_find_path(fault, fields) for fault in faults]
-    path = max((path for path in paths if path.startswith(paths[0])), key=len)
+    path = max(
+        (path for path in paths if path.startswith(paths[0])),
+        key=lambda path: path.count(".") + path.count("["),
+    )
     at_path = [
         fault
         for fault, fault_path in zip(faults, paths, strict=True)
@@ -3056,9 +3059,12 @@ def _translate_message(
                 message["thought_id"] = str(block.get("signature") or "")
             case "assistant", {"type": "redacted_thinking"}:
                 pass  # encrypted thinking of another model
-            case "assistant", {"type": "tool_use", "name": name, "input": _} if name:
+            case "assistant", {"type": "tool_use", "name": _, "input": _}:
+                name = _read_field(block, "name", str, field=place)
+                if not name:
+                    raise BadRequest("is empty", field=f"{place}.name")
                 function = {
-                    "name": _read_field(block, "name", str, field=place),
+                    "name": name,
                     "arguments": _read_field(
                         block, "input", dict | str | None, field=place
                     ),
