@@ -9,12 +9,11 @@ the model's own calls, and the logits of every reply are those of a cold run of 
 
 import json
 import random
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +22,9 @@ import numpy as np
 import pytest
 import scripted_replies
 import start_llm as s
-from artifacts import artifact
 from cold_reference import Oracle
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from minimum_prefill import Request, common_prefix, fewest, prefilled
-from mlx_lm.utils import load_tokenizer
-from nights import at_night, examples
+from minimum_prefill import Request, fewest, prefilled
+from nights import at_night
 from server_fixture import (
     MAX_WAIT_SECONDS,
     Exchange,
@@ -46,7 +41,6 @@ from server_fixture import (
     without_drafts,
 )
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
-from transformers import PreTrainedTokenizerFast
 
 KINDS = (HYBRID, DENSE, SLIDING)
 TOLERANCE = {SLIDING: 1e-4}
@@ -342,16 +336,6 @@ class Thoughtless(Style):
 def dropped(reply: Message) -> Message:
     reply.pop("reasoning_content", None)
     return reply
-
-
-def moved(reply: Message) -> Message:
-    thought = reply.pop("reasoning_content", None)
-    return {**reply, "reasoning": thought} if thought else reply
-
-
-def as_tight_text(reply: Message) -> Message:
-    thought = reply.pop("reasoning_content", "")
-    return {**reply, "content": f"<think>{thought}</think>{reply['content'] or ''}"}
 
 
 class OpenClaw17(Style):
@@ -781,20 +765,6 @@ def one_call_at_a_time(case: Case) -> None:
     assert case.scribe.text(case.real[-1].prompt).count(THOUGHT) == 3
 
 
-def first_of_two_calls(case: Case) -> None:
-    """The model goes on to a second call, which its client is not given."""
-    agent = Agent(case, JavaScript(), parallel_tool_calls=False)
-    for ratio, noun in ((2.0, "log"), (0.5, "error"), ("1e2", "result")):
-        script = MEASURES.format(ratio=ratio, noun=noun)
-        second_call = script.partition("</think>\n\n")[2].replace(noun, "shelf")
-        both_calls = f"{script}\n{second_call}"
-        answer = agent.step(script=both_calls, tools=[*TOOLS, MEASURE]).answer
-        (call,) = answer["tool_calls"]
-        assert noun in call["function"]["arguments"]
-    agent.step(tools=[*TOOLS, MEASURE])
-    assert "shelf" not in case.scribe.text(case.real[-1].prompt)
-
-
 def cut_short(case: Case) -> None:
     """A reply that met the token limit in the middle of its words."""
     agent = Agent(case, Thoughtless(dropped))
@@ -924,8 +894,6 @@ def said_otherwise(play: Callable[[Case], None]) -> Scenario:
 SCENARIOS = {
     "as_it_is": Scenario(talk(Style)),
     "thinking_dropped": thoughtless(dropped),
-    "thinking_moved": thoughtless(moved),
-    "thinking_as_tight_text": thoughtless(as_tight_text),
     "thinking_kept_in_loop": thoughtless(dropped, TURNS, keeps_loop=True),
     "openclaw_2026_2_17": restated(talk(OpenClaw17)),
     "openclaw_2026_9_6": restated(talk(OpenClaw96)),
@@ -943,7 +911,6 @@ SCENARIOS = {
     "changed_effort": Scenario(changed_effort),
     "evicted": Scenario(evicted),
     "one_call_at_a_time": Scenario(one_call_at_a_time),
-    "first_of_two_calls": said_otherwise(first_of_two_calls),
     "cut_short": Scenario(cut_short),
     "literal_markup": said_otherwise(literal_markup),
     "edited": Scenario(edited),
@@ -999,14 +966,11 @@ def oracle(kind, tmp_path_factory):
 # What each does is seen by day in one like it.
 AT_NIGHT = {
     "as_it_is",
-    "thinking_moved",
-    "thinking_as_tight_text",
     "billed",
     "operator_note",
     "restamped",
     "new_session",
     "announced",
-    "first_of_two_calls",
 }
 
 
@@ -1162,218 +1126,3 @@ def test_stripped_thinking_costs_without_a_ledger(ratio_with, table):
     as_sent = ratio_with(scenario, HYBRID, cache_canonicalize_tool_context=False)
     table(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {as_sent:.4f}")
     assert as_sent > scenario.bar
-
-
-# -- what is another past, without a model ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Line:
-    """A message as its author knows it; `calls` are (name, arguments)."""
-
-    role: str
-    text: str
-    thought: str = ""
-    calls: tuple[tuple[str, dict], ...] = ()
-
-
-def wired(lines: list[Line]) -> list[Message]:
-    """As a client sends them."""
-    messages = []
-    n_calls = 0
-    n_answered = 0
-    for line in lines:
-        message: Message = {"role": line.role, "content": line.text}
-        if line.thought:
-            message["reasoning_content"] = line.thought
-        if line.role == "tool":
-            n_answered += 1
-            message["tool_call_id"] = f"call_{n_answered}"
-        if line.calls:
-            message["tool_calls"] = []
-        for name, arguments in line.calls:
-            n_calls += 1
-            function = {"name": name, "arguments": json.dumps(arguments)}
-            call = {"id": f"call_{n_calls}", "type": "function", "function": function}
-            message["tool_calls"].append(call)
-        messages.append(message)
-
-    return messages
-
-
-SNIPPETS = [
-    *("alpha", "river", "Été", "中文", "{x}", '"quoted"', "back\\slash", "tab\there"),
-    *("\n", "\n\n", "```", "<system-reminder>", "- item", "# Heading", "message_id"),
-    *("cch=12345;", "</div>", "Current time is", "[Fri 2026-11-20 08:52 UTC]"),
-    "Runtime: agent",
-    *MARKUP,
-]
-
-
-class Author:
-    """Makes up conversations; every text has a number, so that it is found where it is."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._n_texts = 0
-
-    def words(self) -> str:
-        self._n_texts += 1
-        snippets = self._rng.choices(SNIPPETS, k=self._rng.randint(0, 5))
-        return " ".join([f"text{self._n_texts}x", *snippets, "end"])
-
-    def reply(self) -> Line:
-        names = self._rng.choices(["read", "write"], k=self._rng.choice([0, 0, 1, 2]))
-        calls = tuple(
-            (name, {"path": self.words(), "b": self.words()}) for name in names
-        )
-        is_silent = bool(calls) and self._rng.random() < 0.5
-        return Line("assistant", "" if is_silent else self.words(), self.words(), calls)
-
-    def answers(self, reply: Line) -> list[Line]:
-        """Tool results, a question, or both: then the user spoke before the loop was over."""
-        lines = [Line("tool", self.words()) for _ in reply.calls]
-        asks = not lines or self._rng.random() < 0.2
-        return [*lines, Line("user", self.words())] if asks else lines
-
-
-class Desk:
-    """A ledger and a template: what the server does with a chat before and after the model."""
-
-    def __init__(self, tokenizer, template: s.ChatTemplate, end: int) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self._end = end
-        self._ledger = s.Ledger(s.Config())
-        self._planner = s.PromptPlanner(s.Config(), s.CacheMetrics(), self._ledger)
-
-    def draft(self, messages: list[Message]) -> s.PromptPlan:
-        body = {"messages": messages, "tools": TOOLS}
-        request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-        return self._planner.plan(request, self._template, room=1 << 30)
-
-    def ids(self, lines: list[Line]) -> np.ndarray:
-        """The prompt of a conversation."""
-        return self.draft(wired(lines)).rendered.ids
-
-    def text(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def record(self, draft: s.PromptPlan, reply: Line) -> None:
-        """As if the model had just said it: markup it means, markup in texts spelled out."""
-        calls = []
-        for name, arguments in reply.calls:
-            texts = {key: cut_up(text) for key, text in arguments.items()}
-            calls.append(scripted_replies.call(name, **texts))
-        script = scripted_replies.reply(
-            cut_up(reply.thought), cut_up(reply.text), *calls
-        )
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        ids = [token for piece in script.split(CUT_HERE) for token in encode(piece)]
-        generated = s.GeneratedReply(
-            ids=np.array([*ids, self._end], np.int32), is_cut=False
-        )
-        [turn] = self._template.canonicalize(wired([reply]))
-        place = {"session_id": "", "now": 1.0}
-        self._ledger.record(draft, reply=turn, generated=generated, **place)
-        context = draft.conversation.contexts[-1]
-        self._ledger.remember_thinking(turn.original, context, **place)
-
-
-@pytest.fixture(scope="module", params=["tiny", at_night("qwen3.5")])
-def desk_of(request, tmp_path_factory) -> Callable[[], Desk]:
-    if request.param == "tiny":
-        tokenizer = load_tokenizer(tiny_model(DENSE, tmp_path_factory.getbasetemp()))
-    else:
-        vocabulary = artifact("tokenizers", "qwen3.tokenizer.json")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary))
-        template = artifact("templates", "qwen3.5.jinja")
-        tokenizer.chat_template = template.read_text("utf-8")
-    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    tags = {"think_start": "<think>", "think_end": "</think>"}
-    template = s.ChatTemplate(tokenizer, s.Config(), ends={end}, **tags)
-    return lambda: Desk(tokenizer, template, end)
-
-
-def conversation(desk: Desk, rng: random.Random) -> list[Line]:
-    """What a client would send next, all its replies recorded."""
-    author = Author(rng)
-    lines = [Line("system", author.words()), Line("user", author.words())]
-    for _ in range(rng.randint(1, 4)):
-        reply = author.reply()
-        desk.record(desk.draft(wired(lines)), reply)
-        lines += [reply, *author.answers(reply)]
-
-    return lines
-
-
-def other_letter(text: str, rng: random.Random) -> str:
-    place = rng.choice([match.start() for match in re.finditer("[a-zA-Z]", text)])
-    letter = "z" if text[place] != "z" else "y"
-    return text[:place] + letter + text[place + 1 :]
-
-
-def mutated(line: Line, rng: random.Random) -> tuple[Line, str]:
-    """The line with one letter changed, and the text it was in."""
-    part = rng.choice(
-        [name for name in ("text", "thought", "calls") if getattr(line, name)]
-    )
-    if part != "calls":
-        text = getattr(line, part)
-        return replace(line, **{part: other_letter(text, rng)}), text
-
-    i = rng.randrange(len(line.calls))
-    name, arguments = line.calls[i]
-    key = rng.choice(list(arguments))
-    changed_call = (name, {**arguments, key: other_letter(arguments[key], rng)})
-    calls = (*line.calls[:i], changed_call, *line.calls[i + 1 :])
-    return replace(line, calls=calls), arguments[key]
-
-
-def end_of(text: str, prompt: str) -> int:
-    """Where the prompt ends to say this: stripped, or escaped for JSON. Raises ValueError."""
-    forms = (text.strip(), json.dumps(text.strip(), ensure_ascii=False)[1:-1])
-    return min(prompt.index(form) + len(form) for form in forms if form in prompt)
-
-
-DICE = st.integers(0, 1 << 32).map(random.Random)  # more various than st.randoms()
-RANDOM = settings(
-    max_examples=examples(70),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@RANDOM
-@given(rng=DICE)
-def test_one_changed_letter_changes_the_tokens_there(desk_of, rng):
-    """At or before the message it is in, never behind: then another past would be reused."""
-    desk = desk_of()
-    lines = conversation(desk, rng)
-    ids = desk.ids(lines)
-    place = rng.randrange(len(lines))
-    changed_line, text = mutated(lines[place], rng)
-    changed_ids = desk.ids([*lines[:place], changed_line, *lines[place + 1 :]])
-
-    n_same = common_prefix(ids, changed_ids)
-    assert n_same < min(len(ids), len(changed_ids))
-    assert len(desk.text(ids[:n_same])) <= end_of(text, desk.text(ids))
-
-
-@RANDOM
-@given(rng=DICE)
-def test_ids_spaces_and_key_order_change_no_token(desk_of, rng):
-    desk = desk_of()
-    messages = wired(conversation(desk, rng))
-    ids = desk.draft(messages).rendered.ids
-    for message in messages:
-        if "tool_call_id" in message:
-            message["tool_call_id"] = message["tool_call_id"].replace("_", "")
-        for call in message.get("tool_calls", ()):
-            arguments = json.loads(call["function"]["arguments"])
-            backwards = dict(reversed(arguments.items()))
-            call["id"] = call["id"].replace("_", "")
-            call["function"]["arguments"] = json.dumps(
-                backwards, indent=rng.choice([None, 1]), separators=(" ,", ": ")
-            )
-
-    assert desk.draft(messages).rendered.ids.tolist() == ids.tolist()

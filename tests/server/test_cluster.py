@@ -132,10 +132,14 @@ def test_ranks_that_differ_end(fault, tmp_path):
 
 
 class CountedRank(s.Lockstep):
-    """Counts what rank 0 of several would send."""
+    """Counts what rank 0 of several would send, and notes what it would compare."""
 
     def __init__(self):
         self.n_messages = 0
+        self.compared = {}
+
+    def compare(self, name, read):
+        self.compared[name] = read()
 
     def from_rank_0(self, name, read):
         self.n_messages += 1
@@ -170,6 +174,16 @@ def test_waiting_requests_cost_other_ranks_no_messages(tmp_path):
     model = tiny_model(DENSE, tmp_path)
 
     assert count_messages(model, 100) == count_messages(model, 1)
+
+
+def test_ranks_compare_the_tokens_that_end_their_replies(tmp_path):
+    """They are in a file that need not be the same where the weights are."""
+    lockstep = CountedRank()
+    model, _ = load(str(tiny_model(DENSE, tmp_path)))
+    loaded = Loaded(model, lockstep=lockstep)
+    s.Scheduler(loaded, s.Config(), metrics=s.CacheMetrics())
+
+    assert lockstep.compared["the list of end tokens"] == sorted(loaded.eos_ids)
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -285,23 +299,6 @@ def test_a_conversation_is_answered_from_the_cache_as_without_it(start):
     assert "Traceback" not in ranks.said
 
 
-@pytest.mark.slow  # by day: test_ranks_with_other_weights_load_no_model
-@pytest.mark.parametrize("fact", ("model", "list of end tokens"))
-def test_ranks_with_another_model_do_not_serve(fact, start, tmp_path):
-    """End tokens are in a file that need not be the same where the weights are."""
-    seed = 9 if fact == "model" else None
-    models = [
-        tiny_model(DENSE, tmp_path / "a"),
-        tiny_model(DENSE, tmp_path / "b", seed=seed),
-    ]
-    if fact != "model":
-        other = {"eos_token_id": 7}
-        (models[1] / "generation_config.json").write_text(json.dumps(other))
-    ranks = start(MODEL_PATH=[str(model) for model in models], model="unused")
-    assert ranks.wait_for_end() == [1, 1], ranks.said
-    assert f"the {fact} of rank 1 differs from that of rank 0" in ranks.ranks[0].said
-
-
 def test_a_model_that_ranks_cannot_divide_is_refused():
     facts = {"num_attention_heads": 4, "num_key_value_heads": 2}
     for n_ranks, reason in (
@@ -386,30 +383,6 @@ def test_all_are_answered_when_a_rank_is_gone(number, start, table):
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # by day: with ranks that are no servers
-def test_one_command_starts_and_ends_all_ranks(tmp_path):
-    port = free_port()
-    command = [sys.executable, str(START), "--hosts", "127.0.0.1", "--ranks", "2"]
-    command += ["--starting-port", str(free_port()), "--no-proxy"]
-    command += ["--model", str(tiny_model(DENSE, tmp_path))]
-    settings = {"MLX_PORT": str(port), "CLUSTER_PORT": str(free_port())}
-    settings |= {**ONE_THREAD, **preloading(), "LOG_ROOT": str(tmp_path)}
-    console = tmp_path / "console"
-    with console.open("wb") as file:
-        process = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=file, stderr=file
-        )
-    try:
-        wait_until(lambda: "start-llm 1.0.0 serves" in console.read_text())
-        ranks = psutil.Process(process.pid).children(recursive=True)
-        assert ask(port, [user("alpha river")])["choices"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=MAX_WAIT_SECONDS) == 0
-        assert not any(rank.is_running() for rank in ranks)  # it has waited for them
-    finally:
-        process.kill()
 
 
 FAKE_RANK = """

@@ -1,7 +1,6 @@
 """KV that survives a restart: written while nothing runs, loaded when it is asked for."""
 
 import errno
-import itertools
 import os
 import shutil
 import stat
@@ -145,18 +144,6 @@ def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart,
     assert cached["branch"] == 600
     assert cached["longer"] >= 906
     assert cached["edited"] == (800 if kind == "qwen3" else 600)
-
-
-def test_state_after_tokens_that_a_prompt_does_not_have_is_not_loaded(restart, rng):
-    prompt = words(rng, 900)
-    restart("qwen3_5").ask(prompt, n=1, boundaries=[600, 898])
-    bench = restart("qwen3_5")
-
-    edited = prompt[:800] + words(rng, 200)
-    cached, error, _ = difference(bench, edited, n=8)
-
-    assert cached == 600
-    assert error <= TOLERANCE.get("qwen3_5", 0.0)
 
 
 def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, rng):
@@ -340,22 +327,6 @@ def test_what_is_deleted_for_room_is_not_written_again(restart, rng):
     save(bench)
 
     assert on_model_thread(bench, lambda disk: disk.files.report()) == written
-
-
-def test_short_parent_of_what_is_written_is_written_once(restart, rng):
-    bench = restart()
-    prompt = words(rng, 350)
-    bench.ask(prompt, n=1)
-    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: too short by itself
-
-    on_model_thread(bench, lambda disk: disk.save_all(2.0))
-    on_model_thread(bench, lambda disk: disk.files.collect())
-
-    files = on_model_thread(bench, lambda disk: disk.files.report())
-    assert segments(bench) == [(0, 231), (220, 351)]
-    assert files["written_today_bytes"] == files["bytes"]
-    bench = restart()
-    assert difference(bench, prompt, n=1)[:2] == (349, 0.0)
 
 
 def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, rng):
@@ -642,44 +613,6 @@ def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
     assert difference(bench, prompt[:1100], n=1)[0] > 1000
 
 
-def test_file_that_is_written_again_is_found_with_what_continues_it(
-    tmp_path, monkeypatch
-):
-    key = s.TokenKey(b"r", np.arange(1, 901, dtype=np.int32), [])
-    names = [s.name_segment(key, end) for end in (0, 300, 600, 900)]
-    root, *others = (
-        s.Segment(name=name, parent=parent, start=300 * n, end=300 * (n + 1))
-        for n, (parent, name) in enumerate(itertools.pairwise(names))
-    )
-    for segment in (root, *others):
-        arrays = {"tokens": key.tokens[segment.start : segment.end]}
-        s.write_segment(tmp_path, segment, arrays)
-    safe_open = s.safe_open
-
-    def refuse(path, *args, **kwargs):  # as it does where no more files can be open
-        if path.stem == root.name:
-            raise FileNotFoundError(f"No such file or directory: {path}")
-        return safe_open(path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s, "safe_open", refuse)
-        files = s.DiskCache(
-            tmp_path,
-            s._take_lock(tmp_path),
-            max_bytes=1 << 20,
-            max_bytes_per_day=1 << 20,
-        )
-    assert files.find(key).depth == 0
-    files.write(root, {"tokens": key.tokens[:300]})
-    files.wait(10.0)
-    files.collect()
-
-    match = files.find(key)
-    assert [segment.name for segment in match.segments] == names[1:]
-    assert match.depth == 900
-    files.close()
-
-
 def test_half_written_file_is_deleted_at_the_start(restart):
     bench = restart()
     folder = on_model_thread(bench, lambda disk: disk.files.folder)
@@ -775,17 +708,6 @@ def test_second_server_may_write_though_the_first_has_filled_the_space(restart):
     second = restart(mlx_port=8102, cache_disk_max_bytes=400_000)
 
     assert second.engine.disk["max_bytes"] == 200_000
-
-
-def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
-    (tmp_path / "kv").write_text("a file in its place")
-    bench = restart()
-
-    bench.ask(words(np.random.default_rng(1), 600), n=1)
-
-    assert "File exists" in bench.engine.disk["off"]
-    assert bench.engine.drop_kv("", "a").fault == "", "nothing is there"
-    assert caplog.text.count("disk cache") == 1
 
 
 def test_server_goes_on_where_the_folder_has_vanished(restart, tmp_path, caplog, rng):
@@ -1096,30 +1018,3 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
     assert len(files_in(tmp_path / "kv")) == 1
     save(bench)
     assert files_in(tmp_path / "kv") == []
-
-
-@pytest.mark.parametrize("fault", ["the disk is gone", "EIO"])
-def test_file_that_cannot_be_looked_at_now_is_kept(
-    fault, restart, tmp_path, monkeypatch
-):
-    bench = restart_and_save(restart)
-    (file,) = files_in(tmp_path / "kv")
-    key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
-
-    def look_at(path, **_options):
-        code = getattr(errno, fault)
-        raise OSError(code, os.strerror(code), str(path))
-
-    with monkeypatch.context() as patch:
-        if fault == "the disk is gone":
-            file.parent.rename(tmp_path / "gone")
-        else:
-            patch.setattr(s.Path, "stat", look_at)
-        match = on_model_thread(bench, lambda disk: disk.files.find(key))
-        assert on_model_thread(bench, lambda disk: disk.files.read(match)) is None
-    if fault == "the disk is gone":
-        (tmp_path / "gone").rename(file.parent)
-    on_model_thread(bench, lambda disk: disk.files.collect())
-
-    assert file.exists()
-    assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601

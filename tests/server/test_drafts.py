@@ -1,10 +1,7 @@
 """DRAFTS: the same replies and the same KV as without, in fewer steps."""
 
-import itertools
-import logging
 import time
 
-import httpx
 import numpy as np
 import pytest
 import start_llm as s
@@ -23,9 +20,9 @@ from drafting import (
 )
 from engine_fixture import GREEDY, words
 from nights import at_night
-from server_fixture import Served, user, wait_until, wait_until_idle
+from server_fixture import Served, user, wait_until
 from tiny_heads import GEMMA, tiny_head, tiny_pair
-from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS
 from tiny_vision import HYBRID_VISION, tiny_vision_model
 from vision_fixture import Seeing, picture, picture_message
 
@@ -120,17 +117,6 @@ def test_what_the_reply_repeats_of_itself_is_a_draft():
     assert draft_after(FILE[6], writer) == FILE[7:22]
 
 
-def test_the_first_call_of_a_length_does_not_count():
-    """It may have compiled kernels."""
-    writer = drafter(BEGUN, {1: 1.0})
-    writer.budget.costs.measure(16, 100.0)
-    assert draft_after(FILE[6], writer) == FILE[7:22]
-
-    for _ in range(2):
-        writer.budget.costs.measure(16, 100.0)
-    assert draft_after(FILE[6], writer) == []
-
-
 def test_a_length_does_not_rest_because_one_step_was_held_up():
     """The first that counts, at the start, when the machine does much else."""
     writer = drafter(BEGUN, {1: 1.0})
@@ -150,12 +136,6 @@ def test_a_plain_step_is_measured_again_after_many_with_drafts():
     assert not costs.is_known
     costs.measure(1, 1.0)
     assert costs.is_known
-
-
-def test_a_step_that_feeds_again_and_was_held_up_costs_no_more_than_a_draft():
-    budget = drafter(BEGUN, {1: 1.0}).budget
-    budget.charge(300.0, n_tokens=1)
-    assert budget.balance == 8 + 1 - 16
 
 
 def write(writer, n_tokens, seconds, *, n_right):
@@ -258,12 +238,6 @@ def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known, rng):
 
     assert ids == text
     assert (counters(b)["draft_tokens_accepted"] > 0) == is_known
-
-
-@pytest.mark.parametrize("n_past", [1, 6, 7])
-def test_a_past_of_a_few_tokens_has_little_to_copy(n_past):
-    draft = draft_after(5, drafter([5] * n_past, {1: 1.0}))
-    assert draft == ([5] * 15 if n_past > 6 else [])
 
 
 # -- in the engine, whoever drafts -----------------------------------------------------------
@@ -410,25 +384,6 @@ def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
     assert 30 < max(n_pending) <= 64
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
-def test_a_step_that_was_done_before_somebody_waited_is_not_measured(
-    bench, monkeypatch, seconds
-):
-    """As after a slice of another prompt: what is left of such a step is no plain step."""
-    step = s.DecodeBatch.step
-
-    def later(batch):
-        time.sleep(seconds)
-        return step(batch)
-
-    monkeypatch.setattr(s.DecodeBatch, "step", later)
-    b = bench(DENSE)
-    b.ask(words(np.random.default_rng(14), 40), n=20)
-    is_known = b.engine.call(lambda scheduler: scheduler.draft_costs.is_known)
-
-    assert is_known == (seconds == 0)
-
-
 @pytest.mark.usefixtures("eager")
 def test_no_draft_has_a_token_that_may_end_the_reply(bench, monkeypatch):
     b = bench(DENSE, speculation="auto")
@@ -567,42 +522,6 @@ def test_after_an_image_a_reply_is_the_same_with_drafts_and_without(
     assert drafted == plain
     assert n_plain == 0
     assert n_drafted > 0 or drafter == "head"
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("n_sent", [5, *map(at_night, (0, 1, 30))])
-def test_a_client_that_leaves_inside_a_burst_is_logged(
-    monkeypatch, caplog, tmp_path_factory, n_sent
-):
-    caplog.set_level(logging.INFO, s.logger.name)
-    events = itertools.count()
-    send_event = s.ResponseWriter.send_event
-
-    def leave(writer, body):
-        if next(events) >= n_sent:
-            wait_until_idle(served.state.engine)  # the whole reply has been made
-            raise s.ClientGone
-        send_event(writer, body)
-
-    served = Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))
-    try:
-        monkeypatch.setattr(s.ResponseWriter, "send_event", leave)
-        with (
-            pytest.raises(httpx.RemoteProtocolError),
-            served.stream(
-                [user("Say it again: " + "src/main.py " * 20)],
-                temperature=0,
-                max_tokens=90,
-            ) as chunks,
-        ):
-            list(chunks)
-        wait_until(lambda: any("cancelled" in line for line in caplog.messages))
-    finally:
-        served.close()
-    (facts,) = served.state.stores.recent
-    assert facts["out"] < 90
-    assert facts["saved_steps"] <= max(0, facts["out"] - 1)
-    assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
 
 
 # -- planted faults ----------------------------------------------------------------------

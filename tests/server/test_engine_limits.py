@@ -466,36 +466,6 @@ def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit,
             pasts[i] = past + ids + words(rng, 20)
 
 
-@pytest.mark.slow
-def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(
-    bench, monkeypatch, rng
-):
-    reserve = s.reserve_tokens
-    copies = []
-
-    def count_bytes(cache):
-        return sum(layer.nbytes for layer in cache)
-
-    def reserve_and_measure(cache, tokens, *, capacity):
-        active_bytes = mx.get_active_memory()
-        cache_bytes = count_bytes(cache)
-        mx.reset_peak_memory()
-        reserve(cache, tokens, capacity=capacity)
-        if cache_bytes < count_bytes(cache):
-            extra_bytes = mx.get_peak_memory() - active_bytes
-            copies.append(extra_bytes / cache_bytes if cache_bytes else 0.0)
-
-    monkeypatch.setattr(s, "reserve_tokens", reserve_and_measure)
-    b = bench("qwen3", {"layers": 12})
-    prompt = words(rng, 2100)
-    ids, _, _ = b.ask(prompt)
-    _, end, _ = b.ask(prompt + ids + words(rng, 600))
-
-    assert end.cached_tokens >= 2100
-    assert len(copies) == 2
-    assert copies[-1] < 0.6, "what it grows by, and one layer of twelve"
-
-
 def test_a_row_does_not_keep_the_state_that_it_began_with(bench, rng):
     """Else a checkpoint that its entry gives up stays in memory, and nothing counts it."""
     b = bench("qwen3_5")
@@ -572,25 +542,6 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(models):
     assert "MEMORY_LIMIT_BYTES" in engine.failure
 
     engine.stop()
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 7 bytes.")]
-)
-def test_memory_that_runs_out_is_the_trouble_of_one_request(bench, error):
-    b = bench("qwen3")
-    prompt = words(np.random.default_rng(7), 300)
-
-    def fail(_fed):
-        b.model.before_call = lambda fed: None
-        raise error
-
-    b.model.before_call = fail
-    ids, end = b.outcome(b.submit(prompt))
-    assert ids == []
-    assert end.status == 503
-    assert "malloc" not in str(end)
-    check_it_still_works(b, "qwen3", [prompt])
 
 
 # -- numbers that are none -------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """HTTP: who may ask, what a web page may do, and that nobody holds a connection for ever."""
 
-import fcntl
 import itertools
 import json
 import logging
 import re
-import resource
 import socket
 import struct
 import time
@@ -444,38 +442,6 @@ def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(served):
         assert content.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
 
 
-# -- the gate --------------------------------------------------------------------------------------
-
-
-def test_the_gate_checks_host_origin_length_and_key_in_this_order():
-    with listening(api_key=KEY, cors_origins=PAGE) as port:
-        wrong: dict[str, Any] = {
-            "Host": "evil.example",
-            "Origin": "https://evil.example",
-            "Content_Length": "many",
-            "x_api_key": "sk-wrong",
-        }
-        right = {
-            "Host": "localhost",
-            "Origin": PAGE,
-            "Content_Length": 0,
-            "x_api_key": KEY,
-        }
-        for name, code in [
-            ("Host", 403),
-            ("Origin", 403),
-            ("Content_Length", 400),
-            ("x_api_key", 401),
-        ]:
-            received_code, headers, body = answer(port, **wrong)
-            assert received_code == code, name
-            assert ("ALLOWED_HOSTS" in body.decode()) == (name == "Host")
-            can_read = "access-control-allow-origin" in headers
-            assert can_read == (name in ("Content_Length", "x_api_key"))
-            wrong[name] = right[name]
-        assert status(port, **wrong) == 200
-
-
 # -- one request is one request --------------------------------------------------------------------
 
 SECOND = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -565,18 +531,6 @@ def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_len
     assert code == status
     assert response_headers["connection"] == "close"
     assert status == 200 or "Transfer-Encoding can only be chunked" in message_of(reply)
-
-
-def test_a_connection_may_have_any_descriptor():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2_048)), hard))
-    near, far = socket.socketpair()
-    with near, far:
-        descriptor = fcntl.fcntl(near, fcntl.F_DUPFD, 1_500)
-        with socket.socket(fileno=descriptor) as connection:
-            assert not s._is_readable(connection, 0)
-            far.sendall(b"a")
-            assert s._is_readable(connection, 0.001)
 
 
 def test_a_request_after_another_is_no_part_of_it():

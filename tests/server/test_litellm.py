@@ -25,9 +25,8 @@ import openai
 import psutil
 import pytest
 import start_llm as s
-from forked_process import CONTEXT, ForkedProcess, run_proxy_alone
 from litellm_beside import Keeper, Order, is_open, settings_for
-from litellm_stand_in import LISTENS, write_litellm_that_listens
+from litellm_stand_in import LISTENS
 from nights import at_night
 from replica_choice import STATE_WORDS
 from server_fixture import (
@@ -86,8 +85,8 @@ def test_every_name_leads_to_the_one_model_and_strict_names_only_to_their_own():
 
 
 def test_the_servers_key_goes_along_and_is_asked_of_clients_unless_they_have_their_own():
-    shared_key = settings_of(api_key=KEY)
-    separate_keys = settings_of(api_key=KEY, proxy_api_key="other")
+    shared_key = settings_of(api_key=f"{KEY}, second")
+    separate_keys = settings_of(api_key=f"{KEY}, second", proxy_api_key="other")
     for settings in (shared_key, separate_keys):
         rows = settings["model_list"]
         assert {row["litellm_params"]["api_key"] for row in rows} == {KEY}
@@ -161,13 +160,6 @@ def test_nothing_is_tried_twice_and_a_day_of_silence_is_borne():
 # -- a process kept --------------------------------------------------------------------------------
 
 
-def pid_in(path: Path) -> int:
-    """Of the command, 0 while there is none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(path.read_text().split()[0])
-    return 0
-
-
 def are_gone(processes: list[psutil.Process], seconds: float = 8) -> bool:
     _, alive = psutil.wait_procs(processes, seconds)
     return not any(process.is_running() for process in alive)
@@ -195,7 +187,10 @@ class Pump:
 
     @property
     def pid(self) -> int:
-        return pid_in(Path(f"{self.files}.pid"))
+        """Of the command, 0 while there is none."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int(Path(f"{self.files}.pid").read_text().split()[0])
+        return 0
 
     def wait_until_up(self) -> int:
         wait_until(lambda: is_open(self.port) and self.pid)
@@ -226,6 +221,20 @@ def console(caplog, monkeypatch):
     for log in (s.logger, beside.log):
         caplog.set_level(logging.INFO, log.name)
     return caplog
+
+
+def test_its_environment_is_its_own_and_no_web_page_may_ask_it(pump, monkeypatch):
+    for name in ("OPENAI_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "users-own")
+    running = pump(LISTENS)
+    pid = running.wait_until_up()
+
+    line = Path(f"{running.files}.log").read_text().partition("\n")[0]
+    for name in ("OPENAI_API_KEY", "DATABASE_URL", "HOME"):
+        assert name not in line
+    assert "LITELLM_MODE" in line
+    assert f"CORS http://127.0.0.1:{running.port}" in line  # "*" is every page
+    assert os.getpgid(pid) != os.getpgrp()  # the keeper can end it as a whole
 
 
 def test_files_are_private_and_stop_leaves_no_process_no_port_and_no_pid_file(pump):
@@ -263,13 +272,6 @@ def test_one_that_never_comes_up_is_tried_ever_less_often(pump, console):
     began = time.monotonic()
     wait_until(lambda: console.text.count("LiteLLM ended (3)") == 4)
     assert time.monotonic() - began > sum(waits[:3])
-    running.stop()
-
-
-def test_after_a_long_life_it_comes_again_as_soon_as_at_first(pump, console):
-    running = pump(DIES, delay=1.0, steady=0.05)
-    wait_until(lambda: console.text.count("LiteLLM ended (3)") == 2)
-    assert console.text.count("again in 1 s") == 2
     running.stop()
 
 
@@ -340,100 +342,6 @@ def test_a_long_log_is_copied_once_and_begun_anew(pump, monkeypatch):
 # -- beside a server -------------------------------------------------------------------------------
 
 
-class Beside:
-    """A process that runs proxy_beside(), and what it leaves."""
-
-    def __init__(self, folder: Path, *, port: int | None = None, **fields: Any) -> None:
-        python = write_litellm_that_listens(folder)
-        self.port = port or free_port()
-        self._console = folder / "console.txt"
-        self.logs = folder / "logs"
-        fields["proxy_port"] = self.port
-        fields["log_root"] = str(self.logs)
-        self._line, told = CONTEXT.Pipe()
-        self.process = ForkedProcess(
-            run_proxy_alone, python, fields, self._console, told
-        )
-        told.close()
-
-    @property
-    def output(self) -> str:
-        return self._console.read_text()
-
-    @property
-    def proxy(self) -> dict[str, Any]:
-        """As /v1/status would show it."""
-        self._line.send(True)
-        return self._line.recv()
-
-    @property
-    def says_it_is_up(self) -> bool:
-        return f"LiteLLM is up at http://127.0.0.1:{self.port}" in self.output
-
-    @property
-    def pid(self) -> int:
-        return pid_in(self.logs / f"litellm-{self.port}.pid")
-
-    def family(self, *, old_pid: int = 0) -> list[psutil.Process]:
-        """Keeper, LiteLLM (another than `old_pid`), its child: once all are there."""
-        children = psutil.Process(self.process.pid).children
-
-        def is_whole() -> bool:
-            if self.pid in (0, old_pid) or not is_open(self.port):
-                return False
-            return len(children(recursive=True)) == 3
-
-        wait_until(is_whole)
-        return children(recursive=True)
-
-    def end(self) -> int:
-        """As a server that was told to: its exit status."""
-        self._line.send(False)
-        return self.process.wait(MAX_WAIT_SECONDS)
-
-
-@pytest.fixture
-def server(tmp_path) -> Iterator[Any]:
-    """A function that starts those; all are killed in the end, and what is beside them goes."""
-    started: list[Beside] = []
-
-    def start(**fields: Any) -> Beside:
-        started.append(Beside(tmp_path, **fields))
-        return started[-1]
-
-    yield start
-    for program in started:
-        program.process.kill()
-        program.process.wait(MAX_WAIT_SECONDS)
-    wait_until(lambda: not any(is_open(program.port) for program in started))
-
-
-def test_its_environment_is_its_own_and_its_words_are_the_servers(server):
-    program = server(proxy_startup_wait_seconds=0.3, api_key="first, second")
-    family = program.family()
-    groups = {os.getpgid(process.pid) for process in family}
-    assert os.getpgid(program.process.pid) not in groups  # Ctrl-C is for the server
-    assert len(groups) == 2, "the keeper can end the other as a whole"
-    wait_until(lambda: program.says_it_is_up)
-    assert " INFO    proxy: LiteLLM is up" in program.output.splitlines()[-1]
-
-    files = program.logs / f"litellm-{program.port}"
-    line = Path(f"{files}.log").read_text().partition("\n")[0]
-    for name in ("OPENAI_API_KEY", "DATABASE_URL", "HOME"):
-        assert name not in line
-
-    assert "LITELLM_MODE" in line
-    # not "*", which is every page
-    assert f"CORS http://127.0.0.1:{program.port}" in line
-
-    settings = json.loads(Path(f"{files}.json").read_text())
-    assert settings["general_settings"]["master_key"] == "first"
-    assert "--host 127.0.0.1" in " ".join(psutil.Process(program.pid).cmdline())
-    assert program.end() == 0
-    assert are_gone(family)
-    assert not is_open(program.port)
-
-
 def test_while_litellm_is_away_nobody_says_how_the_replicas_are():
     proxy = s.Proxy(Config())
     reported = [{"url": "http://two:1", "state": "up", "sessions": 1}]
@@ -457,35 +365,6 @@ def test_the_states_of_a_replica_are_the_same_everywhere():
     openapi = json.loads((Path(s.__file__).parent / "web/openapi.json").read_text())
     replica = openapi["components"]["schemas"]["Replica"]["properties"]
     assert list(in_status) == list(STATE_WORDS) == replica["state"]["enum"]
-
-
-def test_a_server_that_is_killed_leaves_nothing_and_the_next_one_has_the_port(server):
-    program = server()
-    family = program.family()
-    program.process.kill()
-    next_program = server(port=program.port)  # at once
-
-    assert are_gone(family)
-
-    next_family = next_program.family(old_pid=family[1].pid)
-    pids = {process.pid for process in family}
-    next_pids = {process.pid for process in next_family}
-    assert not next_pids & pids
-    assert "no proxy" not in next_program.output
-
-    wait_until(lambda: next_program.says_it_is_up)
-    assert next_program.pid in next_pids
-
-
-@pytest.mark.slow
-def test_a_keeper_that_is_told_to_end_ends_in_order(server):
-    program = server()
-    keeper, *descendants = program.family()
-    keeper.terminate()
-    assert are_gone(descendants)
-    wait_until(lambda: program.proxy == {"state": "given_up", "url": None})
-    assert program.end() == 0
-    assert are_gone([keeper])
 
 
 @pytest.mark.parametrize("lacks", ["litellm", "keeper", "nothing"])

@@ -3,7 +3,6 @@
 import http.client
 import json
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 import schemathesis
 import start_llm as s
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from nights import at_night, examples
+from nights import at_night
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core import NOT_SET
@@ -202,28 +200,6 @@ def test_it_is_valid_openapi_of_valid_schemas():
         Draft202012Validator.check_schema(schema)
 
 
-def refs(part: Any) -> set[str]:
-    if isinstance(part, dict):
-        names = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
-        return names.union(*map(refs, part.values()))
-    return set().union(*map(refs, part)) if isinstance(part, list) else set()
-
-
-def test_nothing_is_referred_to_in_vain_and_nothing_is_left_over():
-    used = {tuple(ref.split("/")[2:]) for ref in refs(DESCRIPTION)}
-    components = DESCRIPTION["components"]
-    defined = {
-        (kind, name)
-        for kind in ("parameters", "responses", "schemas")
-        for name in components[kind]
-    }
-    loose = {  # of paths and methods that no operation has
-        *(("responses", f"{api}NotAllowed") for api in ("", "Messages")),
-    }
-
-    assert used | loose == defined
-
-
 def fields(name: str) -> set[str]:
     schema = DESCRIPTION["components"]["schemas"][name]
     inner = (
@@ -345,7 +321,8 @@ def events(answer: Answer) -> list[str]:
 @pytest.mark.parametrize(("path", "name"), [(CHAT, "ChatChunk"), (TEXT, "Completion")])
 @pytest.mark.parametrize("usage", [True, False])
 def test_every_event_of_a_stream_is_as_described(served, path, name, usage):
-    body = {"stream": True, "stream_options": {"include_usage": usage}, **LONG}
+    options = {"stream_options": {"include_usage": usage}, "return_progress": usage}
+    body = {"stream": True, **options, **LONG}
     if path == TEXT:
         body["prompt"] = "Hello."
     else:
@@ -356,17 +333,11 @@ def test_every_event_of_a_stream_is_as_described(served, path, name, usage):
     assert end == "data: [DONE]"
     assert len(chunks) > 2
 
-    for chunk in chunks:
-        check_it_is(name, json.loads(chunk.removeprefix("data: ")))
-
-
-def test_every_event_of_a_stream_with_progress_is_as_described(served):
-    body = {"messages": HELLO, "stream": True, "return_progress": True, **LONG}
-    *chunks, _end = events(ask(served, "POST", CHAT, body))
     bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-    assert any("prompt_progress" in body for body in bodies)
+    has_progress = any("prompt_progress" in body for body in bodies)
+    assert has_progress == (usage and path == CHAT)
     for body in bodies:
-        check_it_is("ChatChunk", body)
+        check_it_is(name, body)
 
 
 def test_every_event_of_a_messages_stream_is_as_described(served):
@@ -506,122 +477,6 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
 
 # -- what no schema says ---------------------------------------------------------------------------
 
-CALL = {
-    "id": "c",
-    "type": "function",
-    "function": {"name": "read", "arguments": '{"path": "x"}'},
-}
-WHOLE = {
-    CHAT: {
-        "model": "any",
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "You help."}]},
-            {"role": "user", "content": "Hello.", "name": "bo"},
-            {"role": "assistant", "content": None, "reasoning_content": "hm",
-             "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c", "content": "x"},
-        ],
-        "tools": TOOLS[:1],
-        "tool_choice": "auto",
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
-        "chat_template_kwargs": {"x": 1, "thinking_budget": 9},
-        "thinking": {"type": "enabled", "budget_tokens": 9},
-        "thinking_budget": 9,
-        "reasoning": {"max_tokens": 9},
-        "stop": ["\n\n"],
-        "temperature": 0.5,
-        "max_tokens": 2,
-        "seed": 1,
-        "logit_bias": {"1": 2},
-        "metadata": {"session_id": "s", "user_id": "u"},
-        "stream": False,
-        "stream_options": {"include_usage": True},
-        "extra_body": {"top_k": 3},
-    },
-    TEXT: {"prompt": [1, 2, 3], "max_tokens": 2, "logit_bias": {"5": -1}, "stop": "x"},
-    MESSAGES: {
-        "model": "any",
-        "max_tokens": 2,
-        "system": [
-            {"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}}
-        ],
-        "messages": [
-            {"role": "user", "content": [{"type": "image", "source": {"data": "x"}}]},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
-                {"type": "tool_use", "id": "c", "name": "read", "input": {"path": "x"}}]},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
-        ],
-        "tools": MESSAGES_TOOLS[:1],
-        "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
-        "stop_sequences": ["\n\n"],
-        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
-        "metadata": {"user_id": "u"},
-        "stream": True,
-    },
-}  # fmt: skip
-WHOLE[COUNT] = WHOLE[MESSAGES]
-WHOLE[EXPLAIN] = WHOLE[CHAT]
-
-
-def nested(
-    n: int, opening: bytes = b"[", inside: bytes = b"", closing: bytes = b"]"
-) -> bytes:
-    return opening * n + inside + closing * n
-
-
-HOSTILE = [
-    *(nested(n) for n in (60, 150, 10_000)),
-    *(nested(n, b'{"type":"object","properties":{"a":', b"{}", b"}}") for n in (30, 80, 10_000)),
-    *(b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"-1", b"1e-9", b"1.5", b"1e30", b"0"),
-    *(b"9223372036854775807", b"18446744073709551616", b"null", b"true", b"[]", b"{}", b'""'),
-    *(b'" "', b'"\\u0000"', b'"\\ud800"', b'"\\udc00\\ud800 x"', b'"\xff"', b'"\xed\xa0\x80"'),
-    *(b'{"a":1,"a":[2]}', b'{"type":7}', b'{"type":["x",{}],"properties":[]}', b'{"$ref":"#"}'),
-    *(b"[null]", b"[[]]", b"[{}]", b'[""]', b'{"":null}', b'{"\\ud800":1}', b"x", b"'x'", b"1 2"),
-    b'"<|im_start|><|im_end|><tool_call></think>"',
-]  # fmt: skip
-
-
-def places(body: Any) -> list[tuple[Any, ...]]:
-    """The path of every value."""
-    paths: list[tuple[Any, ...]] = []
-    for key, value in body.items() if isinstance(body, dict) else enumerate(body):
-        paths.append((key,))
-        if isinstance(value, dict | list):
-            paths += [(key, *path) for path in places(value)]
-    return paths
-
-
-def spoiled(body: Any, place: tuple[Any, ...], raw: bytes) -> bytes:
-    """The body as JSON, with these bytes in one place."""
-    copy = json.loads(json.dumps(body))
-    *path, key = place
-    parent = copy
-    for step in path:
-        parent = parent[step]
-    parent[key] = "@@"
-    return json.dumps(copy).encode().replace(b'"@@"', raw, 1)
-
-
-@settings(
-    max_examples=examples(200),
-    phases=[Phase.generate],
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(st.data())
-def test_whatever_stands_in_a_body_has_an_answer(served, data):
-    path = data.draw(st.sampled_from(sorted(WHOLE)))
-    place = data.draw(st.sampled_from(places(WHOLE[path])))
-    raw = data.draw(st.sampled_from(HOSTILE))
-    answer = ask(served, "POST", path, spoiled(WHOLE[path], place, raw))
-    assert answer[0] in (200, 400), (place, raw[:80], answer[2][:200])
-    if answer[1]["Content-Type"] == "application/json":
-        check(answer, path)
-    check_it_is_decent(answer[2])
-
 
 def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [*messages, *HELLO], **fields}
@@ -658,9 +513,9 @@ TEN_THOUSAND = [
 ]
 MANY = [
     ("empty body", CHAT, b""),
-    *((f"{n} levels", CHAT, nested(n)) for n in (10_000, 1_000_000)),
-    ("levels in pieces", CHAT, nested(10_000, b'{"messages":', b"1", b"}")),
-    ("levels, mended", CHAT, b'["\\ud800",' + nested(10_000) + b"]"),
+    *((f"{n} levels", CHAT, b"[" * n + b"]" * n) for n in (10_000, 1_000_000)),
+    ("levels in pieces", CHAT, b'{"messages":' * 10_000 + b"1" + b"}" * 10_000),
+    ("levels, mended", CHAT, b'["\\ud800",' + b"[" * 10_000 + b"]" * 10_001),
     ("duplicate keys", CHAT, b'{"messages":1,"messages":[{"role":"user","content":"Hi."}]}'),
     ("not UTF-8", CHAT, b'{"messages":[{"role":"user","content":"\xff"}]}'),
     ("UTF-16", CHAT, json.dumps(chat()).encode("utf-16")),
@@ -722,10 +577,3 @@ FAULTS = [
 @pytest.mark.parametrize(("path", "body", "status"), FAULTS)
 def test_what_once_was_a_500(served, path, body, status):
     assert ask(served, "POST", path, body)[0] == status
-
-
-def test_a_long_stop_string_holds_nobody_up():
-    stops = s.StopStrings(("x" * 1000,))
-    began = time.process_time()
-    assert stops.feed("x" * 20) == ""
-    assert time.process_time() - began < 5

@@ -4,8 +4,6 @@ The cold reference has no packed arrays: it rounds each number when it is writte
 """
 
 import io
-import subprocess
-import sys
 
 import httpx
 import mlx.core as mx
@@ -14,12 +12,9 @@ import pytest
 import start_llm as s
 from cold_reference import RoundedKVCache, Rounding
 from drafting import (
-    DIFFERS,
     counters,
     forced,
     make_eager,
-    nothing_taken_back,
-    state_not_put_back,
 )
 from engine_fixture import Bench, words
 from mlx_lm import load
@@ -423,39 +418,6 @@ def test_layers_that_read_otherwise_are_noticed_when_a_model_is_loaded(
     assert "so it is unpacked" in caplog.text
 
 
-# As of a kernel that does not compile: the graph is made without an error.
-FAILS_WHEN_IT_IS_COMPUTED = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-import mlx.core as mx
-from mlx_lm import load
-
-spec = spec_from_file_location("start_llm", sys.argv[1])
-s = sys.modules["start_llm"] = module_from_spec(spec)
-spec.loader.exec_module(s)
-
-def attend(queries, *_args, **_kwargs):
-    return queries + mx.linalg.inv(mx.zeros((64, 64)), stream=mx.cpu)[:1]
-
-model, _ = load(sys.argv[2])
-s._attend_packed = attend
-s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
-print("packed" if model.make_cache.keywords["read_packed"] else "unpacked")
-"""
-
-
-@pytest.mark.slow
-def test_a_failure_when_it_is_computed_is_noticed(tmp_path):
-    """In a process of its own: MLX counts such a computation as one that still runs.
-
-    Wherever memory is above MLX's limit later on, it would wait for that without end.
-    """
-    model = str(tiny_model(DENSE, tmp_path, **WIDE))
-    command = [sys.executable, "-c", FAILS_WHEN_IT_IS_COMPUTED, s.__file__, model]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert printed.stdout == "unpacked\n"
-
-
 # -- planted faults ----------------------------------------------------------------------
 
 
@@ -490,19 +452,6 @@ def test_a_planted_fault_of_packing_is_noticed(bench, monkeypatch, fault):
     b = bench(DENSE, WIDE, kv_bits="8")
     with pytest.raises(AssertionError, match=r"assert .* <= 0.0"):
         check_scenario(b, DENSE, edits_everywhere)
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [at_night(nothing_taken_back, DENSE), at_night(state_not_put_back, HYBRID)],
-)
-def test_a_planted_fault_of_drafts_is_noticed_in_packed_kv(
-    bench, monkeypatch, fault, kind
-):
-    fault(monkeypatch)
-    with pytest.raises(AssertionError, match=DIFFERS):
-        check_drafts(bench, monkeypatch, kind, {"kv_bits": "8"})
 
 
 # -- bytes -------------------------------------------------------------------------------

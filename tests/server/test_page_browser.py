@@ -187,20 +187,6 @@ def test_what_is_wrong_stands_in_the_first_sentence(visit):
         show({}, "ok", "Healthy and ready")
 
 
-def test_checks_of_exactness_are_told_in_a_sentence(visit):
-    with serving_page() as stub:
-        page = visit(stub)
-        healthy = stub.status
-        words = "differed by 0.10 % at most."
-        for worst, end in [(0, "no probability of a word differed."), (0.001, words)]:
-            counters = {**healthy["counters"], "exact_checks": 3}
-            engine = {**healthy["engine"], "exact_worst": worst}
-            stub.status = {**healthy, "counters": counters, "engine": engine}
-            refresh(page)
-            expect(page.locator("#exact")).to_contain_text(end)
-            expect(page.locator("#exact")).to_contain_text("3 replies were computed")
-
-
 def test_a_dead_replica_and_a_full_disk_are_not_healthy(visit):
     with serving_page() as stub:
         page = visit(stub)

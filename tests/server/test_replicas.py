@@ -298,29 +298,3 @@ def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(
     said = farm.servers[0].said
     assert OWN_KEY not in said
     assert KEY not in said
-
-
-def test_a_request_under_way_on_a_killed_server_ends_with_an_error(farm):
-    """The last test of this farm: two of its servers are gone after it."""
-    farm.servers[2].end(signal.SIGKILL)
-    farm.wait_for_state(2, "down")
-    for seed in range(900, 920):
-        talk = Talk(farm, seed, session=f"under-way{seed}")
-        talk.turn()
-        if farm.server_of(talk.session) == 1:  # with the other one LiteLLM would go
-            break
-    body = chat_of(*talk.texts, stream=True, max_tokens=400)
-    connection = http.client.HTTPConnection(
-        "127.0.0.1", farm.proxy_port, timeout=MAX_WAIT_SECONDS
-    )
-    with contextlib.closing(connection):
-        headers = {"Authorization": f"Bearer {KEY}", "x-session-id": talk.session}
-        connection.request("POST", CHAT, json.dumps(body), headers)
-        response = connection.getresponse()
-        assert response.readline().startswith(b"data: ")
-        farm.servers[1].end(signal.SIGKILL)
-        with contextlib.suppress(http.client.IncompleteRead):
-            rest = response.read().decode()
-            if "[DONE]" not in rest:
-                assert "send it again" in rest
-    assert talk.turn() >= 0

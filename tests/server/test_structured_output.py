@@ -432,36 +432,6 @@ def test_only_tools_that_are_not_strict_give_way_to_one_that_is(
     assert "arguments2: <[*]>*" in grammar
 
 
-def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatch):
-    """Their arguments are not freed: a client counts on them."""
-    compile_grammar = llguidance.LLMatcher
-
-    def compile_one_schema(vocabulary, grammar, **options):
-        n_values = grammar.count("[lazy]")
-        text = "start: (" if n_values > 1 else grammar
-        return compile_grammar(vocabulary, text, **options)
-
-    monkeypatch.setattr(llguidance, "LLMatcher", compile_one_schema)
-    schema = {"properties": {"p": {"type": "string"}}, "required": ["p"]}
-    functions = [{"name": f"one_by_one{n}", "parameters": schema} for n in range(2)]
-    free = [{"type": "function", "function": function} for function in functions]
-    (constraint,) = constraints(dense, tools=free, tool_choice="required")
-    assert constraint
-
-    strict = [
-        {**tool, "function": {**tool["function"], "strict": True}} for tool in free
-    ]
-    (constraint,) = constraints(
-        dense, tools=[free[0], strict[1]], tool_choice="required"
-    )
-    assert constraint, "the tool that is not strict gives way"
-
-    for choice in ("required", "auto"):
-        with pytest.raises(s.BadRequest, match="all tools and schemas: ") as refused:
-            constraints(dense, tools=strict, tool_choice=choice)
-        assert "too large" not in str(refused.value)
-
-
 def test_compiled_schemas_are_bounded_in_bytes(dense):
     compiler = s.grammar_compiler(dense.state.engine.model.tokenizer)
     for n in range(20):
@@ -469,19 +439,6 @@ def test_compiled_schemas_are_bounded_in_bytes(dense):
         compiler.compile(f"start: %json {schema}", tenant="")
         assert compiler.memo.nbytes <= compiler.MEMO_BYTES
     assert len(compiler.memo.entries) < 20
-
-
-def test_the_largest_grammar_is_compiled_once(dense, monkeypatch):
-    monkeypatch.setattr(llguidance, "LLMatcher", lambda *_, **__: object())
-    compiler = s.grammar_compiler(dense.state.engine.model.tokenizer)
-    compiler.memo.clear()
-    grammar = "x" * (s.MAX_GRAMMAR_CHARACTERS * 3 // 2)  # with the names of its rules
-
-    matcher = compiler.compile(grammar, tenant="")
-
-    is_kept = compiler.compile(grammar, tenant="") is matcher
-    assert is_kept
-    compiler.memo.clear()
 
 
 def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense, monkeypatch):
@@ -711,18 +668,6 @@ def test_an_id_that_the_model_does_not_know_needs_no_mask(ids):
     assert allowed_ids(constraint, [1], [20])[-1] == {min(ids)} & EVERY
 
 
-def test_a_constraint_reads_the_reply_only_when_it_must():
-    class Unread:
-        def __init__(self, size):
-            self.size = size
-
-    processor = s._ConstraintProcessor(lambda: s.limit_thinking(5, start=[], ends=[7]))
-    for size in range(3, 8):
-        processor(Unread(size), mx.zeros((1, 8)))
-    with pytest.raises(TypeError):  # now it looks
-        processor(Unread(8), mx.zeros((1, 8)))
-
-
 @given(
     st.lists(st.integers(1, 2), min_size=1, max_size=4),
     st.lists(st.integers(1, 3), max_size=12),
@@ -756,16 +701,6 @@ def test_a_token_that_a_grammar_refuses_ends_it_and_raises_nothing(dense):
     for _ in range(2):
         allowed = steps.send([int(refused_ids[0])])
         assert allowed.n_steps == sys.maxsize  # nothing but the end may come
-
-
-def test_ids_that_the_model_does_not_know_are_left_out():
-    for n_known in (5, 8, 11):
-
-        def constraint(n_known=n_known):
-            yield s.AllowedTokens(np.arange(n_known) > 2, others=False)
-
-        allowed = allowed_ids(constraint, [1], [])
-        assert allowed == [set(range(3, min(n_known, 8)))]
 
 
 def test_a_model_without_a_call_format_cannot_be_made_to_call(dense):

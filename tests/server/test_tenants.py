@@ -11,7 +11,6 @@ from typing import Any
 import llguidance
 import pytest
 import start_llm as s
-from http_client import listening, status
 from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
 from status_client import ask, post, words
@@ -433,28 +432,6 @@ def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(
     assert sum("planted" in str(record.exc_info) for record in caplog.records) == 1
 
 
-def test_a_user_who_is_dropped_while_its_request_is_rendered_is_there_again(
-    folder, monkeypatch
-):
-    plan_request = s.plan_request
-    with serving(folder, cache_isolation="user") as served:
-        tenants = served.state.tenants
-        name = s.name_tenant(served.state.config, key="", user="u")
-
-        def plan_and_drop(*args: Any, **fields: Any) -> Any:
-            monkeypatch.setattr(s.Tenants, "MAX_TENANTS", 0)
-            assert tenants.drop_users() == [name]
-            monkeypatch.undo()
-            return plan_request(*args, **fields)
-
-        monkeypatch.setattr(s, "plan_request", plan_and_drop)
-        send(served, "", plain("A tuba.", user="u"))
-
-        user_state = tenants.get(name)
-        assert user_state is not None
-        assert len(user_state.stores.recent) == 1
-
-
 # -- what clients wrote ----------------------------------------------------------------
 
 
@@ -619,19 +596,6 @@ def test_a_user_comes_into_being_when_something_is_stored_for_it(folder):
         send(served, "anna", plain(words(10), user="u"))
         send(served, "anna", plain(words(10), user="v", top_p=7), expected=400)
         assert len(tenants.states()) == 2
-
-
-def test_a_tenant_that_only_asks_is_read_from_the_disk_once(monkeypatch):
-    loads = []
-
-    def note_load(ledger: s.Ledger) -> None:
-        loads.append(ledger)
-
-    monkeypatch.setattr(s.Ledger, "load", note_load)
-    with listening(**TWO_KEYS) as port:
-        for _ in range(3):
-            assert status(port, x_api_key="anna") == 200
-    assert len(loads) == 1
 
 
 def test_ledgers_of_all_tenants_share_their_bytes(folder):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,21 +73,3 @@ def run_program(
     sys.argv = [script.name, *arguments]
     sys.path[:0] = [str(script.parent)]
     runpy.run_path(str(script), run_name="__main__")
-
-
-def run_proxy_alone(
-    python: Path, fields: dict[str, Any], console: Path, told: Connection
-) -> None:
-    """A server's run_proxy, with the LiteLLM beside `python`. Tells how that is when asked to."""
-    import start_llm as s
-
-    os.dup2(os.open(console, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    os.environ.update(OPENAI_API_KEY="users-own", DATABASE_URL="users-own")
-    sys.executable = str(python)
-    config = s.Config(**fields)
-    s.start_logging(config)
-    proxy = s.Proxy(config)
-    with s.run_proxy(config, {"id": "m", "context_length": 1}, proxy):
-        while told.poll(None) and told.recv():
-            proxy.was_reported.wait()
-            told.send(proxy.body())

@@ -11,14 +11,12 @@ At night, too:
   it goes, a small request beside a large one, a long row beside short ones, four tests of engine
   limits
 - an exception at four of five steps, on the other kind of model, and at the fourth call
-- scenarios of clients that another one is like (as it is; thinking moved or in its text; restamped,
-  announced, a second call, a new session), and the bar of each rule but one
+- scenarios of clients that another one is like (as it is, restamped, announced, a new session), and
+  the bar of each rule but one
 - drafters on other kinds of models, after an image and after a sleep but for one drafter each;
-  planted faults of a suite but one or two; models of this year; families of vision models but
-  three, and opaque ones but two; other signals inside MLX; the command of a
-  cluster with real servers
-- restarts of images on dense layers, of opaque families but deepseek_v4; a keeper of LiteLLM told
-  to end, a server killed beside it; ranks with other weights or end tokens, a rank that stops
+  planted faults of a suite but one or two; families of vision models but three, and opaque ones but
+  two; other signals inside MLX
+- restarts of images on dense layers, of opaque families but deepseek_v4; a rank that stops
 - real clients (tests/clients), where they are installed
 - a storm of 390 clients (65 by day), 30 bodies for each route (3), each body of each agent for each
   template (a tenth), the templates that another is like, all seeds of the prefix cache, the demo's
