@@ -852,18 +852,25 @@ def literal_markup(case: Case) -> None:
 
 
 def edited(case: Case) -> None:
-    """One character of a past message, far back and then nearer; all of it is told as it is now.
+    """One character of past messages, far back and then nearer, of a call and of a reply's words.
 
-    The thinking behind its answer was about something else, and stays away (L-76).
+    All of it is told as it is now. The thinking behind what is changed, or answers it, was about
+    something else, and stays away (L-76).
     """
     agent = Agent(case, Thoughtless(dropped))
-    for _ in range(3):
-        agent.step(**CALLS)
+    for fields in (CALLS, CALLS, CALLS, SPEAKS):
+        agent.step(**fields)
     for place in (1, 5):
         message = agent.messages[place]
         content = message["content"].replace("e", "E", 1)
         agent.messages[place] = {**message, "content": content}
         agent.messages[place + 1] = dropped({**agent.messages[place + 1]})
+        agent.step(**CALLS)
+
+    for place in (4, 8):
+        reply = json.dumps(agent.messages[place])
+        reply = reply.replace("headers", "Headers").replace("old", "Old")
+        agent.messages[place] = dropped(json.loads(reply))
         agent.step(**CALLS)
 
 
