@@ -461,28 +461,6 @@ def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
             assert block.signature == s.thinking_signature(block.thinking)
 
 
-@pytest.mark.parametrize(
-    ("ending", "reason"),
-    [
-        (ReplyEnd("stop", USAGE), ("end_turn", None)),
-        (ReplyEnd("length", USAGE), ("max_tokens", None)),
-        (ReplyEnd("tool_calls", USAGE), ("tool_use", None)),
-        (ReplyEnd("stop", USAGE, stop_sequence="END"), ("stop_sequence", "END")),
-    ],
-)
-def test_stop_reasons_and_usage(ending, reason):
-    shape = AnthropicFormatter("r1", "m")
-    message = through_sdk([*shape.start_events(USAGE), *shape.end_events(ending)])
-    assert (message.stop_reason, message.stop_sequence) == reason
-
-    usage = message.usage
-    assert (total(usage), usage.cache_read_input_tokens, usage.output_tokens) == (
-        10,
-        8,
-        5,
-    )
-
-
 # -- the whole server ------------------------------------------------------------------------------
 
 

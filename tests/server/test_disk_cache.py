@@ -146,31 +146,6 @@ def test_loaded_entry_is_branched_edited_and_extended_like_others(kind, restart,
     assert cached["edited"] == (800 if kind == "qwen3" else 600)
 
 
-def test_what_falls_asleep_keeps_states_that_files_do_not_have(restart, rng):
-    """Files have the tokens of a longer conversation, and the state at its end alone."""
-    bench = restart("qwen3_5")
-    prompt = words(rng, 900)
-    bench.ask(prompt, n=1)
-    save(bench)
-    bench.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
-
-    def read_again(scheduler):
-        scheduler.disk, disk = None, scheduler.disk
-        return disk
-
-    disk = bench.engine.call(read_again)
-    bench.ask(prompt[:600], n=1)
-    bench.engine.call(lambda scheduler: setattr(scheduler, "disk", disk))
-    save(bench)
-
-    has_all = bench.engine.call(
-        lambda scheduler: [disk.has_all(entry) for entry in scheduler.cache.entries]
-    )
-
-    assert has_all == [False]
-    assert difference(bench, prompt[:600] + words(rng, 300), n=1)[0] >= 599
-
-
 def test_two_branches_share_their_prefix_on_the_disk(restart, rng):
     head = words(rng, 1000)
     prompts = [head + words(rng, 400) for _ in range(3)]
@@ -268,17 +243,6 @@ def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
     assert not list(tmp_path.rglob("*.new"))
     save(bench)
     assert segments(bench) == [(0, 742)]
-
-
-def test_what_is_too_short_to_be_loaded_keeps_nothing_else_from_the_disk(restart, rng):
-    bench = restart()
-    bench.ask(words(rng, 700), n=1)
-    bench.ask(words(rng, 100), n=1)  # newer
-
-    save(bench)
-
-    assert segments(bench) == [(0, 701)]
-    assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
 
 
 def test_conversation_that_replaces_a_saved_one_is_written(restart, rng):

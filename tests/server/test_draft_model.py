@@ -230,22 +230,6 @@ def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
     assert drafted(3, 7) == []
 
 
-def test_two_conversations_in_turn_do_not_make_it_read_for_ever(counting, monkeypatch):
-    monkeypatch.undo()
-    know_plain_steps(counting)
-    monkeypatch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 1.0)  # a part read
-    drafters = [drafter_of(counting) for _ in range(2)]
-    for number, drafter in enumerate(drafters):
-        drafter.follow([number] * 4000, 4000)
-    for _ in range(2000):
-        for drafter in drafters:
-            assert drafter.draft(7, lambda: 6, NOTHING_PENDS) == []
-            drafter.budget.learn_plain(1.0)
-
-    # Of 8,000,000 tokens.
-    assert counting.model.n_fed <= 2 * s._MAX_READ_TOKENS * s._MAX_READ_COST
-
-
 # -- loading -------------------------------------------------------------------------------
 
 
@@ -285,6 +269,3 @@ def test_a_start_that_a_draft_model_makes_impossible_says_so(
     assert "the one of DRAFT_MODEL take" in failure(memory_limit_bytes=1 << 22)
     monkeypatch.setattr(s, "can_draft", lambda _: False)
     assert failure() == "DRAFT_MODEL: the model has layers that no draft suits"
-
-
-# -- planted faults ----------------------------------------------------------------------

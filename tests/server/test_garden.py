@@ -4,6 +4,7 @@ import json
 import random
 from contextlib import closing
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import chat
@@ -115,9 +116,16 @@ def test_it_thinks_about_a_sum_over_each_api_even_if_asked_not_to(served, path, 
 def test_questions_in_one_conversation_are_answered_to_the_letter(served, seed):
     questions = random.Random(seed).sample(sorted(QUESTIONS), 4 if is_night else 3)
     conversation = start_chat(served)
+    recent = served.state.stores.recent
+    old_ids = {request["id"] for request in recent}
     for question in questions:
         conversation.ask(question)
         assert conversation.messages[-1]["content"] == QUESTIONS[question], question
+
+    steps = [request for request in recent if request["id"] not in old_ids]
+    for earlier, later in pairwise(steps):
+        # All but the last token of a reply was fed for it.
+        assert later["cached"] >= earlier["prompt"] + earlier["out"] - 1
     assert "demo model · prompt " in conversation.console.file.getvalue()
 
 

@@ -647,21 +647,6 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def test_a_fault_of_ours_that_ends_a_connection_is_an_error_in_the_log(
-    monkeypatch, caplog
-):
-    def fail(_handler):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(s.Handler, "setup", fail)
-    with listening() as port, open_connection(port) as connection:
-        assert is_closed(connection)
-
-    [record] = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert record.levelno == logging.ERROR
-    assert record.exc_info is not None
-
-
 @pytest.mark.parametrize(
     "leave", [stay, *map(at_night, (say_no_more, socket.socket.close)), reset]
 )
@@ -679,15 +664,6 @@ def test_every_broken_request_gives_its_slot_back(leave):
             connection = stack.enter_context(open_connection(port))
             connection.sendall(request_bytes(port))
             assert read_response(connection)[0] == 200
-
-
-@pytest.mark.parametrize("name", [name for name in BROKEN if " too " in name])
-def test_what_is_too_large_is_said_to_be(name):
-    with listening() as port, open_connection(port) as connection:
-        with suppress(ConnectionError):
-            connection.sendall(BROKEN[name])
-        assert read_response(connection)[0] in (400, 413, 414, 431)
-        assert is_closed(connection)
 
 
 # -- the page --------------------------------------------------------------------------------------

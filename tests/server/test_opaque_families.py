@@ -225,29 +225,3 @@ def test_a_restart_goes_on_from_the_disk(
         bench.engine.stop()
         n_known = len(past) + len(ids)
         past = [*past, *ids, *words(rng, 40)]
-
-
-@pytest.mark.slow
-def test_deepseek_v4_reads_a_prompt_in_slices_as_at_once(tmp_path_factory):
-    """Not upstream's: it forgets what an entry takes of the four tokens before."""
-    folder = opaque_model("deepseek_v4", tmp_path_factory.getbasetemp())
-    model = s.VlmModel(folder, trust_remote_code=False)
-    tokens = mx.array([words(np.random.default_rng(8), 300)])
-
-    def last_logits(make_cache, *sizes):
-        cache = make_cache()
-        start = 0
-        for size in sizes:
-            logits = model(tokens[:, start : start + size], cache)
-            start += size
-        return np.array(logits[0, -1])
-
-    def own_cache():
-        return make_prompt_cache(model.whole.language_model)
-
-    for sizes in ((250, 50), (121, 130, 49), (270, *[1] * 30)):
-        ours = last_logits(model.make_cache, *sizes)
-        theirs = last_logits(own_cache, *sizes)
-        at_once = last_logits(own_cache, 300)
-        assert np.abs(ours - at_once).max() < 1e-4
-        assert np.abs(theirs - at_once).max() > 1e-3

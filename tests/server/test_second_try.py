@@ -1,7 +1,6 @@
 """A request that fails before its first token is tried again, once, without the cache."""
 
 import threading
-import time
 from contextlib import closing
 
 import numpy as np
@@ -53,11 +52,6 @@ class FailingOnce:
         self.n_left -= 1
         if self.n_left == 0:
             raise self.error
-
-
-def n_seconds_waited(ticket):
-    """Seconds by what a request has waited for."""
-    return ticket.times.wait_seconds(time.monotonic())
 
 
 def planted():
@@ -135,36 +129,6 @@ def test_there_is_no_third_try(bench):
 
     assert (ids, type(end), n_calls) == ([], s.GenerationFailed, 2)
     assert n_second_tries(b) == 1
-
-
-def test_a_second_try_beside_others_waits_from_then_on(bench):
-    """It began alone and never waited; what the model read for it at first is no wait."""
-    b = bench("qwen3", prefill_step_size=64)
-    rng = np.random.default_rng(11)
-    other_prompt = words(rng, 20)
-    others = []
-    steps = []  # of the other one
-
-    def read_on(rows):
-        is_slice = any(len(row.tokens) == 64 for row in rows)
-        if is_slice and not others:
-            others.append(b.submit(other_prompt, n=2000))
-            time.sleep(0.4)
-        elif others and all(len(row.tokens) == 1 for row in rows):
-            steps.append(rows)
-        elif is_slice and steps:
-            b.model.before_call = lambda _rows: None
-            raise planted()
-
-    b.model.before_call = read_on
-    _, _, ticket = b.ask(words(rng, 2000))
-
-    assert n_second_tries(b) == 1
-    waited = n_seconds_waited(ticket)
-    assert [cause.reason for cause in waited] == ["queue"]
-    assert sum(waited.values()) < 0.3
-    others[0].stop_reason = "cancelled"
-    b.outcome(others[0])
 
 
 def test_scheduler_tries_requests_that_failed_together_again_as_they_came(bench):

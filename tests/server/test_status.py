@@ -365,22 +365,3 @@ def test_what_cannot_be_explained_is_a_400(served, body):
     code, answer = ask(served, "POST", "/v1/cache/explain", body)
     assert code == 400
     assert answer["error"]["message"]
-
-
-def test_a_client_that_leaves_is_among_the_recent_as_cancelled(served):
-    with served.holding(lambda fed: time.sleep(0.02)):
-        with served.stream(opening(300), max_tokens=400) as chunks:
-            next(iter(chunks))
-        wait_until(lambda: not status(served)["requests"])
-    assert status(served)["recent"][-1]["finish"] == "cancelled"
-
-
-def test_a_reply_that_is_still_sent_though_it_has_ended_runs_no_more(served):
-    served.ask(opening(300))
-    wait_until(lambda: status(served)["recent"])
-    live = served.state.stores.live
-    live["x"] = lambda: served.state.stores.recent[-1]
-    try:
-        assert status(served)["requests"] == []
-    finally:
-        del live["x"]

@@ -498,17 +498,6 @@ def test_a_title_begins_with_the_folder_that_an_agent_works_in(messages, title):
 # -- one line a request ----------------------------------------------------------------
 
 
-def test_a_request_has_one_short_line(served, caplog):
-    caplog.set_level(logging.DEBUG, s.logger.name)
-    body = {"messages": [user("hello")], "max_tokens": 4}
-    send(served, "POST", CHAT, body, **{"User-Agent": "curl/8"})
-    wait_until(lambda: not live(served))
-
-    (line,) = [r.getMessage() for r in caplog.records if "tokens" in r.getMessage()]
-    assert line.startswith("curl  ")
-    assert len(line) < 100
-
-
 # -- the progress of prefill -----------------------------------------------------------
 
 
@@ -561,11 +550,3 @@ def test_a_stream_shows_the_progress_of_prefill_to_who_asks(served):
 
     last = max(i for i, chunk in enumerate(chunks) if is_progress(chunk))
     assert not any(has_text(chunk) for chunk in chunks[:last])
-
-
-def test_who_does_not_ask_for_progress_gets_none(served):
-    for fields in ({}, {"return_progress": False}, {"return_progress": None}):
-        chunks = chunks_of(served, [user(words(300, 22))], **fields)
-        assert not any("prompt_progress" in chunk for chunk in chunks)
-    body = {"messages": [user("hello")], "return_progress": "yes"}
-    assert send(served, "POST", CHAT, body) == 400
