@@ -16183,6 +16183,8 @@ SLICE_SECONDS: Final = 0.2
 LONE_SLICE_SECONDS: Final = 0.4
 BACKGROUND_SLICE_SECONDS: Final = 0.02
 MAX_JOINT_SECONDS: Final = 3.0
+GATHER_SHARE: Final = 0.1  # of what reading takes, to wait for others to read with
+MAX_GATHER_SECONDS: Final = 0.05
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
 MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
 MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
@@ -17783,6 +17785,31 @@ class Scheduler:
             with self.guard(*batch.requests, *host.requests):
                 host.merge(batch)
 
+    @property
+    def _can_pad(self) -> bool:
+        """Whether prompts of unlike lengths can be read in one call.
+
+        Padding comes after what is read: a state, or a window, would have it.
+        """
+        has_attention_alone = self.spec.can_batch and not self.spec.has_state
+        return has_attention_alone and self.loaded.vision is None
+
+    def gather_seconds(self) -> float:
+        """How long an idle model waits for requests that are being prepared (L-220).
+
+        They may be read with those that have come, if these have short rests to read.
+        """
+        if self.running or not self.waiting or not self._can_pad:
+            return 0.0
+        rests = [
+            handle.request.n_prompt - self._find_prefix(handle).cached_tokens
+            for handle in self.waiting
+        ]
+        if max(rests) > SHORT_TOKENS:
+            return 0.0
+        speed = self.reader.measured_speed or FIRST_SPEED
+        return min(GATHER_SHARE * sum(rests) / speed, MAX_GATHER_SECONDS)
+
     def _find_companions(
         self, running: RunningRequest, now: float, *, max_seconds: float
     ) -> list[RunningRequest]:
@@ -17790,10 +17817,7 @@ class Scheduler:
 
         For example sub-agents, with one system prompt that is cached.
         """
-        # Padding comes after what is read: a state, or a window, would have it.
-        has_attention_alone = self.spec.can_batch and not self.spec.has_state
-        can_pad = has_attention_alone and self.loaded.vision is None
-        if not can_pad or not running.can_read_with_others:
+        if not self._can_pad or not running.can_read_with_others:
             return []
         max_tokens = self.reader.max_slice_tokens(running, seconds=max_seconds)
         if self.batches and self.reader.measured_speed is None:
@@ -18202,6 +18226,7 @@ IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports
 IDLE_SECONDS_WITH_KV: Final = 60.0  # at rest with KV: until memory is given back (L-67)
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
 CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the model thread lives
+GATHER_CHECK_SECONDS: Final = 0.005  # between two looks whether a request still comes
 _GONE: Final = "the model cannot be used any more; the server's log says why"
 _RANKS_ENDED: Final = (
     "the machines that share the model had to end; the server's log says why"
@@ -18343,6 +18368,7 @@ class Engine:
         self._inbox = queue.SimpleQueue[_ModelTask]()
         self._tasks: list[_ModelTask] = []  # taken from it, perhaps not done yet
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
+        self._expected: set[int] = set()  # threads that prepare a request
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._faults = FaultLog()  # of what no request waits for
         # When a request last ran, and bytes of KV, as memory was given back.
@@ -18435,6 +18461,7 @@ class Engine:
             raise Overloaded(f"{max_queued} requests are waiting already")
 
         handle = RequestHandle(request)
+        self._expected.discard(threading.get_ident())
         self._inbox.put(
             _SharedTask(
                 lambda scheduler: scheduler.waiting.append(handle),
@@ -18444,6 +18471,16 @@ class Engine:
         )
         self._check_ready()  # the thread may have ended, and never look again
         return handle
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Inside, this thread prepares a request: until it is submitted, others wait."""
+        thread_id = threading.get_ident()
+        self._expected.add(thread_id)
+        try:
+            yield
+        finally:
+            self._expected.discard(thread_id)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Scheduler.drop_kv(). Raises what `call` does."""
@@ -18610,6 +18647,7 @@ class Engine:
         while not self._has_ended.is_set():
             wait_seconds = IDLE_SECONDS if can_rest else scheduler.idle_seconds
             self._receive(scheduler, wait_seconds=wait_seconds)
+            self._gather(scheduler)
             self._n_waiting = len(scheduler.waiting)
             idle_seconds = 0.0
             if scheduler.is_busy:
@@ -18647,6 +18685,15 @@ class Engine:
         for task in self._tasks:
             task(scheduler)
         self._tasks = []
+
+    def _gather(self, scheduler: Scheduler) -> None:
+        """Wait for requests that are being prepared, if they may be read together."""
+        began = time.monotonic()
+        while self._expected and scheduler.loaded.lockstep.n_ranks == 1:
+            left = began + scheduler.gather_seconds() - time.monotonic()
+            if left <= 0:
+                return
+            self._receive(scheduler, wait_seconds=min(left, GATHER_CHECK_SECONDS))
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
         tasks: list[_ModelTask] = []
@@ -22904,7 +22951,8 @@ class ReplyGeneration:
                 thread_id = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, thread_id, CONNECTION_NICENESS)
         self._state = state
-        self._prepared, self._handle = _submit(state, request)
+        with state.engine.expecting():
+            self._prepared, self._handle = _submit(state, request)
         self._request = self._prepared.request
         try:
             self._decoder = ReplyDecoder(self._prepared)

@@ -416,6 +416,41 @@ def test_short_prompts_beside_a_reply_are_read_in_one_call_before_any_slice(benc
     assert (3, 46) in calls
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_short_prompt_waits_for_one_that_is_being_prepared(
+    bench, monkeypatch, is_refused
+):
+    """They are read together (L-220). It does not wait for itself, nor for one refused."""
+    monkeypatch.setattr(s, "GATHER_SHARE", 1e9)
+    monkeypatch.setattr(s, "MAX_GATHER_SECONDS", 2 * MAX_WAIT_SECONDS)
+    b = bench("qwen3")
+    prompts = prompts_of(40, 44)
+    is_prepared, is_over = threading.Event(), threading.Event()
+    later = []
+
+    def prepare():
+        with b.engine.expecting():
+            is_prepared.set()
+            while not b.engine._scheduler.waiting:  # the other one has not come
+                time.sleep(0.001)
+            if not is_refused:
+                later.append(b.submit(prompts[1]))
+        is_over.set()
+
+    threading.Thread(target=prepare, daemon=True).start()
+    is_prepared.wait(MAX_WAIT_SECONDS)
+    calls = note_calls(b)
+    with b.engine.expecting():
+        first = b.submit(prompts[0])
+
+        b.finish(first)
+
+    is_over.wait(MAX_WAIT_SECONDS)
+    for handle in later:
+        b.finish(handle)
+    assert ((2, 43) in calls) == (not is_refused)
+
+
 def test_a_failure_in_a_joint_call_is_tried_again_alone(bench):
     b = bench("qwen3")
     b.may_try_again = True
