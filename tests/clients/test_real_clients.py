@@ -13,7 +13,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 import uuid
@@ -60,7 +59,6 @@ from server_fixture import (
     Message,
     Scribe,
     Served,
-    connections,
     forget_pasts,
     free_port,
     wait_until,
@@ -838,53 +836,7 @@ def test_codex_patches_files_calls_an_mcp_server_and_has_a_sub_agent(
     assert n_prefilled <= MOST_WARM_RATIO * n_fewest
 
 
-# -- patience --------------------------------------------------------------------------------------
-
-PATIENT = ["claude-code-2.1.332", "pi"]
-HELLO = "Just say hello."
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@cases(PATIENT)
-def test_a_client_killed_in_mid_prefill_finds_its_work_again(
-    client, name, kind, servers, table
-):
-    served = servers[kind]
-    forget(served)
-    scene = [encode_reply(served.scribe, reply("Short.", GOODBYE))]
-    held_inputs: list[Fed] = []
-    client_is_gone = threading.Event()
-
-    def hold(rows: list[Fed]) -> None:
-        if rows[0].at > 0 and not client_is_gone.is_set():
-            held_inputs.append(rows[0])
-            client_is_gone.wait(MAX_WAIT_SECONDS)
-
-    with pytest.MonkeyPatch.context() as patch:
-        Script(patch, served.scribe, {"": scene})
-        tap = Wiretap(patch, served)
-        n_connections = connections()
-        with served.holding(hold):
-            with client.saying(kind, HELLO, new=True) as process:
-                wait_until(lambda: held_inputs)
-                process.kill()
-            wait_until(lambda: connections() <= n_connections)
-            client_is_gone.set()
-            wait_until(lambda: held_inputs[0] in served.recorder.fed)
-        n_prefilled = held_inputs[0].at + len(held_inputs[0].tokens)
-        assert not tap.told, "it was done before"
-        client.say(kind, HELLO, new=True)
-
-    (answer,) = tap.told
-    n_prompt = len(answer.prompt)
-    n_cached = answer.usage.cached_tokens
-    table(
-        f"{name:19} {kind:8} killed after {n_prefilled} of {n_prompt} tokens,"
-        f" then {n_cached} are cached"
-    )
-    assert n_prefilled < n_prompt
-    assert n_cached >= LEAST_SHARE * n_prefilled
-
+# -- images ---------------------------------------------------------------------------------------
 
 LOOKS = {
     "claude-code-2.1.332": call("Read", file_path="pic.png"),
@@ -950,67 +902,3 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
         n_fed_before = previous.prompt_tokens + previous.completion_tokens - 1
         assert usage.cached_tokens >= n_fed_before
     assert seeing.tower_runs == 1
-
-
-# -- several servers behind port 4000 --------------------------------------------------------------
-
-# -- restarts of the server ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BEHIND_PROXY)
-def test_a_restart_of_the_server_between_turns_costs_nothing(
-    name, kind, tmp_path, table
-):
-    skip_if_missing(name)
-    port = free_port()
-
-    def serve() -> Served:
-        return Served(
-            tiny_model(kind, tmp_path, **SMALL),
-            mlx_port=port,
-            default_temperature=0,
-            cache_disk="on",
-            cache_disk_folder=str(tmp_path / "disk"),
-            log_root=str(tmp_path / "logs"),
-        )
-
-    served = serve()
-    client_turns = turns(CLIENT_NAMES[name])
-    replies = [
-        encode_reply(served.scribe, text) for _, texts in client_turns for text in texts
-    ]
-    try:
-        with ExitStack() as stack:
-            url = f"http://127.0.0.1:{port}"
-            if name == "codex":  # its API is the proxy's
-                url = stack.enter_context(proxied(served))
-                wait_until(lambda: is_answering(url))
-            client = stack.enter_context(
-                running(name, {kind: url}, tmp_path / "client")
-            )
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            Script(patch, served.scribe, {"": replies})
-            tap = Wiretap(patch, served)
-            n_replies = 0
-            for user_text, texts in client_turns:
-                n_replies += len(texts)
-                client.say(kind, user_text)
-                wait_until(lambda n=n_replies: len(tap.told) >= n)
-                served.close()
-                served = serve()
-    finally:
-        served.close()
-
-    shares = []
-    for index, answer in enumerate(tap.told[1:], 1):
-        earlier = [told.tokens for told in tap.told[:index]]
-        wanted = np.array(answer.prompt)
-        n_common = max(common_prefix(wanted, tokens) for tokens in earlier)
-        n_known = max(n_common, len(earlier[-1]))
-        if name.startswith("openclaw"):
-            # It asks on while the server stops, and then again without its last reply.
-            n_known = n_common
-        shares.append(answer.usage.cached_tokens / n_known)
-    table(f"{name:19} {kind:8} restarts: cached {min(shares):.4f}")
-    assert min(shares) >= LEAST_SHARE, shares

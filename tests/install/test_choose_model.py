@@ -90,17 +90,6 @@ def test_on_a_small_disk_the_downloads_fit_or_nothing_is_offered(gigabytes, disk
     assert bool(offers) == (disk >= 3 * GB)
 
 
-@pytest.mark.parametrize("gigabytes", TIERS)
-def test_what_the_hub_no_longer_has_makes_room_for_the_next_choice(gigabytes):
-    machine = mac(gigabytes)
-    gone_names = set()
-    while offers := list_offers(machine, [], gone_names):
-        assert not gone_names & {model.name for model in offers}
-        gone_names.add(offers[0].name)
-
-    assert len(gone_names) >= 2
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("model", [*FIRST_CHOICES, *SECOND_CHOICES])
 @pytest.mark.parametrize("gigabytes", [16, 32, 64, 512])
@@ -311,17 +300,6 @@ def test_a_name_that_is_gone_is_left_out_with_a_sentence(home, hub, capsys, stat
     shown = capsys.readouterr().err
     for name in hub.gone:
         assert f"{name} is no longer on the Hugging Face hub" in shown
-
-
-def test_a_hub_that_fails_is_no_hub_without_the_name(home, hub, capsys):
-    first, second = TIERS[48]
-    hub.status_of_gone = 503
-    hub.gone = [f"mlx-community/{first}"]
-
-    assert names_of(choose_model.list_offers_of_hub(mac(48), [])) == [second]
-    shown = capsys.readouterr().err
-    assert f"does not answer: {hub.gone[0]} cannot" in shown
-    assert "no longer" not in shown
 
 
 # -- a person at a terminal ----------------------------------------------------------

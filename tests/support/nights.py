@@ -25,7 +25,7 @@ At night, too:
   templates, those of models with their own vocabulary, too; the ledger's other properties with all
 - more seeds of the ledger's restarts and of batches beside mlx-lm's own; senders x ids x places;
   images that cannot be read in two other ways; real templates with the other vocabulary
-- the dense kind for the Messages API and structured output; layers of three large models as counted
+- the dense kind for the Messages API and structured output
 - packed KV that goes on from its own end or is joined by rows; a schema of nothing with free calls
 - servers behind the real LiteLLM, replicas and by name, and whole replies through it; the page in
   light colours; slow and broken requests of other forms; a console that is closed or full; the

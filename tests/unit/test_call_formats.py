@@ -130,10 +130,6 @@ PLAIN_ARGUMENTS = st.fixed_dictionaries(
         "tree": st.fixed_dictionaries({}, optional={"a": st.just({"b": [1, "c"]})}),
     },
 )
-GEMMA_ARGUMENTS = st.fixed_dictionaries(
-    {"path": st.text(alphabet="ab ,:{}[]\"\\\n'é<|>", max_size=12)},
-    optional={"tree": st.fixed_dictionaries({"a": TREES})},
-)
 CUTS = st.lists(st.integers(0, 2000), max_size=30)
 
 
@@ -682,27 +678,18 @@ def test_a_call_that_is_nearly_right_runs(name, text, arguments):
 @pytest.mark.parametrize(
     ("name", "text", "arguments"),
     [
-        *(("hermes", *row) for row in RUNS["hermes"]),
-        *(("minimax", *row) for row in RUNS["minimax"]),
-        *(("gemma", *row) for row in RUNS["gemma"]),
-        ("qwen", qwen(p("n", 1)), {"n": 1}),
-        ("qwen", qwen('{"z": {"a": [1]}}\n'), {"z": {"a": [1]}}),
-        (
-            "qwen",
-            qwen(p("text", "Dallas", "\n"), p("n", 5)),
-            {"text": "Dallas", "n": 5},
-        ),
-        ("glm", glm(a("n", 1)), {"n": 1}),
-        ("glm", glm('\n{"z": "1", "n": 2}\n'), {"z": "1", "n": 2}),
+        (name, *row)
+        for name, rows in RUNS.items()
+        for row in (rows[:2] if name in {"qwen", "glm", "minicpm"} else rows)
+        if row[0].endswith(format_of(name).end)
     ],
 )
 def test_text_after_the_end_tag_of_a_call_is_content(name, text, arguments):
     """Where nothing in the call was left open."""
-    if text.endswith(format_of(name).end):
-        calls = arguments if isinstance(arguments, list) else [arguments]
-        reply = read_in_any_pieces(name, f"{text}\nDone.")
-        assert reply.calls == [("read", each) for each in calls]
-        assert reply.content.strip() == "Done."
+    calls = arguments if isinstance(arguments, list) else [arguments]
+    reply = read_in_any_pieces(name, f"{text}\nDone.")
+    assert reply.calls == [("read", each) for each in calls]
+    assert reply.content.strip() == "Done."
 
 
 # Nobody can tell what was meant, or clients would run it with less than was written (L-86).
@@ -1059,13 +1046,6 @@ def test_harmony_calls_have_many_headers(header):
         reply = read_in_any_pieces("harmony", text)
         reasoning = "why" if thought else None
         assert reply == Reply([("read", {"path": "a.md"})], content, reasoning)
-
-
-def test_a_header_of_harmony_is_found_in_any_two_pieces():
-    text = "<|channel|><|constrain|>commentary to=functions.read <|constrain|>json<|message|>{"
-    whole = read("harmony", [text])
-    for place in range(len(text)):
-        assert read("harmony", [text[:place], text[place:]]) == whole
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import re
-import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -222,31 +221,20 @@ FIELDS = [
     field("user_message_id", "user", f"{TIGHT_WRAPPER}list files", ID),
     field("inbound_context", "developer", f"Hi\n⟦{SECTION}⟧# Context", "webchat|wake"),
     field("current_time", "user", HEARTBEAT, "2:21|2:51"),
-    field(
-        "current_time", "user", "up\n⟦Reference UTC: 2026-11-20 V UTC⟧", "14:21|9:51"
-    ),
+    field("current_time", "user", "up\n⟦Reference UTC: 2026-11-20 V UTC⟧", "14:21|9:51"),
     field("current_time", "system", "Help.\n⟦Current time is V.⟧\nBe brief.", CLOCK),
     field("current_time", "system", "So:\n- ⟦The current time is V.⟧\nOn", ISO_TIMES),
     field("current_time", "system", "You help.\n\n⟦System time: V⟧", ISO_TIMES),
     field("current_time", "system", "Help.\n⟦Current Time (UTC): V⟧\nBe brief.", CLOCK),
-    field(
-        "current_time", "system", "So:\n⟦**Current time (Europe/Zurich)**: V⟧", CLOCK
-    ),
+    field("current_time", "system", "So:\n⟦**Current time (Europe/Zurich)**: V⟧", CLOCK),
     field("current_date", "system", "⟦Current Date (YYYY-MM-DD): V⟧\nYou help.", DATE),
     field("current_date", "system", "**Current date and time:** ⟦V (the⟧", LONG_DATES),
     field("current_date", "system", "⟦Today is V. You are⟧ an agent.", LONG_DATES),
     field("current_date", "system", "## Time\n⟦Current date: V⟧\nTime zone: UTC", DATE),
-    field(
-        "current_date", "system", "<env>\n  ⟦Today's date: V⟧\n</env>\nHi", LONG_DATES
-    ),
+    field("current_date", "system", "<env>\n  ⟦Today's date: V⟧\n</env>\nHi", LONG_DATES),
     field("current_date", "developer", "Guidelines\n⟦- Current date: V⟧", DATE),
     field("git_status", "system", GIT, "(clean)|?? out.txt\n M notes.txt"),
-    field(
-        "git_status",
-        "system",
-        f"Hi.\n⟦{SNAPSHOT}⟧```\nBe kind.\n",
-        "(clean)|?? a\ngit: M b",
-    ),
+    field("git_status", "system", f"Hi.\n⟦{SNAPSHOT}⟧```\nBe kind.\n", "(clean)|?? a\ngit: M b"),
     field(
         "git_status",
         "system",
@@ -273,20 +261,14 @@ FIELDS = [
         "## Runtime\n⟦Runtime: agent=main | V⟧\nReasoning: off",
         "a=web|a=cli",
     ),
-    field(
-        "reminder", "user", [f"⟦{REMINDER}⟧", "Read notes.txt"], "(clean)|?? out.txt"
-    ),
-    field(
-        "reminder", "user", f"Read it\n⟦{REMINDER}⟧\n\nthen stop", "(clean)|?? out.txt"
-    ),
+    field("reminder", "user", [f"⟦{REMINDER}⟧", "Read notes.txt"], "(clean)|?? out.txt"),
+    field("reminder", "user", f"Read it\n⟦{REMINDER}⟧\n\nthen stop", "(clean)|?? out.txt"),
     field("internal_context", "user", [f"⟦{CARRIER}⟧"], "none|1 job", earlier=ASKED),
     field("internal_context", "user", f"hello\n\n⟦{CARRIER}⟧", "none|1 job"),
-    field(
-        "late_system", "user", [OPERATOR, "V tokens left"], "1200|900", earlier=ASKED
-    ),
+    field("late_system", "user", [OPERATOR, "V tokens left"], "1200|900", earlier=ASKED),
     field("late_system", "system", [ENVIRONMENT], "ann|bob", earlier=ASKED),
     field("late_system", "developer", "<total>V</total>", "9|8", earlier=ASKED),
-]
+]  # fmt: skip
 # Those found by their words, not by their place.
 WORDED = [field for field in FIELDS if field.own_words]
 
@@ -396,20 +378,6 @@ def test_telemetry_is_as_good_as_absent():
             assert names([said("system", head)]) == bare
 
 
-def test_a_section_that_comes_and_goes_is_as_good_as_absent():
-    """OpenClaw 2026.2.17 leaves it out, heading and all, when a sub-agent has finished."""
-    head = "- Inline buttons off.\n{}# Project Context\nx"
-    section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
-    group = f"## Group Chat Context\n{section}"
-    hello = said("user", "hello")
-    with_section = said("developer", head.format(group))
-    with_heading_only = said("developer", head.format("## Group Chat Context\n"))
-    without_section = said("developer", head.format(""))
-
-    assert names([with_section, hello]) == names([without_section, hello])
-    assert names([with_heading_only, hello]) != names([without_section, hello])
-
-
 def test_a_stamp_that_becomes_another_prefix_is_the_same_message():
     """OpenClaw 2026.9.6 sends what a sub-agent announces once stamped, and routed ever after."""
     stamped = f"[Fri 2026-11-20 14:20 UTC] {ANNOUNCED}"
@@ -476,22 +444,16 @@ def test_near_misses_are_text(field):
         ("user", "<system-reminder>\nan open one"),
         ("user", "a stray </system-reminder>"),
         ("user", "in `<system-reminder>x</system-reminder>` blocks"),
-        (
-            "system",
-            "Messages delimited by <<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>> and <<<END_",
-        ),
+        ("system", "Messages delimited by <<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>> and <<<END_"),
         ("system", "<system-reminder>\nx\n</system-reminder>"),
         ("user", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nan open one"),
         ("user", "Runtime: 5 s"),
         ("system", "Stats: runtime"),
         ("system", "see x-anthropic-billing-header: cch=1;"),
         ("system", "first line\nx-anthropic-billing-header: cch=1;"),
-        (
-            "system",
-            "x-anthropic-billing-header: is what some clients send; explain it.",
-        ),
+        ("system", "x-anthropic-billing-header: is what some clients send; explain it."),
     ],
-)
+)  # fmt: skip
 def test_what_only_looks_like_a_field_is_text(role, text):
     turn = canon().canonicalize(said(role, text))
     assert not fields_of(turn)
@@ -614,26 +576,6 @@ def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(role, joi
     assert len(fields_of(turn)) == (role != "tool")
     user = canon("").canonicalize(said("user", [part("main"), part(".py")]))
     assert user.original["content"] == "main.py"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n" * 6000,
-        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>> x\n"
-        * 6000,
-        "```\nx\n```\nCurrent time: 10:05\n" * 12_000,
-        "\n".join("`" * n for n in range(1600, 2, -1)),  # none of them is closed
-        "Current time: " + " " * 1_000_000,
-        "Current time: " + "EST " * 30_000 + "_",
-    ],
-    ids=range(6),
-)
-def test_a_long_text_takes_no_longer_than_its_length(text):
-    """Each opener must not look through all that follows it: these took 5 to 25 s."""
-    began = time.process_time()
-    assert canon().canonicalize(said("user", text))
-    assert time.process_time() - began < 2
 
 
 # -- classes --------------------------------------------------------------------------
@@ -944,13 +886,6 @@ def test_a_late_system_message_without_text_is_dropped(text):
         assert places([*messages, said("system", text)]) == places(messages)
 
 
-def test_a_reminder_that_only_names_its_tag_is_tagged():
-    text = "Never write <system-reminder> yourself."
-    note = f"<system-reminder>\n{text}\n</system-reminder>"
-
-    assert places([*STEP, said("system", text)])[-1] == ("tool", (), (note,))
-
-
 @pytest.mark.parametrize("late", [NOTES[0], NOTES[-1]])
 def test_what_the_system_says_before_the_first_reply_heads_the_conversation(late):
     """Then system prompt, tools and environment are one prefix for all sessions (L-43)."""
@@ -1030,20 +965,6 @@ def test_a_value_that_is_too_large_leaves_the_others_in_the_memo():
     memo.get_or_make("short", lambda: "value", tenant="")
     assert memo.get_or_make("x" * 20_000, lambda: "long", tenant="") == "long"
     assert [*memo.entries] == [("", "short")]
-
-
-def test_the_memo_counts_what_another_thread_adds_meanwhile():
-    """The other one is played by the function that measures a value."""
-
-    def measure(key: str, _value: str) -> int:
-        if key == "long":
-            memo.get_or_make("other", lambda: "value", tenant="")
-        return 1_000
-
-    memo: start_llm.Memo[str] = start_llm.Memo(10_000, measure)
-    memo.get_or_make("long", lambda: "value", tenant="")
-    assert len(memo.entries) == 2
-    assert memo.nbytes == 2 * (1_000 + memo.ENTRY_BYTES)
 
 
 def test_the_sender_in_a_wrapper_is_text():

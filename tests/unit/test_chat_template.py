@@ -171,30 +171,6 @@ def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     return normalizer.normalize_str(text) if normalizer else text
 
 
-def test_memo_stays_small_and_right() -> None:
-    template = make_template(tiny_tokenizer())
-    tokenizer = tiny_tokenizer()
-    memo = template._encoder.memo
-    memo.clear()
-    memo.max_bytes = 12_000
-
-    for n in range(60):
-        first = said("user", f"turn {n % 7} " * (n % 9))
-        messages = [first, said("user", "x" * 30 * n)]
-        rendered = template.render_prompt(chat(messages))
-        ids = rendered.ids.tolist()
-        assert ids == tokenizer.encode(rendered.text, add_special_tokens=False)
-        cost = sum(
-            start_llm.memory_bytes(piece, tokens) + memo.ENTRY_BYTES
-            for (_, piece), tokens in memo.entries.items()
-        )
-        assert cost == memo.nbytes <= 12_000
-
-    template.clear_memos()
-    assert not memo.entries
-    assert template.render_prompt(chat(messages)).ids.tolist() == ids
-
-
 def test_many_threads_get_the_same_tokens() -> None:
     template = make_template(tiny_tokenizer())
     template._encoder.memo.max_bytes = 9000
@@ -449,18 +425,6 @@ def test_only_reminders_of_the_first_question_end_a_head(model: str) -> None:
         assert len(positions.head_ends) == 2
 
 
-def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
-    template = template_of(model)
-    messages = conversation(in_more_words)[:2]
-    short = template.render_prompt(chat(messages))
-    messages = [*messages, said("assistant", "x"), said("user", "y")]
-    longer = template.render_prompt(chat(messages))
-
-    end = short.positions.turn_starts[-1]
-    assert longer.ids.tolist()[:end] == short.ids.tolist()[:end]
-    assert end in starts_in(template, longer)
-
-
 @pytest.mark.parametrize(
     ("model", "opens"),
     [
@@ -518,18 +482,6 @@ def test_a_late_system_message_ends_the_one_before(model: str, is_folded: bool) 
     folded = "result2\n\n<system-reminder>\nlate1\n</system-reminder>"
     assert (folded in text) is is_folded
     assert ("<|im_start|>system\nlate1<|im_end|>" in text) is not is_folded
-
-
-def test_a_late_system_message_is_never_put_into_the_models_mouth() -> None:
-    messages = [
-        *conversation()[:3],
-        said("system", "<system-reminder>late1</system-reminder>"),
-    ]
-    text = template_of("qwen3.5/tiny").render_prompt(chat(messages)).text
-
-    assert (
-        "<|im_start|>user\n<system-reminder>late1</system-reminder><|im_end|>" in text
-    )
 
 
 def test_roles_that_must_alternate_and_no_system_role(

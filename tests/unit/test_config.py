@@ -380,15 +380,6 @@ def test_what_can_only_mean_the_model_stops_the_start_in_the_env_file(name):
         check_names({name: "x", "MODEL_PATH": ""}, {"MODEL_PATH": ""})
 
 
-def test_docs_settings_lists_every_setting_once_with_its_default():
-    text = (EXAMPLE.parent / "docs" / "settings.md").read_text()
-    text = text.partition("\n## Defaults that are not")[0]
-    rows = re.findall(
-        r"^\| `([A-Z][A-Z0-9_]*)` \| (?:`(.*?)`|\(empty\)) \|", text, re.MULTILINE
-    )
-    assert rows == [(name, value) for _, name, value in example_settings()]
-
-
 def test_an_option_wins_over_the_environment_and_the_env_file(monkeypatch):
     monkeypatch.setattr(
         start_llm, "_read_env_file", lambda _: {"MLX_PORT": "1", "MODEL_PATH": "file"}

@@ -693,18 +693,6 @@ def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed():
     assert times == ["08:00", "08:00"]
 
 
-def test_an_argument_is_looked_for_before_what_repeats_it():
-    """Several lines, printed as JSON in the call and as they are in a result behind it."""
-    lines = "first line\nsecond line"
-    messages = [asks(lines), result("written"), asks("again"), result(lines)]
-    for message, argument in ((messages[0], lines), (messages[2], "again")):
-        function = {"name": "look", "arguments": {"q": argument}}
-        message["tool_calls"][0]["function"] = function
-
-    text = f"look {json.dumps(lines)[1:-1]} written look again {lines}"
-    assert not start_llm._find_losses(messages, text)
-
-
 def test_results_may_stand_before_the_text_of_their_reply():
     """gemma-4 prints them so (L-200); what is nowhere is lost all the same."""
     messages = [asks("x", content="I look."), result("found it"), said("user", "on")]
@@ -946,38 +934,6 @@ def test_what_cannot_be_verified_is_rendered_as_sent():
     assert ids_of(draft) == truth.ids.tolist()
 
 
-ENDING = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
-BEFORE_BARE = "'bare' in (messages[loop.index] | default({'content': ''})).content"
-CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
-
-
-def test_what_closes_a_reply_may_depend_on_what_follows_it():
-    """It is read off this very conversation; a whole reply keeps the end that was generated."""
-    assert CHANGES != CHATML
-
-    server = Server()
-    server.speaker = spoken("chatml/tiny", CHANGES)
-    past = server.answer([SYSTEM, USER], FINE)
-    for words in ("bare words", "other words"):
-        draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
-        assert starts_with(draft, past)
-        assert not draft.refusal
-
-
-THINKS_AFTER_RESULTS = """\
-{%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '<tool_call>' + (c.function.arguments | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' + ('<think>' if messages[-1].role == 'tool' else '') }}
-{%- endif %}"""
-
-
 def test_an_end_token_of_a_new_message_does_not_close_the_reply():
     """As gpt-oss: past texts end by another token than replies, calls by one of these."""
     server = Server()
@@ -993,23 +949,6 @@ def test_an_end_token_of_a_new_message_does_not_close_the_reply():
     past = server.answer([SYSTEM, USER], FINE)
     draft = server.draft([SYSTEM, USER, FINE, NEXT, asks("ask"), result("r")])
     assert starts_with(draft, past)
-
-
-def test_a_system_message_that_is_merged_into_a_result_is_no_last_message():
-    server = Server(rules_off="late_system")
-    server.speaker = spoken(
-        "chatml/tiny", THINKS_AFTER_RESULTS, rules_off="late_system"
-    )
-    past = server.answer([SYSTEM, USER], asks("x"))
-    messages = [SYSTEM, USER, asks("x"), result("found it"), LATE]
-
-    replayed = server.draft(messages)
-
-    assert starts_with(replayed, past)
-    rendered = server.speaker.template.render_prompt(chat(messages))
-    assert rendered.text.endswith("<think>")
-    assert rendered.starts_in_reasoning
-    assert replayed.rendered.starts_in_reasoning
 
 
 def test_another_world_is_another_past():
@@ -1457,17 +1396,6 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model):
         draft = server.draft(messages, tools=[])
         cold = Server(model).draft(messages, tools=[])
         assert ids_of(draft) == ids_of(cold)
-
-
-def test_tools_of_a_conversation_are_of_the_session_that_used_them_last():
-    server = Server()
-    offered = [named("f")]
-    history = [SYSTEM, USER, asks("x"), result("r")]
-    for session in ("one", "two"):
-        server.draft(history, tools=offered, user=session)
-    server.planner.ledger.forget("one")
-    plan = server.draft([*history, FINE, NEXT], tools=[], user="two")
-    assert plan.tools == tuple(offered)
 
 
 def test_tools_that_do_not_fit_are_not_told_unasked(model):
@@ -1934,17 +1862,6 @@ def test_other_sessions_are_rendered_with_the_effort_that_they_ask_for(model):
         assert "is now" not in server.text(draft)
     same = server.draft(SECOND_REQUEST, user="t", reasoning_effort=first)
     assert same.transcript is not None
-
-
-def test_who_sends_no_session_id_may_change_the_effort_after_a_call():
-    """The id of the last call, which only this client was given, stands for a session."""
-    server = Server("qwen3.8/tiny")
-    loop = [SYSTEM, USER]
-    past = server.answer(loop, asks("x"), tools=TOOLS, reasoning_effort="low")
-    loop = [*loop, asks("x"), result("r")]
-    draft = server.draft(loop, tools=TOOLS, reasoning_effort="high")
-    assert starts_with(draft, past)
-    assert "[reasoning_effort is now xhigh]" in server.text(draft)
 
 
 # -- what is forgotten --------------------------------------------------------------------
@@ -2430,17 +2347,3 @@ def test_what_is_dropped_is_counted():
     server.draft(talk)
     counts = server.planner.metrics.snapshot()
     assert counts["telemetry_dropped"] == 1
-
-
-def test_thinking_that_was_put_back_is_not_preserved_either():
-    server = Server("demo/tiny", preserve_thinking=False)
-    thinks = asks("x", reasoning_content="why I look")
-    server.answer([SYSTEM, USER], thinks, tools=TOOLS)
-    forget_transcripts(server)
-    messages = [SYSTEM, USER, asks("x"), result("r")]
-    past = server.answer(messages, FINE, tools=TOOLS)
-    assert "why I look" in server.speaker.text(past)
-
-    draft = server.draft([*messages, FINE, NEXT], tools=TOOLS)
-    assert draft.refusal == "thinking is not preserved"
-    assert "why I look" not in server.text(draft)

@@ -677,16 +677,6 @@ def test_an_error_of_what_is_no_start_llm_is_a_502(content):
     assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
 
 
-@pytest.mark.parametrize("path", [RESPONSES, GOOGLE])
-@pytest.mark.parametrize("value", [["a"], {"a": 1}, 5])
-def test_an_error_whose_fields_are_no_texts_keeps_its_sentence(path, value):
-    door = Door()
-    error = {"message": "too long", "param": value, "code": value}
-    door.answer = httpx.Response(400, json={"error": error})
-    status, answer = door.ask("POST", path, BODY)
-    assert (status, sentence_of(answer)) == (400, "too long")
-
-
 def test_an_endless_reply_is_not_kept_whole(monkeypatch):
     monkeypatch.setattr(litellm_gate, "MAX_REPLY_BYTES", 1_000)
     door = Door()

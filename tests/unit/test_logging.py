@@ -1,7 +1,6 @@
 """LOG: one line per request, sessions in private files, counters that lose nothing."""
 
 import json
-import logging
 import resource
 import stat
 import threading
@@ -40,15 +39,6 @@ def run_all(threads):
         thread.start()
     for thread in threads:
         thread.join()
-
-
-@pytest.mark.usefixtures("bare_log", "capsys")
-def test_start_logging_twice_adds_one_handler_and_follows_the_level():
-    start_logging(Config(log_level="WARNING"))
-    start_logging(Config(log_level="DEBUG"))
-    assert len(logger.handlers) == 1
-    assert logger.level == logging.DEBUG
-    assert not logger.propagate
 
 
 @pytest.mark.usefixtures("bare_log")

@@ -77,12 +77,9 @@ CLASSES = {
     "RingSlidingKVCache": (lambda: RingSlidingKVCache(4), write_kv),
     "Z1TCache": (Z1TCache, write_sums),
     "mlx-vlm's KVCache": (mlx_vlm_cache.KVCache, write_kv),
-    "mlx-vlm's RotatingKVCache": (
-        lambda: mlx_vlm_cache.RotatingKVCache(max_size=8),
-        write_kv,
-    ),
+    "mlx-vlm's RotatingKVCache": (lambda: mlx_vlm_cache.RotatingKVCache(max_size=8), write_kv),
     "QuantizedKVCache": (mlx_lm_cache.QuantizedKVCache, write_kv),
-}
+}  # fmt: skip
 
 
 def bits(value):

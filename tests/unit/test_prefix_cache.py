@@ -294,15 +294,6 @@ def test_another_root_shares_nothing():
     assert cache.find(prompt_of(tokens, root=b"tenant")).cached_tokens == 0
 
 
-def test_no_entries_means_no_reuse():
-    cache = make_cache(prompt_cache_max_entries_global=0)
-    tokens = list(range(1, 200))
-    for _ in range(3):
-        _, reuse = converse(cache, tokens, [1])
-        assert reuse.cached_tokens == 0
-    assert not cache.entries
-
-
 def test_eviction_is_by_value_and_keeps_what_branches_need():
     clock = Clock()
     cache = make_cache(max_bytes=8 * 3000, clock=clock)
@@ -504,31 +495,6 @@ def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
     assert max(line.checkpoints) == 40
 
 
-def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):
-    cache = make_cache()
-    rng = random.Random(3)
-    past = random_tokens(rng, 600)
-    row, _ = begin(cache, past)
-    advance(cache, row, 600)
-    end(cache, row)
-    tokens = [*past[:290], *random_tokens(rng, 30)]
-    branch, reuse = begin(cache, tokens)
-    assert reuse.cached_tokens == 290
-    advance(cache, branch, 30)
-
-    def fail(*_):
-        raise MemoryError("planted")
-
-    monkeypatch.setattr(s.KVSpan, "cut", fail)
-    with pytest.raises(MemoryError):
-        end(cache, branch)
-
-    assert branch.line not in cache.entries
-    check(cache, [])
-    cache.drop(branch.line)  # as whoever runs the request does after an exception
-    assert len(cache.entries) == 1
-
-
 def test_the_source_of_a_failed_request_goes_though_it_was_split_meanwhile():
     cache = make_cache()
     rng = random.Random(5)
@@ -610,7 +576,13 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(
                 row = running.pop(rng.randrange(len(running)))
                 advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
                 reply = [rng.randrange(1, 9)] * rng.randrange(30)
-                pasts.append(end(cache, row, reply))
+                copies_left[0] = rng.choice([0, 0, 1])
+                try:
+                    pasts.append(end(cache, row, reply))
+                except MemoryError:  # of a branch without memory for its tail
+                    assert row.line not in cache.entries
+                    cache.drop(row.line)  # as whoever runs the request does
+                copies_left[0] = 0
             case "drop" if running:
                 cache.drop(running.pop(rng.randrange(len(running))).line)
             case "sweep":
@@ -808,22 +780,3 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
 
     assert reuse.cached_tokens == (checkpoint or 0)
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
-
-
-def test_a_retreat_from_an_image_is_counted_once_by_the_request_that_retreats():
-    """Not by each entry that a lookup reads, nor by one that only asks."""
-    cache = make_cache()
-    text = np.arange(1, 501, dtype=np.int32)
-    tokens = s.inject_image_markers(text, slice(300, 500), digest="ab" * 32).tolist()
-    for _ in range(3):
-        row, _ = begin(cache, tokens)
-        advance(cache, row, 400)  # an image is read whole: this is a fault
-        row.filled = row.tokens[:400]
-        end(cache, row)
-
-    n_before = cache.metrics.snapshot()["vlm_retreat"]
-    found = cache.find(prompt_of(tokens))
-    assert found.cached_tokens == 300
-    assert cache.metrics.snapshot()["vlm_retreat"] == n_before
-    begin(cache, tokens)
-    assert cache.metrics.snapshot()["vlm_retreat"] == n_before + 1

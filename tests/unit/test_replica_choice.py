@@ -355,15 +355,6 @@ def test_a_stream_whose_server_dies_ends_with_an_error(path):
     assert farm.servers.servers[0].state == "down"  # for a retry at once
 
 
-def test_inside_an_event_only_a_broken_connection_can_say_it():
-    farm = Farm(2)
-    farm.breaks_after = EVENTS[:-5]
-    farm.states["http://one:1"] = "dies"
-    with pytest.raises(ExceptionGroup) as failure:
-        farm.ask(said_by_user("x"))
-    assert failure.group_contains(httpx.RemoteProtocolError)
-
-
 def test_with_no_server_left_the_error_says_how_each_is():
     farm = Farm(2)
     farm.states = dict.fromkeys(farm.states, "down")
@@ -643,26 +634,9 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path, text):
     assert json.loads(path.read_text())
 
 
-def test_a_server_that_is_no_more_in_the_settings_is_left(tmp_path):
-    farm = Farm(2)
-    farm.servers._assignments["k"] = r.Assignment("http://gone:1", 0.0)
-    chosen = farm.servers.choose("k")
-    assert chosen is not None
-    assert chosen.url == "http://one:1"
-
-
 def test_the_conversations_used_least_recently_are_forgotten(monkeypatch):
     monkeypatch.setattr(r, "MAX_CONVERSATIONS", 3)
     farm = Farm(2)
     for conversation in ("a", "b", "c", "a", "d"):
         farm.servers.choose(conversation)
     assert list(farm.servers._assignments) == ["c", "a", "d"]
-
-
-def test_sessions_of_long_ago_do_not_count(monkeypatch):
-    farm = Farm(2)
-    now = r.time.time()
-    for number in range(5):
-        farm.servers._assignments[str(number)] = r.Assignment("http://one:1", now - 700)
-    assert farm.servers.choose("new").url == "http://one:1"
-    assert farm.servers.count_conversations() == {"http://one:1": 1}

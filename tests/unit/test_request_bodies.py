@@ -9,7 +9,6 @@ import pytest
 import start_llm
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 from refusals import CONVERSATION, REFUSALS, SPECIAL, WRONG, planted, tool
@@ -286,18 +285,6 @@ def test_thinking_echoed_under_either_name_is_one_field():
         assert parsed == {**answer, "reasoning_content": "t"}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        # A call may leave out its arguments; what is unknown is kept.
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
-        {"role": "user", "content": [{"type": "text", "text": "x", "y": 1}], "z": 2},
-    ],
-)  # fmt: skip
-def test_a_message_stays_as_it_came(message):
-    assert chat(messages=[message]).messages == (message,)
-
-
 def test_tools_keep_what_describes_the_function_and_drop_the_rest():
     schema = {
         "type": "object",
@@ -357,20 +344,6 @@ def test_only_what_was_sent_of_sampling_is_set():
     """The rest is the model's to say: LoadedModel.complete_sampling()."""
     sampling = chat(temperature=0, top_p=1, top_k=None).sampling
     assert sampling.model_fields_set == {"temperature", "top_p"}
-
-
-@given(
-    st.sampled_from(["temperature", "top_p", "min_p", "repetition_penalty"]),
-    st.floats(-1, 12) | st.sampled_from([0.0, 1.0, 2.0, 10.0]),
-)
-def test_what_a_setting_allows_a_request_allows(name, value):
-    def accepts(build, field):
-        try:
-            return build(**{field: value}) is not None
-        except ValidationError:
-            return False
-
-    assert accepts(Config, f"default_{name}") == accepts(SamplingParams, name)
 
 
 def test_sampling_fields_reach_the_sampler():
@@ -685,22 +658,6 @@ def test_chat_chunks_are_what_the_sdk_expects():
     assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
-def test_completion_answers_are_what_the_sdk_expects():
-    shape = OpenAIFormatter("completion", "r1", "m", 1700000000)
-    ending = ReplyEnd("length", USAGE)
-
-    completion = through_json(Completion, shape.full_body({"content": "hé"}, ending))
-
-    assert completion.id == "cmpl-r1"
-    assert completion.object == "text_completion"
-    assert completion.choices[0].text == "hé"
-    assert shape.delta_events({"content": "a"})[0]["choices"] == [
-        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
-    ]
-    assert shape.ping_event()["choices"][0]["text"] == ""
-    assert len(shape.end_events(ending)) == 1
-
-
 BODIES = [
     start_llm._ChatBody,
     start_llm._CompletionBody,
@@ -765,13 +722,6 @@ def test_a_million_faults_cost_no_more_than_one(body, faulty):
             body.model_validate({"messages": [{}], "prompt": "x", name: faulty})
         except ValidationError as wrong:
             assert wrong.error_count() < 12, name
-
-
-def test_the_sentence_of_an_object_with_many_faults_is_short():
-    with pytest.raises(BadRequest) as refusal:
-        chat(logit_bias=FAULTY_OBJECTS[0])
-    assert str(refusal.value).startswith("logit_bias.x0: should be a valid integer")
-    assert len(str(refusal.value)) < 200
 
 
 # -- results of parallel calls ---------------------------------------------------------------------

@@ -355,27 +355,6 @@ def test_file_is_deleted_between_two_transactions(tmp_path, monkeypatch):
     assert loaded(tmp_path / "records") == {"last": "one"}
 
 
-def test_folder_that_comes_back_is_used_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    file = open_records(folder / "records")
-    put(file.of_tenant(""), "a", "one")
-    assert file.flush(10.0)
-
-    folder.rename(tmp_path / "gone")
-    put(file.of_tenant(""), "b", "two")
-    wait_until(lambda: bool(file.failure))
-    with pytest.raises(FileNotFoundError):
-        file.erase()
-    put(file.of_tenant(""), "b", "two")
-    folder.mkdir()
-    wait_until(lambda: not file.failure)
-
-    assert file.flush(10.0)
-    assert loaded(folder / "records") == {"b": "two"}
-
-
 def test_file_is_for_its_owner_alone(tmp_path):
     file = open_records(tmp_path / "records")
     put(file.of_tenant(""), "a", "one")

@@ -16,15 +16,9 @@ NAMES = [
     *("devstral-small", "gemma-3", "gemma-4", "glm-4.7-flash", "gpt-oss"),
     *("kimi-k2-thinking", "minimax-m2.7", "ministral-3", "qwen3", "qwen3.8"),
     # By day none that another is like.
-    *(
-        "gemma-4-july",
-        "gemma-4-small-july",
-        "qwen3-coder",
-        "qwen3-coder-next",
-        "qwen3.5",
-    ),
+    *("gemma-4-july", "gemma-4-small-july", "qwen3-coder", "qwen3-coder-next", "qwen3.5"),
     *("qwen3.6", "qwen3.8-unsloth"),
-]
+]  # fmt: skip
 N_BY_DAY = 10
 EACH = [*NAMES[:N_BY_DAY], *map(at_night, NAMES[N_BY_DAY:])]
 # The request is at fault: OpenAI's API refuses a call without a result, too.

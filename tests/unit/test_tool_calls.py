@@ -7,10 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2.sandbox
 import pytest
 import start_llm
-from artifacts import artifact
 from call_formats import (
     FORMATS,
     TEXT,
@@ -24,6 +22,7 @@ from call_formats import (
     tool,
 )
 from start_llm import ReplyReader, ToolCallFormat, tool_call_prefixes
+from templates import tokenizer_of
 
 READ = [("read", {"n": 1})]
 QWEN_CALL = FORMATS["qwen"].text({"n": 1})
@@ -465,24 +464,10 @@ def test_what_a_foreign_parser_cannot_read_is_text(result):
 # -- real templates --------------------------------------------------------------------
 
 
-def render(template: str, messages: list[Any], **context: Any) -> str:
-    def raise_exception(message: str) -> None:
-        raise AssertionError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(
-        value, ensure_ascii=how.get("ensure_ascii", False), indent=how.get("indent")
-    )
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(template).render(
-        messages=messages, tools=TOOLS, **context
-    )
-
-
-def real_template(name: str) -> str:
-    return artifact("templates", f"{name}.jinja").read_text(encoding="utf-8")
+def render(name: str, messages: list[Any], **how: Any) -> str:
+    tokenizer = tokenizer_of(f"{name}/tiny")
+    text = tokenizer.apply_chat_template(messages, TOOLS, tokenize=False, **how)
+    return str(text)
 
 
 def call_of(name: str, arguments: Any) -> Any:
@@ -505,7 +490,7 @@ REAL_CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_templates_calls_are_read_back(name):
-    template = real_template(name)
+    template = tokenizer_of(f"{name}/tiny").chat_template
     tokenizer = tokenizer_with("<tool_call>", "</tool_call>")
     tool_format = ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
     assert tool_format
@@ -515,8 +500,8 @@ def test_a_real_templates_calls_are_read_back(name):
     answer = {"role": "assistant", "content": "I look.", "tool_calls": calls}
     if name != "qwen3-coder":
         answer["reasoning_content"] = "why"
-    prompt = render(template, [QUESTION], add_generation_prompt=True)
-    text = render(template, [QUESTION, answer])
+    prompt = render(name, [QUESTION], add_generation_prompt=True)
+    text = render(name, [QUESTION, answer])
     assert text.startswith(prompt)
     text = text[len(prompt) :].removesuffix("\n").removesuffix("<|im_end|>")
     opened = prompt.rstrip().endswith("<think>")
@@ -541,7 +526,7 @@ def test_a_gemma_templates_calls_are_read_back():
         "content": "",
         "tool_calls": [call_of("read", arguments)],
     }
-    text = render(real_template("gemma-4"), [QUESTION, answer], bos_token="")
+    text = render("gemma-4", [QUESTION, answer])
     text = text[text.index("<|tool_call>", text.index("<|turn>model")) :]
     text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
 
