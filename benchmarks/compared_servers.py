@@ -35,17 +35,17 @@ def compare_with(file: Path) -> None:
 
 
 @dataclass
-class Reply(script("pi_like_probe").Reply):  # type: ignore[misc]
+class Reply(script("agent_steps").Reply):  # type: ignore[misc]
     """One answer, with the moment of every piece of it, in seconds since it was sent."""
 
     stamps: list[float] = field(default_factory=list)
     sent: float = 0.0  # perf_counter
 
-    def _add(self, delta: Body) -> bool:
-        has_text: bool = super()._add(delta)
-        if has_text:
-            self.stamps.append(self.seconds)
-        return has_text
+    def hear(self, event: Body, *, seconds: float) -> bool:
+        has_part: bool = super().hear(event, seconds=seconds)
+        if has_part:
+            self.stamps.append(seconds)
+        return has_part
 
     @property
     def message(self) -> Body:
@@ -61,7 +61,7 @@ class Reply(script("pi_like_probe").Reply):  # type: ignore[misc]
 
     @property
     def prefilled(self) -> int:
-        return int(self.n_prompt - self.n_cached)
+        return int(self.n_prompt - (self.n_cached or 0))
 
     @property
     def decode_speed(self) -> float:

@@ -45,7 +45,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Body = dict[str, Any]
@@ -97,23 +97,134 @@ class Step:
 
 @dataclass
 class Reply:
-    """What came back; `message` is as an agent sends it in its next request."""
+    """What the events of a reply have said so far, by either API."""
 
-    message: Body
-    seconds: float
-    first_token: float
-    prompt_tokens: int
-    cached_tokens: int | None
-    reply_tokens: int
+    id: str = ""
+    content: str = ""
+    reasoning: str = ""
+    reasoning_field: str = "reasoning_content"  # the name that it came under
+    calls: list[Body] = field(default_factory=list)  # with the arguments as they came
+    finish_reason: str = ""
+    n_prompt: int = 0  # tokens
+    n_cached: int | None = None  # of them; None: the server does not say
+    n_out: int = 0
+    ttft_seconds: float = 0.0  # 0: the reply is empty
+    seconds: float = 0.0
+
+    @property
+    def first_seconds(self) -> float:
+        """Until its first part; of an empty one until its end."""
+        return self.ttft_seconds or self.seconds
+
+    def hear(self, event: Body, *, seconds: float = 0.0) -> bool:
+        """Add an event; whether it has a part of the reply. `seconds`: until it came."""
+        self.seconds = seconds
+        self.id = event.get("id") or self.id
+        self._count(event)
+        parts = [self._add_block(event)]
+        for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            parts.append(self._add_delta(choice.get("delta") or {}))
+        if any(parts) and not self.ttft_seconds:
+            self.ttft_seconds = seconds
+        return any(parts)
+
+    def _count(self, event: Body) -> None:
+        usage = (event.get("message") or event).get("usage") or {}
+        if "input_tokens" in usage:  # Anthropic's, without those that were cached
+            self.n_cached = usage.get("cache_read_input_tokens")
+            n_written = usage.get("cache_creation_input_tokens") or 0
+            self.n_prompt = usage["input_tokens"] + (self.n_cached or 0) + n_written
+        elif "prompt_tokens" in usage:
+            self.n_prompt = usage["prompt_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self.n_cached = details.get("cached_tokens")
+        n_out = usage.get("output_tokens") or usage.get("completion_tokens")
+        self.n_out = n_out or self.n_out
+
+    def _add_block(self, event: Body) -> bool:
+        """A part of a block of Anthropic's API."""
+        block = event.get("content_block") or {}
+        delta = event.get("delta") or {}
+        self.content += delta.get("text") or ""
+        self.reasoning += delta.get("thinking") or ""
+        if block.get("type") == "tool_use":
+            self._add_call(block["id"], block["name"])
+        if "partial_json" in delta:
+            self.calls[-1]["function"]["arguments"] += delta["partial_json"]
+        has_text = bool(delta.get("text") or delta.get("thinking"))
+        return has_text or block.get("type") == "tool_use"
+
+    def _add_delta(self, delta: Body) -> bool:
+        """A part of a message of OpenAI's API."""
+        for name in ("reasoning_content", "reasoning"):
+            if delta.get(name):
+                self.reasoning_field = name
+                self.reasoning += delta[name]
+                break
+        self.content += delta.get("content") or ""
+        for piece in delta.get("tool_calls") or ():
+            function = piece.get("function") or {}
+            # It opens a call or continues that of its index, or (no index) the last one.
+            index = piece.get("index")
+            if index is None:
+                index = len(self.calls) - (not piece.get("id"))
+            if index >= len(self.calls):
+                self._add_call(piece.get("id"), function.get("name") or "")
+            arguments = function.get("arguments") or ""
+            self.calls[index]["function"]["arguments"] += arguments
+        names = ("content", "reasoning_content", "reasoning", "tool_calls")
+        return any(delta.get(name) for name in names)
+
+    def _add_call(self, call_id: str | None, name: str) -> None:
+        function = {"name": name, "arguments": ""}
+        call = {"id": call_id or f"call_{len(self.calls)}", "type": "function"}
+        self.calls.append({**call, "function": function})
+
+    def echo(self) -> Body | None:
+        """As PI sends it back; None: it has neither words nor calls, and PI drops it.
+
+        Arguments are parsed and written anew: an empty object for what is no JSON.
+        """
+        content = self.content if self.content.strip() else None
+        if content is None and not self.calls:
+            return None
+        message: Body = {"role": "assistant", "content": content}
+        if self.reasoning.strip():
+            message[self.reasoning_field] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [echo_call(call) for call in self.calls]
+        return message
+
+
+def echo_call(call: Body) -> Body:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = {}
+    text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return {**call, "function": {**function, "arguments": text}}
 
 
 class Server:
     """One server that is asked, by one of two APIs."""
 
-    def __init__(self, url: str, *, api: str, model: str, key: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+    def __init__(
+        self,
+        url: str,
+        *,
+        api: str = "openai",
+        model: str = "",
+        key: str = "unused",
+        seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Without a model it is the first that it has; `seconds`: see TIMEOUT_SECONDS."""
+        plain_url = url.rstrip("/").removesuffix("/v1")
+        self.url = plain_url if "://" in plain_url else f"http://{plain_url}"
         self._is_anthropic = api == "anthropic"
         self._key = key
+        self._seconds = seconds
         # No proxies: a server on this machine or in this house is asked.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.model = model or self._first_model()
@@ -132,12 +243,15 @@ class Server:
         payload = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(url, payload, headers, method=method)
-            return self._opener.open(request, timeout=TIMEOUT_SECONDS)
+            return self._opener.open(request, timeout=self._seconds)
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode(errors="replace")
-            raise CannotAsk(f"{url} answers {error.code}: {said}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise CannotAsk(f"{url} does not answer: {error}") from error
+            words = words_of(error.read(100_000).decode(errors="replace"))
+            raise CannotAsk(f"{url} answers {error.code}: {words}") from error
+        except (ValueError, http.client.InvalidURL) as error:
+            raise CannotAsk(f"{url}, or its key, cannot be used: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise CannotAsk(f"{self.url} does not answer: {reason}") from error
 
     def get(self, path: str) -> Any:
         """The JSON that is there. Raises CannotAsk."""
@@ -173,37 +287,38 @@ class Server:
             try:
                 for event in read_events(response):
                     if "error" in event:
-                        said = json.dumps(event["error"])[:500]
-                        raise CannotAsk(f"{self.url}{path} answers: {said}")
+                        words = words_of(json.dumps(event))
+                        raise CannotAsk(f"{self.url}{path} answers: {words}")
                     yield time.monotonic() - began, event
             except (OSError, http.client.HTTPException, ValueError) as error:
                 sentence = f"{self.url}{path} ends in mid-reply: {error}"
                 raise CannotAsk(sentence) from error
 
+    def stream(self, path: str, body: Body) -> Reply:
+        """Ask for a reply and read it to its end. Raises CannotAsk."""
+        reply = Reply()
+        for seconds, event in self.events(path, {"model": self.model, **body}):
+            reply.hear(event, seconds=seconds)
+        if not reply.n_prompt:
+            raise CannotAsk(f"{self.url}{path} counts no tokens of the prompt")
+        return reply
+
     def ask(self, request: Request, *, max_tokens: int, session: str) -> Reply:
-        """Send a request and read its reply to the end. Raises CannotAsk."""
+        """The reply to an agent's request. Raises CannotAsk."""
         if self._is_anthropic:
             path, body = "/v1/messages", to_anthropic(request, session)
         else:
             path, body = "/v1/chat/completions", to_openai(request)
-        body.update(model=self.model, max_tokens=max_tokens, stream=True, temperature=0)
-        reader: ReplyReader
-        reader = AnthropicReader() if self._is_anthropic else ChatReader()
-        first_token = None
-        seconds = 0.0
-        for seconds, event in self.events(path, body):
-            if reader.add(event) and first_token is None:
-                first_token = seconds
-        if not reader.prompt_tokens:
-            raise CannotAsk(f"{self.url}{path} counts no tokens of the prompt")
-        return Reply(
-            message=reader.message(),
-            seconds=seconds,
-            first_token=seconds if first_token is None else first_token,
-            prompt_tokens=reader.prompt_tokens,
-            cached_tokens=reader.cached_tokens,
-            reply_tokens=reader.reply_tokens,
-        )
+        body.update(max_tokens=max_tokens, stream=True, temperature=0)
+        return self.stream(path, body)
+
+
+def words_of(body: str) -> str:
+    """The sentence in the body of an error; without one its beginning."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:500]
 
 
 def read_events(response: Any) -> Iterator[Body]:
@@ -214,105 +329,6 @@ def read_events(response: Any) -> Iterator[Body]:
             event = json.loads(data)
             if isinstance(event, dict):
                 yield event
-
-
-class ReplyReader:
-    """What the events of a reply have said so far."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.reply_tokens = 0
-        self.cached_tokens: int | None = None
-        self._texts = {"content": "", "reasoning_content": ""}
-        self._calls: dict[int, Body] = {}
-
-    @property
-    def n_calls(self) -> int:
-        return len(self._calls)
-
-    def add(self, event: Body) -> bool:
-        """Whether an event has a part of the reply."""
-        raise NotImplementedError
-
-    def message(self) -> Body:
-        """The reply as an agent sends it back.
-
-        A call that was cut is left out, and a reply of nothing is "Done.".
-        """
-        message: Body = {"role": "assistant", "content": self._texts["content"]}
-        if self._texts["reasoning_content"]:
-            message["reasoning_content"] = self._texts["reasoning_content"]
-        calls = []
-        for number, call in sorted(self._calls.items()):
-            try:
-                arguments = json.loads(call["arguments"] or "{}")
-            except ValueError:
-                continue
-            if call["name"] and isinstance(arguments, dict):
-                function = {"name": call["name"], "arguments": json.dumps(arguments)}
-                call_id = call["id"] or f"call_{number}"
-                calls.append({"id": call_id, "type": "function", "function": function})
-        if calls:
-            message["tool_calls"] = calls
-        elif not message["content"].strip():
-            message["content"] = "Done."
-        return message
-
-
-class ChatReader(ReplyReader):
-    """Events of OpenAI's chats -> a message and the counts."""
-
-    def add(self, event: Body) -> bool:
-        """Whether it has a part of the reply."""
-        usage = event.get("usage") or {}
-        if usage:
-            self.prompt_tokens = usage.get("prompt_tokens", 0)
-            self.reply_tokens = usage.get("completion_tokens", 0)
-            details = usage.get("prompt_tokens_details") or {}
-            self.cached_tokens = details.get("cached_tokens")
-        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
-        for delta in deltas:
-            self._texts["content"] += delta.get("content") or ""
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            self._texts["reasoning_content"] += thought
-            for part in delta.get("tool_calls") or ():
-                self._add_call_part(part)
-        names = ("content", "reasoning_content", "reasoning", "tool_calls")
-        return any(delta.get(name) for delta in deltas for name in names)
-
-    def _add_call_part(self, part: Body) -> None:
-        empty = {"id": "", "name": "", "arguments": ""}
-        call = self._calls.setdefault(part.get("index", 0), empty)
-        function = part.get("function") or {}
-        call["id"] = part.get("id") or call["id"]
-        call["name"] = function.get("name") or call["name"]
-        call["arguments"] += function.get("arguments") or ""
-
-
-class AnthropicReader(ReplyReader):
-    """Events of the Messages API -> the same."""
-
-    def add(self, event: Body) -> bool:
-        """Whether it has a part of the reply."""
-        usage = (event.get("message") or event).get("usage") or {}
-        if "input_tokens" in usage:
-            self.cached_tokens = usage.get("cache_read_input_tokens")
-            self.prompt_tokens = (
-                usage["input_tokens"]
-                + (self.cached_tokens or 0)
-                + (usage.get("cache_creation_input_tokens") or 0)
-            )
-        self.reply_tokens = usage.get("output_tokens") or self.reply_tokens
-        block = event.get("content_block") or {}
-        if block.get("type") == "tool_use":
-            call = {"id": block["id"], "name": block["name"], "arguments": ""}
-            self._calls[event["index"]] = call
-            return True
-        delta = event.get("delta") or {}
-        self._texts["content"] += delta.get("text") or ""
-        self._texts["reasoning_content"] += delta.get("thinking") or ""
-        if "partial_json" in delta:
-            self._calls[event["index"]]["arguments"] += delta["partial_json"]
-        return bool(delta.get("text") or delta.get("thinking"))
 
 
 def to_openai(request: Request) -> Body:
@@ -366,7 +382,7 @@ def to_blocks(message: Body) -> Messages:
         }
         return [result]
     blocks: Messages = []
-    if message["content"].strip():
+    if (message["content"] or "").strip():
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -457,14 +473,11 @@ class Agent:
 
     def hear(self, reply: Reply) -> None:
         """Take the reply into the conversation, with results or the next question."""
-        self.messages.append(reply.message)
-        calls = reply.message.get("tool_calls", ())
-        for call in calls:
-            content = self.result()
-            self.messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": content}
-            )
-        if not calls:
+        self.messages.append(reply_message(reply))
+        for call in reply.calls:
+            result = {"role": "tool", "tool_call_id": call["id"]}
+            self.messages.append({**result, "content": self.result()})
+        if not reply.calls:
             # What a tool would have shown, whatever the model has written.
             self.messages.append(user(f"It prints:\n{self.result()}\nGo on."))
 
@@ -478,6 +491,11 @@ class Agent:
     def last_requests(self) -> Iterator[Beside]:
         """What it asks after the last step."""
         return iter(())
+
+
+def reply_message(reply: Reply) -> Body:
+    """The reply in the conversation; "Done." in the place of nothing."""
+    return reply.echo() or {"role": "assistant", "content": "Done."}
 
 
 def nobody(_reply: Reply) -> None:
@@ -564,24 +582,19 @@ class OpenClaw(Agent):
         )
         messages: Messages = []
         for number, kept in enumerate(self.messages):
-            message = {k: v for k, v in kept.items() if k != "reasoning_content"}
+            message = {k: v for k, v in kept.items() if not k.startswith("reasoning")}
             if message["role"] == "user":
                 minute = f"[Fri 2026-11-20 08:{number % 60:02d} UTC]"
                 message["content"] = f"{minute} {message['content']}"
             if "tool_call_id" in message:
                 message["tool_call_id"] = message["tool_call_id"].replace("_", "")
             if "tool_calls" in message:
-                message["tool_calls"] = [self._echo(c) for c in message["tool_calls"]]
+                calls = message["tool_calls"]
+                message["tool_calls"] = [
+                    {**call, "id": call["id"].replace("_", "")} for call in calls
+                ]
             messages.append(message)
         return [*messages, user(carrier)]
-
-    @staticmethod
-    def _echo(call: Body) -> Body:
-        function = call["function"]
-        arguments = json.loads(function["arguments"])
-        text = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
-        echoed = {**function, "arguments": text}
-        return {**call, "id": call["id"].replace("_", ""), "function": echoed}
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {
@@ -615,38 +628,31 @@ class Bench:
         reply = self.server.ask(
             request, max_tokens=self._max_tokens, session=agent.session
         )
-        known = max(
-            (
-                n_tokens
-                for messages, tools, n_tokens in self._known
-                if tools == request.tools and messages == request.plain[: len(messages)]
-            ),
-            default=0,
-        )
-        read = None
-        if reply.cached_tokens is not None:
-            read = reply.prompt_tokens - reply.cached_tokens
+        known = [
+            n_tokens
+            for messages, tools, n_tokens in self._known
+            if tools == request.tools and messages == request.plain[: len(messages)]
+        ]
+        n_tokens = reply.n_prompt
         step = Step(
             agent=agent.name,
             kind=request.kind,
             seconds=reply.seconds,
-            first_token=reply.first_token,
-            prompt_tokens=reply.prompt_tokens,
-            read_tokens=read,
-            fewest_tokens=max(1, reply.prompt_tokens - known),
-            reply_tokens=reply.reply_tokens,
+            first_token=reply.first_seconds,
+            prompt_tokens=n_tokens,
+            read_tokens=None if reply.n_cached is None else n_tokens - reply.n_cached,
+            fewest_tokens=max(1, n_tokens - max(known, default=0)),
+            reply_tokens=reply.n_out,
         )
         self.steps.append(step)
         lasting = request.plain[: request.n_lasting]
         n_tail = len(json.dumps(request.messages[request.n_lasting :]))
         n_all = len(json.dumps([request.tools, request.messages]))
-        n_tokens = reply.prompt_tokens
         if request.n_lasting < len(request.messages):  # its share, about
             n_tokens -= round(n_tokens * n_tail / n_all)
         else:
-            whole = [*request.plain, reply.message]
-            n_whole = n_tokens + reply.reply_tokens
-            self._known.append((whole, request.tools, n_whole))
+            whole = [*request.plain, reply_message(reply)]
+            self._known.append((whole, request.tools, n_tokens + reply.n_out))
         self._known.append((lasting, request.tools, n_tokens))
         return reply
 

@@ -17,18 +17,16 @@ chat was started in (--no-tools: it may not). Nothing is changed, and no command
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any, Final, NamedTuple
 
+from agent_steps import CannotAsk, Reply, Server
 from dotenv import dotenv_values
 from rich.console import Console
 from rich.text import Text
@@ -44,10 +42,6 @@ DEMO_MODEL: Final = "demo"
 MOST_CALLS: Final = 8  # in a row, then the person has the word again
 MOST_CHARACTERS: Final = 20_000  # of a file
 TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
-
-
-class ChatError(Exception):
-    """What went wrong, in one sentence for the person at the terminal."""
 
 
 # Tools: two that only look -------------------------------------------------------------
@@ -109,65 +103,25 @@ def _say_in_words(error: Exception, tool_name: str) -> str:
 # The server ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where requests go."""
-
-    url: str
-    key: str = ""
-
-    @contextmanager
-    def asked(
-        self, path: str, body: Body | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request that went well. Raises ChatError."""
-        parts = urlsplit(self.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "User-Agent": "start-llm-chat"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        full = parts.path.rstrip("/").removesuffix("/v1") + path
-        sent = json.dumps(body) if body else None
-        try:
-            with closing(kind(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
-                connection.request("POST" if body else "GET", full, sent, headers)
-                response = connection.getresponse()
-                if response.status != 200:
-                    raise ChatError(refusal(response.status, response.read()))
-                yield response
-        except (OSError, http.client.HTTPException) as error:
-            raise ChatError(unreachable(self.url, error)) from error
-
-    def stream(self, body: Body) -> Iterator[Body]:
-        """The chunks of one chat completion. Raises ChatError."""
-        with self.asked("/v1/chat/completions", body) as response:
-            for line in response:
-                text = line.decode("utf-8").strip().removeprefix("data:").strip()
-                if text.startswith("{"):
-                    yield json.loads(text)
-
-    def model(self) -> str:
-        """Which model answers. Raises ChatError."""
-        with self.asked("/v1/models") as response:
-            try:
-                return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise ChatError(f"{self.url} is no server of this kind.") from error
-
-
 def read_settings() -> dict[str, str | None]:
     """The settings as the server reads them: the environment goes before .env."""
     return {**dotenv_values(SETTINGS), **os.environ}
 
 
-def usual_server() -> Server:
-    """The server of this folder's settings."""
-    return server_of(read_settings())
+class Place(NamedTuple):
+    """Where a server is."""
+
+    url: str
+    key: str  # empty: it needs none
 
 
-def server_of(settings: Mapping[str, str | None]) -> Server:
-    """The server that these settings start; of several keys the first."""
+def usual_place() -> Place:
+    """Of the server of this folder's settings."""
+    return place_of(read_settings())
+
+
+def place_of(settings: Mapping[str, str | None]) -> Place:
+    """Of the server that these settings start; of several keys the first."""
 
     def setting(name: str) -> str:
         return (settings.get(name) or "").strip()
@@ -177,77 +131,42 @@ def server_of(settings: Mapping[str, str | None]) -> Server:
         host = "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     key = next(filter(None, map(str.strip, setting("API_KEY").split(","))), "")
-    return Server(f"http://{host}:{setting('MLX_PORT') or 8080}", key)
+    return Place(f"http://{host}:{setting('MLX_PORT') or 8080}", key)
 
 
-def unreachable(url: str, error: Exception) -> str:
-    """What to do about a server that does not answer."""
-    if isinstance(error, ConnectionRefusedError):
-        return (
-            f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
-        )
-    return f"The server at {url} went away: {str(error) or type(error).__name__}"
+def add_place_options(
+    parser: argparse.ArgumentParser, *, url: str = "--url", key: str = "--key"
+) -> None:
+    """The options for a server's URL and key, by these names."""
+    usual = usual_place()
+    parser.add_argument(
+        url, default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
+    )
+    parser.add_argument(
+        key, default=usual.key or "unused", help="default: the first of API_KEY"
+    )
 
 
-def refusal(status: int, body: bytes) -> str:
-    """The server's own words, if it said any."""
-    try:
-        return f"The server says {status}: {json.loads(body)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"The server says {status}."
+def advise(error: Exception) -> str:
+    """What went wrong, and what to do where nobody listens."""
+    reason = getattr(error.__cause__, "reason", None)
+    is_nobody = isinstance(reason, ConnectionRefusedError)
+    hint = ". Start one with: python3.12 install_and_run.py" if is_nobody else ""
+    return f"{error}{hint}"
 
 
 # One turn -------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Answer:
-    """A reply as it comes in, and what it cost."""
-
-    thought: str = ""
-    content: str = ""
-    calls: dict[int, Body] = field(default_factory=dict)
-    usage: Body = field(default_factory=dict)
-    first_seconds: float | None = None
-
-    def take(self, delta: Body) -> Text:
-        """Add a delta; returns what of it is to be shown."""
-        thought = delta.get("reasoning_content") or ""
-        content = delta.get("content") or ""
-        self.thought += thought
-        self.content += content
-
-        for part in delta.get("tool_calls") or ():
-            function = {"name": "", "arguments": ""}
-            new_call = {"id": "", "type": "function", "function": function}
-            call = self.calls.setdefault(part["index"], new_call)
-            call["id"] = part.get("id") or call["id"]
-            for name, text in part.get("function", {}).items():
-                call["function"][name] += text or ""
-
-        gap = "\n" if content and self.thought and content == self.content else ""
-        return Text.assemble((thought, "dim italic"), gap, content)
-
-    def message(self) -> Body:
-        """As it goes back to the server."""
-        message: Body = {"role": "assistant", "content": self.content}
-        if self.thought:
-            message["reasoning_content"] = self.thought
-        if self.calls:
-            message["tool_calls"] = list(self.calls.values())
-        return message
-
-    def cost(self, model: str) -> str:
-        """The line below a turn. A reply of the demo model is marked as such."""
-        prompt = self.usage.get("prompt_tokens", 0)
-        details = self.usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens", 0)
-        share = f" ({cached / prompt:.0%})" if prompt else ""
-        ttft = "-" if self.first_seconds is None else f"{self.first_seconds:.2f} s"
-        written = self.usage.get("completion_tokens", 0)
-        read = f"prompt {prompt}, cached {cached}{share}, new {prompt - cached}"
-        mark = "demo model · " if model == DEMO_MODEL else ""
-        return f"{mark}{read} · TTFT {ttft} · reply {written}"
+def cost_of(reply: Reply, model: str) -> str:
+    """The line below a turn. A reply of the demo model is marked as such."""
+    n_cached = reply.n_cached or 0
+    share = f" ({n_cached / reply.n_prompt:.0%})" if reply.n_prompt else ""
+    ttft = f"{reply.ttft_seconds:.2f} s" if reply.ttft_seconds else "-"
+    new = f"new {reply.n_prompt - n_cached}"
+    read = f"prompt {reply.n_prompt}, cached {n_cached}{share}, {new}"
+    mark = "demo model · " if model == DEMO_MODEL else ""
+    return f"{mark}{read} · TTFT {ttft} · reply {reply.n_out}"
 
 
 @dataclass(slots=True)
@@ -258,7 +177,6 @@ class Chat:
     console: Console
     root: Path
     tools: list[Body]
-    model: str = "any"
     messages: list[Body] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
@@ -267,23 +185,23 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         try:
             for _ in range(MOST_CALLS):
-                answer = self.hear()
-                self.messages.append(answer.message())
-                for call in answer.calls.values():
+                reply = self.hear()
+                empty = {"role": "assistant", "content": ""}
+                self.messages.append(reply.echo() or empty)
+                for call in reply.calls:
                     self.answer_call(call)
-                if not answer.calls:
+                if not reply.calls:
                     return
             self.console.print(f"(stopped after {MOST_CALLS} calls)", style="yellow")
-        except (ChatError, KeyboardInterrupt) as error:
+        except (CannotAsk, KeyboardInterrupt) as error:
             del self.messages[n_messages:]
-            self.console.print(
-                f"\n{str(error) or 'stopped'}", style="red", markup=False
-            )
+            sentence = advise(error) if isinstance(error, CannotAsk) else "stopped"
+            self.console.print(f"\n{sentence}", style="red", markup=False)
 
-    def hear(self) -> Answer:
-        """One reply, shown as it comes."""
+    def hear(self) -> Reply:
+        """One reply, shown as it comes. Raises CannotAsk."""
         body: Body = {
-            "model": self.model,
+            "model": self.server.model,
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -291,41 +209,31 @@ class Chat:
         if self.tools:
             body["tools"] = self.tools
 
-        answer = Answer()
-        began = time.monotonic()
-        is_whole = False
-        for chunk in self.server.stream(body):
-            if "error" in chunk:
-                raise ChatError(
-                    f"The server says: {chunk['error'].get('message', 'error')}"
-                )
-            answer.usage = chunk.get("usage") or answer.usage
-            for choice in chunk.get("choices", ()):
-                is_whole = is_whole or bool(choice.get("finish_reason"))
-                shown = answer.take(choice.get("delta", {}))
-                if answer.first_seconds is None and (shown.plain or answer.calls):
-                    answer.first_seconds = time.monotonic() - began
-                self.console.print(shown, end="", soft_wrap=True)
-        if not is_whole:
-            raise ChatError(f"The server at {self.server.url} went away in mid-answer.")
+        reply = Reply()
+        for seconds, event in self.server.events("/v1/chat/completions", body):
+            n_thought, n_said = len(reply.reasoning), len(reply.content)
+            reply.hear(event, seconds=seconds)
+            thought, content = reply.reasoning[n_thought:], reply.content[n_said:]
+            gap = "\n" if content and reply.reasoning and not n_said else ""
+            shown = Text.assemble((thought, "dim italic"), gap, content)
+            self.console.print(shown, end="", soft_wrap=True)
+        if not reply.finish_reason:
+            raise CannotAsk(f"The server at {self.server.url} went away in mid-answer.")
 
         self.console.print()
-        self.console.print(
-            answer.cost(self.model), style="dim cyan", markup=False, highlight=False
-        )
-        return answer
+        cost = cost_of(reply, self.server.model)
+        self.console.print(cost, style="dim cyan", markup=False, highlight=False)
+        return reply
 
     def answer_call(self, call: Body) -> None:
         """Do what the model asked for, and show that it was done."""
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
-        self.console.print(
-            f"→ {name} {arguments}", style="green", markup=False, highlight=False
-        )
-        result = use_tool(name, arguments, self.root)
-        self.messages.append(
-            {"role": "tool", "tool_call_id": call["id"], "content": result}
-        )
+        shown = f"→ {name} {arguments}"
+        self.console.print(shown, style="green", markup=False, highlight=False)
+        content = use_tool(name, arguments, self.root)
+        result = {"role": "tool", "tool_call_id": call["id"], "content": content}
+        self.messages.append(result)
 
 
 def greeting(model: str, folder: Path, *, has_tools: bool = True) -> str:
@@ -368,31 +276,19 @@ def converse(chat: Chat, system: str) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    usual = usual_server()
-    parser.add_argument(
-        "--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
-    )
-    parser.add_argument(
-        "--key", default=usual.key, help="default: the first of API_KEY"
-    )
+    add_place_options(parser)
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument(
         "--no-tools", action="store_true", help="offer the model no tools"
     )
     chosen = parser.parse_args()
     console = Console()
-    url = chosen.url if "://" in chosen.url else f"http://{chosen.url}"
-    try:  # what http.client would fail on
-        _ = urlsplit(url).port, chosen.key.encode("latin-1")
-    except ValueError as error:
-        sys.exit(f"--url or --key cannot be used: {error}")
-    server = Server(url.rstrip("/"), chosen.key)
-    chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
-        chat.model = server.model()
-        lines = greeting(chat.model, chat.root, has_tools=bool(chat.tools))
-    except (ChatError, KeyboardInterrupt) as error:
-        sys.exit(str(error) or "stopped")
+        server = Server(chosen.url, key=chosen.key, seconds=TIMEOUT_SECONDS)
+    except (CannotAsk, KeyboardInterrupt) as error:
+        sys.exit(advise(error) if isinstance(error, CannotAsk) else "stopped")
+    chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
+    lines = greeting(server.model, chat.root, has_tools=bool(chat.tools))
     console.print(lines, style="dim", markup=False, highlight=False)
     converse(chat, chosen.system)
 

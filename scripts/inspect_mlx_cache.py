@@ -18,17 +18,15 @@ import json
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from agent_steps import CannotAsk, Server
-from chat import usual_server
+from agent_steps import Body, CannotAsk, Server
+from chat import add_place_options
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-Body = dict[str, Any]
 COLUMNS = (
     "time",
     "prompt",
@@ -43,12 +41,13 @@ COLUMNS = (
     "stable_prefix_msg_count",
     "rules",
 )
+TIMEOUT_SECONDS = 10.0  # it answers at once, whatever it computes
 WIDE = 10_000  # columns, where no terminal limits them
 
 
 def status_of(url: str, key: str) -> Body:
     """GET /v1/status, with the details of the cache. Raises CannotAsk."""
-    server = Server(url, api="openai", model="any", key=key)
+    server = Server(url, model="any", key=key, seconds=TIMEOUT_SECONDS)
     body: Body = server.get("/v1/status?detail=cache")
     return body
 
@@ -129,13 +128,7 @@ def main() -> int:
         description=__doc__.splitlines()[0] if __doc__ else None
     )
     parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
-    usual = usual_server()
-    parser.add_argument(
-        "--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
-    )
-    parser.add_argument(
-        "--key", default=usual.key, help="default: the first of API_KEY"
-    )
+    add_place_options(parser)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     width = None if sys.stdout.isatty() else WIDE

@@ -53,8 +53,8 @@ from typing import Final
 
 import agent_steps
 import psutil  # type: ignore[import-untyped]
-from agent_steps import CannotAsk
-from pi_like_probe import TOOLS, Agent, Body, Prose, Reply, Server
+from agent_steps import Body, CannotAsk, Reply
+from pi_like_probe import TOOLS, Agent, Prose, Server
 from rich.console import Console
 from rich.table import Table
 
@@ -289,7 +289,7 @@ class Figures:
 
 def decode_speed(reply: Reply) -> float | None:
     """Tokens a second of one reply, from its first token on; None of too few."""
-    seconds = reply.seconds - reply.ttft_seconds
+    seconds = reply.seconds - reply.first_seconds
     if reply.n_out < LEAST_DECODED or seconds <= 0:
         return None
     return (reply.n_out - 1) / seconds
@@ -329,7 +329,7 @@ class Measurement:
 
     def _ask(self, agent: Agent, max_tokens: int) -> Reply:
         body = agent.body(max_tokens=max_tokens, effort="low")
-        return self._server.stream({**body, "temperature": 0})
+        return self._server.ask_chat({**body, "temperature": 0})
 
     def _warm_up(self) -> None:
         """Compile the kernels, learn the machine's speed, and plan."""
@@ -343,7 +343,7 @@ class Measurement:
             return
         model = self._server.get("/v1/status")["model"]
         self.plan = make_plan(
-            reply.n_prompt / (reply.ttft_seconds or reply.seconds),
+            reply.n_prompt / (reply.first_seconds),
             most_tokens=model["context_length"],
         )
 
@@ -357,13 +357,13 @@ class Measurement:
                 agent.hear(latest)
                 latest = self._ask(agent, 16)
                 warm.append(latest)
-            seconds = [reply.ttft_seconds or reply.seconds for reply in (cold, *warm)]
+            seconds = [reply.first_seconds for reply in (cold, *warm)]
             self.figures.first_token.append(
                 FirstToken(
                     prompt_tokens=cold.n_prompt,
                     cold_seconds=seconds[0],
                     warm_seconds=statistics.median(seconds[1:]),
-                    warm_cached_share=min(r.n_cached / r.n_prompt for r in warm),
+                    warm_cached_share=min((r.n_cached or 0) / r.n_prompt for r in warm),
                 )
             )
 
@@ -384,7 +384,7 @@ class Measurement:
 
     def _measure_decode(self) -> None:
         question = "Tell a long story about a lighthouse, with many details."
-        reply = self._server.stream(
+        reply = self._server.ask_chat(
             {
                 "messages": [{"role": "user", "content": question}],
                 "max_tokens": self.plan.decode_tokens,
@@ -404,16 +404,16 @@ class Measurement:
 
         began = time.perf_counter()
         with ThreadPoolExecutor(N_AGENTS) as pool:
-            replies = list(pool.map(self._server.stream, bodies))
+            replies = list(pool.map(self._server.ask_chat, bodies))
         seconds = time.perf_counter() - began
 
         figures = self.figures
-        n_computed = sum(reply.n_prompt - reply.n_cached for reply in replies)
+        n_computed = sum(reply.n_prompt - (reply.n_cached or 0) for reply in replies)
         longest = max(reply.n_prompt for reply in replies)
         figures.eight_tokens_per_second = sum(r.n_out for r in replies) / seconds
         figures.eight_prefix_computed = n_computed / longest
         figures.eight_slowest_first_token = max(
-            reply.ttft_seconds or reply.seconds for reply in replies
+            reply.first_seconds for reply in replies
         )
 
     def _measure_rewrite(self) -> None:
@@ -423,7 +423,7 @@ class Measurement:
             f" welcome_0. Answer with the file alone.\n\n```python\n{text}```"
         )
         n_tokens = int(len(question) / 2)
-        reply = self._server.stream(
+        reply = self._server.ask_chat(
             {
                 "messages": [{"role": "user", "content": question}],
                 "max_tokens": n_tokens,

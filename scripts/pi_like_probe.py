@@ -49,19 +49,17 @@ import secrets
 import sys
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import agent_steps
-from agent_steps import CannotAsk
-from chat import read_settings, usual_server
+from agent_steps import Body, CannotAsk, Reply
+from chat import add_place_options, read_settings, usual_place
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-
-Body = dict[str, Any]
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
@@ -76,67 +74,7 @@ RESULT_CHARS: Final = 160
 IMAGE_SIDE: Final = 224  # pixels of the image made here
 
 
-# The wire ----------------------------------------------------------------------------------------
-
-REASONING_FIELDS: Final = ("reasoning_content", "reasoning")
-
-
-@dataclass(slots=True)
-class Reply:
-    """One streamed answer, joined; times in seconds since the request was sent."""
-
-    id: str = ""
-    content: str = ""
-    reasoning: str = ""
-    reasoning_field: str = REASONING_FIELDS[0]  # the name it came under
-    # `tool_calls`, with the arguments as they came.
-    calls: list[Body] = field(default_factory=list)
-    finish_reason: str = ""
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_out: int = 0
-    ttft_seconds: float = 0.0  # 0: the reply is empty
-    seconds: float = 0.0
-
-    def hear(self, event: Body, *, seconds: float) -> None:
-        """Add one event of the stream."""
-        self.seconds = seconds
-        self.id = event.get("id") or self.id
-        if usage := event.get("usage"):
-            self.n_prompt = usage["prompt_tokens"]
-            self.n_out = usage["completion_tokens"]
-            details = usage.get("prompt_tokens_details") or {}
-            self.n_cached = details.get("cached_tokens") or 0
-
-        for choice in event.get("choices") or ():
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            if self._add(choice.get("delta") or {}) and not self.ttft_seconds:
-                self.ttft_seconds = seconds
-
-    def _add(self, delta: Body) -> bool:
-        """Whether this delta has text or a call."""
-        name = next((name for name in REASONING_FIELDS if delta.get(name)), "")
-        if name:
-            self.reasoning_field = name
-            self.reasoning += delta[name]
-        self.content += delta.get("content") or ""
-        for piece in delta.get("tool_calls") or ():
-            self._add_call(piece)
-        return bool(name or delta.get("content") or delta.get("tool_calls"))
-
-    def _add_call(self, piece: Body) -> None:
-        """A piece opens a call or continues that of its index, or (no index) the last call."""
-        function_piece = piece.get("function") or {}
-        index = piece.get("index")
-        if index is None:
-            index = len(self.calls) if piece.get("id") else len(self.calls) - 1
-
-        if index >= len(self.calls):
-            function = {"name": function_piece.get("name") or "", "arguments": ""}
-            call = {"id": piece.get("id"), "type": "function", "function": function}
-            self.calls.append(call)
-        arguments = function_piece.get("arguments") or ""
-        self.calls[index]["function"]["arguments"] += arguments
+# The server --------------------------------------------------------------------------------------
 
 
 class Server(agent_steps.Server):
@@ -146,10 +84,10 @@ class Server(agent_steps.Server):
         self, base_url: str, *, model: str, api_key: str, status_url: str = ""
     ) -> None:
         """`status_url`: where start-llm's status is; empty: at `base_url`."""
-        super().__init__(base_url, api="openai", model=model, key=api_key)
-        self._behind = self
+        super().__init__(base_url, model=model, key=api_key)
+        self._behind: agent_steps.Server = self
         if status_url:
-            self._behind = Server(status_url, model=self.model, api_key=api_key)
+            self._behind = agent_steps.Server(status_url, model="any", key=api_key)
 
     def counters(self) -> dict[str, int] | None:
         """What start-llm counts; None where the server has no such page."""
@@ -173,57 +111,21 @@ class Server(agent_steps.Server):
             return {}
         return body if isinstance(body, dict) else {}
 
-    def stream(self, body: Body) -> Reply:
+    def ask_chat(self, body: Body) -> Reply:
         """Stream one chat request to its end."""
-        reply = Reply()
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        request = {"model": self.model, **body, **options}
-        for seconds, event in self.events("/v1/chat/completions", request):
-            reply.hear(event, seconds=seconds)
-        if not reply.n_prompt:
-            raise CannotAsk(
-                f"{self.url} ended a stream without usage; it is needed here"
-            )
-        return reply
+        return self.stream("/v1/chat/completions", {**body, **options})
 
 
 # PI ----------------------------------------------------------------------------------------------
 
 
-def pi_echo(reply: Reply) -> Body | None:
-    """The reply as PI sends it back; None where PI drops it: it has neither words nor calls."""
-    content = reply.content if reply.content.strip() else None
-    if content is None and not reply.calls:
-        return None
-    message: Body = {"role": "assistant", "content": content}
-    if reply.reasoning.strip():
-        message[reply.reasoning_field] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = [_echoed_call(call) for call in reply.calls]
-    return message
-
-
-def _echoed_call(call: Body) -> Body:
-    """Its arguments parsed and written anew; an empty object for what is no JSON."""
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = {}
-    text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return {**call, "function": {**function, "arguments": text}}
-
-
 def tool(
-    name: str, description: str, *, required: Body, optional: Body | None = None
+    name: str, description: str, *, n_optional: int = 0, **properties: Body
 ) -> Body:
-    """`required`, `optional`: name of a parameter -> its schema."""
-    properties = {**required, **(optional or {})}
-    parameters = {
-        "type": "object",
-        "required": list(required),
-        "properties": properties,
-    }
+    """A tool by the schemas of its parameters; the last `n_optional` may be left out."""
+    required = list(properties)[: len(properties) - n_optional]
+    parameters = {"type": "object", "required": required, "properties": properties}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -235,29 +137,15 @@ CHANGE: Final[Body] = {
     "required": ["oldText", "newText"],
     "properties": {"oldText": TEXT, "newText": TEXT},
 }
+READ: Final = "Show a file of the project, whole or from line `offset` on."
+BASH: Final = "Run a command in the project's folder and show what it prints."
+EDIT: Final = "Replace pieces of a file; each old text must occur in it once."
+WRITE: Final = "Write a file, a new one or over an old one."
 TOOLS: Final[tuple[Body, ...]] = (
-    tool(
-        "read",
-        "Show a file of the project, whole or from line `offset` on.",
-        required={"path": TEXT},
-        optional={"offset": NUMBER, "limit": NUMBER},
-    ),
-    tool(
-        "bash",
-        "Run a command in the project's folder and show what it prints.",
-        required={"command": TEXT},
-        optional={"timeout": NUMBER},
-    ),
-    tool(
-        "edit",
-        "Replace pieces of a file; each old text must occur in it once.",
-        required={"path": TEXT, "edits": {"type": "array", "items": CHANGE}},
-    ),
-    tool(
-        "write",
-        "Write a file, a new one or over an old one.",
-        required={"path": TEXT, "content": TEXT},
-    ),
+    tool("read", READ, n_optional=2, path=TEXT, offset=NUMBER, limit=NUMBER),
+    tool("bash", BASH, n_optional=1, command=TEXT, timeout=NUMBER),
+    tool("edit", EDIT, path=TEXT, edits={"type": "array", "items": CHANGE}),
+    tool("write", WRITE, path=TEXT, content=TEXT),
 )
 RESULTS: Final[Mapping[str, str]] = {  # how a canned result begins
     "read": "# notes\n\n",
@@ -342,7 +230,7 @@ class Agent:
 
     def hear(self, reply: Reply) -> None:
         """Go on from this reply: afterwards the conversation is ready for the next request."""
-        echo = pi_echo(reply)
+        echo = reply.echo()
         if echo is not None:
             self.messages.append(echo)
         for call in reply.calls:
@@ -397,6 +285,7 @@ def measure_turn(
     """What a reply says about the cache, seen after the turn before it."""
     number = 1
     n_known = 0
+    n_cached = reply.n_cached or 0
     if last_turn is not None:
         number = last_turn.number + 1
         n_known = last_turn.prompt + last_turn.out
@@ -404,10 +293,10 @@ def measure_turn(
         number=number,
         asked=asked_role,
         prompt=reply.n_prompt,
-        cached=reply.n_cached,
+        cached=n_cached,
         out=reply.n_out,
-        lost=max(0, n_known - reply.n_cached),
-        ttft_seconds=round(reply.ttft_seconds or reply.seconds, 4),
+        lost=max(0, n_known - n_cached),
+        ttft_seconds=round(reply.first_seconds, 4),
         seconds=round(reply.seconds, 4),
         finish=reply.finish_reason,
         drops_thinking=drops_thinking,
@@ -554,17 +443,9 @@ def show(report: Report, console: Console) -> None:
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """The options that every probe has; what they leave open is as in .env."""
-    usual = usual_server()
-    parser.add_argument(
-        "--base-url",
-        default=usual.url,
-        help="with or without /v1; default: as MLX_HOST and MLX_PORT say",
-    )
+    add_place_options(parser, url="--base-url", key="--api-key")
     parser.add_argument(
         "--model", default="", help="name to ask for (default: the first one)"
-    )
-    parser.add_argument(
-        "--api-key", default=usual.key or "none", help="default: the first of API_KEY"
     )
     parser.add_argument(
         "--role",
@@ -580,7 +461,7 @@ def find_status_url(base_url: str) -> str:
     parts = urllib.parse.urlsplit(base_url)
     is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
     is_proxy = is_local and str(parts.port) == proxy_port
-    return usual_server().url if is_proxy else ""
+    return usual_place().url if is_proxy else ""
 
 
 def server_from(options: argparse.Namespace) -> Server:
@@ -630,7 +511,7 @@ def probe(options: argparse.Namespace) -> Report:
     for _ in tracked(range(options.turns), "turns"):
         asked_role = agent.messages[-1]["role"]
         body = agent.body(max_tokens=options.max_tokens, effort="medium")
-        reply = server.stream(body)
+        reply = server.ask_chat(body)
         if last_turn is None:
             first_counters = server.counters()
         last_turn = measure_turn(

@@ -33,15 +33,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from agent_steps import CannotAsk
+from agent_steps import Body, CannotAsk, Reply
 from pi_like_probe import (
     TOOLS,
-    Body,
     Prose,
-    Reply,
     Server,
     add_server_options,
-    pi_echo,
     server_from,
     tracked,
 )
@@ -175,8 +172,8 @@ class Talk:
             "max_completion_tokens": MAX_TOKENS,
             "chat_template_kwargs": {"enable_thinking": False},
         }
-        reply = self.server.stream(body)
-        echo = pi_echo(reply)
+        reply = self.server.ask_chat(body)
+        echo = reply.echo()
         if echo is not None:
             self.n_continued = reply.n_prompt
         self.messages.append(echo or {"role": "assistant", "content": "Done."})
@@ -187,7 +184,7 @@ class Talk:
         row = {
             "what": kind,
             "prompt": reply.n_prompt,
-            "cached": reply.n_cached,
+            "cached": reply.n_cached or 0,
             "at_least": max(0, at_least),
             "at_most": reply.n_prompt - 1 if at_most is None else at_most,
         }

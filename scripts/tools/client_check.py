@@ -47,8 +47,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import agent_steps
-from agent_steps import AnthropicReader, CannotAsk, ChatReader, ReplyReader
-from chat import usual_server
+from agent_steps import CannotAsk, Reply
+from chat import add_place_options
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
     "claude-code": drive.ClaudeCode,
@@ -206,11 +206,11 @@ def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
             reply = read_reply(prompt.exchange)
             row = Row(
                 number,
-                n_prompt=reply.prompt_tokens,
-                n_cached=reply.cached_tokens or 0,
-                n_reply=reply.reply_tokens,
+                n_prompt=reply.n_prompt,
+                n_cached=reply.n_cached or 0,
+                n_reply=reply.n_out,
                 n_known=n_known,
-                n_calls=reply.n_calls,
+                n_calls=len(reply.calls),
             )
             rows.append(row)
             n_known = row.n_prompt + row.n_reply
@@ -224,10 +224,9 @@ def is_done(exchange: Exchange) -> bool:
     return exchange.status == 200 and (exchange.is_whole or has_last_event)
 
 
-def read_reply(exchange: Exchange) -> ReplyReader:
+def read_reply(exchange: Exchange) -> Reply:
     """What a reply says, streamed or whole, of either API."""
-    reader: ReplyReader
-    reader = AnthropicReader() if exchange.api == "messages" else ChatReader()
+    reply = Reply()
     events = list(stream_events(exchange.reply.split("\n")))
     if exchange.reply.startswith("{"):
         whole = json.loads(exchange.reply)
@@ -239,8 +238,8 @@ def read_reply(exchange: Exchange) -> ReplyReader:
             delta = {"tool_calls": [{**c, "index": n} for n, c in enumerate(calls)]}
             events.append({"choices": [{"delta": delta}]})
     for event in events:
-        reader.add(event)
-    return reader
+        reply.hear(event)
+    return reply
 
 
 def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchange]:
@@ -302,19 +301,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Check a server's cache with a real client."
     )
     parser.add_argument("name", choices=CLIENTS)
-    usual = usual_server()
-    parser.add_argument(
-        "--url",
-        default=usual.url,
-        help="the server, without /v1; default: as MLX_HOST and MLX_PORT say",
-    )
+    add_place_options(parser)
     parser.add_argument(
         "--model", default="", help="its name there; default: the first that it has"
-    )
-    parser.add_argument(
-        "--key",
-        default=usual.key or "none",
-        help="API key to send; default: the first of API_KEY",
     )
     parser.add_argument("--minutes", type=float, default=10, help="longest turn")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -327,9 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(CLIENTS[args.name].how_to_install(), file=sys.stderr)
         return 2
     try:
-        server = agent_steps.Server(
-            args.url, api="openai", model=args.model, key=args.key
-        )
+        server = agent_steps.Server(args.url, model=args.model, key=args.key)
         args.model = server.model
         with TemporaryDirectory(ignore_cleanup_errors=True) as room:
             # Of macOS's folder for temporary files, a client knows the other name.

@@ -28,7 +28,7 @@ def served():
 def start_chat(served, folder=GARDEN):
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
     console = Console(file=StringIO(), width=200)
-    return chat.Chat(chat.Server(url), console, folder, chat.TOOLS, chat.DEMO_MODEL)
+    return chat.Chat(chat.Server(url), console, folder, chat.TOOLS)
 
 
 def list_of(folder):

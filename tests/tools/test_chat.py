@@ -7,6 +7,7 @@ from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
+import agent_steps
 import chat
 import pytest
 from rich.console import Console
@@ -28,7 +29,8 @@ def url_of(served):
 
 def chat_with(url, folder):
     console = Console(file=StringIO(), width=200)
-    return chat.Chat(chat.Server(url), console, folder, chat.TOOLS), console.file
+    server = chat.Server(url, model="any")
+    return chat.Chat(server, console, folder, chat.TOOLS), console.file
 
 
 def test_turns_say_what_was_cached(served, tmp_path):
@@ -61,9 +63,10 @@ def test_a_missing_server_is_one_clear_sentence(tmp_path):
     talk.ask("Hello")
 
     assert talk.messages == []
-    hint = "Start one with: python3.12 install_and_run.py"
-    assert f"No server answers at {url}. {hint}" in output.getvalue()
-    assert "Traceback" not in output.getvalue()
+    shown = output.getvalue()
+    assert f"{url} does not answer: " in shown
+    assert "Start one with: python3.12 install_and_run.py" in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize(
@@ -77,17 +80,17 @@ def test_a_missing_server_is_one_clear_sentence(tmp_path):
     ],
 )
 def test_the_server_is_where_its_settings_say(settings, url, key):
-    assert chat.server_of(settings) == chat.Server(url, key)
+    assert chat.place_of(settings) == chat.Place(url, key)
 
 
 def test_half_an_answer_is_none(tmp_path, monkeypatch):
-    def stream(self, body):
+    def events(self, path, body):
         choice = {"delta": {"content": "Half an ans"}, "finish_reason": None}
-        yield {"choices": [choice]}
+        yield 0.1, {"choices": [choice]}
 
-    monkeypatch.setattr(chat.Server, "stream", stream)
+    monkeypatch.setattr(chat.Server, "events", events)
     output = StringIO()
-    server = chat.Server("http://here")
+    server = chat.Server("http://here", model="any")
     talk = chat.Chat(server, Console(file=output), tmp_path, [])
 
     talk.ask("hello")
@@ -96,9 +99,9 @@ def test_half_an_answer_is_none(tmp_path, monkeypatch):
 
 
 def test_a_refusal_is_told_in_the_servers_words():
-    body = b'{"error": {"message": "loading"}}'
-    assert chat.refusal(503, body) == "The server says 503: loading"
-    assert chat.refusal(500, b"<html>") == "The server says 500."
+    body = '{"error": {"message": "loading"}}'
+    assert agent_steps.words_of(body) == "loading"
+    assert agent_steps.words_of("<html>") == "<html>"
 
 
 def test_the_tools_look_and_never_leave_the_folder(tmp_path):

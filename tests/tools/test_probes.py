@@ -255,7 +255,7 @@ def reply_of(**fields: Any) -> Any:
 def test_a_reply_of_calls_alone_is_echoed_without_content():
     for content in ("", "\n\n"):
         reply = reply_of(content=content, reasoning="Hm.", calls=True)
-        echo = pi.pi_echo(reply)
+        echo = reply.echo()
         assert echo["content"] is None
         assert echo["reasoning_content"] == "Hm."
         arguments = echo["tool_calls"][0]["function"]["arguments"]
@@ -263,7 +263,7 @@ def test_a_reply_of_calls_alone_is_echoed_without_content():
 
 
 def test_a_reply_of_thinking_alone_is_dropped():
-    assert pi.pi_echo(reply_of(reasoning="Hm.", content=" \n")) is None
+    assert reply_of(reasoning="Hm.", content=" \n").echo() is None
 
 
 def test_an_error_in_the_stream_is_no_reply(monkeypatch):
@@ -271,7 +271,7 @@ def test_an_error_in_the_stream_is_no_reply(monkeypatch):
     stream = io.BytesIO(b'data: {"error": {"message": "engine died"}}\n')
     monkeypatch.setattr(server, "open", lambda *_: stream)
     with pytest.raises(pi.CannotAsk, match="engine died"):
-        server.stream({})
+        server.ask_chat({})
 
 
 # Verdicts -----------------------------------------------------------------------------------------
