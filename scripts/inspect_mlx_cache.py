@@ -141,7 +141,8 @@ def main() -> int:
         else:
             show_status(status_of(args.url, args.key), console)
     except (CannotAsk, OSError, ValueError) as error:
-        sys.stderr.write(f"{args.log or args.url}: {error}\n")
+        place = f"{args.log}: " if args.log else ""
+        sys.stderr.write(f"{place}{error}\n")
         return 2
     return 0
 

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,14 +66,9 @@ class LaunchError(Exception):
 
 
 def say(text: str) -> None:
-    """Print a line for the person; stdout belongs to the client."""
-    print(f"start-llm: {text}", file=sys.stderr, flush=True)
-
-
-def say_if(text: str) -> None:
-    """The same, unless there is nothing to say."""
+    """Print a line for the person, if there is any; stdout belongs to the client."""
     if text:
-        say(text)
+        print(f"start-llm: {text}", file=sys.stderr, flush=True)
 
 
 # The table: what each client is given ----------------------------------------------------------
@@ -487,11 +482,8 @@ def url_of(host: str, port: str) -> str:
 
 def first_key(settings: Mapping[str, str], *names: str) -> str:
     """The first key of the first of these settings that has one, or nothing."""
-    for name in names:
-        for key in settings.get(name, "").split(","):
-            if key.strip():
-                return key.strip()
-    return ""
+    keys = [key.strip() for name in names for key in settings.get(name, "").split(",")]
+    return next(filter(None, keys), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,10 +499,9 @@ class Place:
         Raises OSError or HTTPException where nothing answers, ValueError for a bad URL.
         """
         parts = urlsplit(self.url)
-        is_secure = parts.scheme == "https"
-        connect = (
-            http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-        )
+        connect: type[http.client.HTTPConnection] = http.client.HTTPConnection
+        if parts.scheme == "https":
+            connect = http.client.HTTPSConnection
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with closing(connect(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
             connection.request("GET", parts.path + path, headers=headers)
@@ -531,7 +522,9 @@ def ask(place: Place, path: str) -> tuple[int, Json]:
         raise LaunchError(f"{place.url} went away: {error}") from error
 
 
-def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, Place]:
+def find_places(
+    options: argparse.Namespace, settings: Mapping[str, str]
+) -> tuple[Place, Place]:
     """The server, and LiteLLM. Raises LaunchError."""
     url = options.url.rstrip("/").removesuffix("/v1")
     if not url:
@@ -585,8 +578,10 @@ def find_target(server: Server, *, is_small: bool) -> Target:
     """What a client is told about the server. Raises LaunchError."""
     place = server.place
     context = server.entry.get("context_length")
-    if server.is_proxy:
-        context = read_proxy_context(place)
+    if server.is_proxy:  # which lists names alone
+        _, body = ask(place, "/model/info")
+        with suppress(LookupError, TypeError):
+            context = body["data"][0]["model_info"]["max_input_tokens"]
     if not isinstance(context, int):
         raise LaunchError(f"{place.url} is no start-llm: it names no model.")
 
@@ -598,18 +593,6 @@ def find_target(server: Server, *, is_small: bool) -> Target:
         is_small=is_small,
         efforts=server.efforts,
     )
-
-
-def read_proxy_context(proxy: Place) -> object:
-    """Tokens of the model's context, which LiteLLM does not list beside its name.
-
-    Raises LaunchError.
-    """
-    _, body = ask(proxy, "/model/info")
-    try:
-        return body["data"][0]["model_info"]["max_input_tokens"]
-    except (LookupError, TypeError):
-        return None
 
 
 def check_small_model(proxy: Target, name: str) -> None:
@@ -691,6 +674,14 @@ def seen_from_here(proxy_url: str, server_url: str) -> str:
     return url_of(host, str(proxy.port))
 
 
+HEALTH_FAULTS: Final = {
+    "loading": "still loads its model; run this again when its console says that the "
+    "model is served.",
+    "draining": "is being drained, and takes no new sessions.",
+    "error": "has failed: {error}",
+}
+
+
 def check_health(server: Place) -> int:
     """The status of an answer, 200 or 401. Raises LaunchError where it cannot work now."""
     start = f"start it with: python3.12 {ROOT / 'install_and_run.py'}"
@@ -704,17 +695,9 @@ def check_health(server: Place) -> int:
     if status == 401:
         return status
     state = body.get("status")
-    if state == "loading":
-        raise LaunchError(
-            f"the server at {server.url} still loads its model; run this again when its "
-            "console says that the model is served."
-        )
-    if state == "draining":
-        raise LaunchError(
-            f"the server at {server.url} is being drained, and takes no new sessions."
-        )
-    if state == "error":
-        raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
+    if str(state) in HEALTH_FAULTS:
+        reason = HEALTH_FAULTS[str(state)].format(error=body.get("error"))
+        raise LaunchError(f"the server at {server.url} {reason}")
     if status != 200 or state not in ("ok", "asleep"):
         raise LaunchError(f"what answers at {server.url} is no start-llm; {start}")
     return status
@@ -776,9 +759,7 @@ def clients_with_room(context: int, *, n_work: int = CALL_TOKENS) -> list[str]:
     for client in CLIENTS.values():
         if client.least_context(n_work=n_work) <= context:
             names.append(client.title)
-        elif client.small_prompt and (
-            client.least_context(is_small=True, n_work=n_work) <= context
-        ):
+        elif client.least_context(is_small=True, n_work=n_work) <= context:
             names.append(f"{client.title} with --small")
     return names
 
@@ -793,16 +774,13 @@ def explain_compaction(name: str, target: Target) -> str:
     if n_work >= HOUR_TOKENS:
         return ""
 
-    others = []
-    for other_name, is_small in ((name, True), ("pi", False)):
-        other = CLIENTS[other_name]
-        other_target = replace(target, is_small=is_small)
-        if is_small and not other.small_prompt:
-            continue
-        if (n_other := other.count_work(other_target)) > n_work:
-            command = f"{other_name} --small" if is_small else other_name
-            others.append(f"`launch {command}` after {n_other:,}")
-    advice = f"; {' and '.join(others)}" if others else ""
+    others = {}
+    if client.small_prompt:
+        n_small = client.count_work(replace(target, is_small=True))
+        others[f"{name} --small"] = n_small
+    others["pi"] = CLIENTS["pi"].count_work(target)
+    better = [f"`launch {c}` after {n:,}" for c, n in others.items() if n > n_work]
+    advice = f"; {' and '.join(better)}" if better else ""
     n_calls = max(1, n_work // CALL_TOKENS)
     often = f"{n_calls} calls" if n_calls > 1 else "call"
     return (
@@ -878,16 +856,9 @@ def pass_signals_on(pid: int) -> None:
 
 def is_in_foreground() -> bool:
     """Whether Ctrl-C at a terminal goes to our process group, and so to the client."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
 def wait_for(pid: int) -> int:
@@ -910,8 +881,7 @@ def show_setup(client: Client, setup: Setup, arguments: Sequence[str]) -> str:
     """The command, its environment and its files."""
     filled = fill_in(setup, "FOLDER")
     lines = [f"unset {' '.join(setup.unset)}"] if setup.unset else []
-    for name, text in filled.environment.items():
-        lines.append(f"export {name}={shlex.quote(text)}")
+    lines += [f"export {n}={shlex.quote(t)}" for n, t in filled.environment.items()]
     lines.append(shlex.join([client.program, *filled.arguments, *arguments]))
     for name, text in setup.files.items():
         lines.append(f"# FOLDER/{name}, which is removed when {client.title} ends:")
@@ -920,20 +890,6 @@ def show_setup(client: Client, setup: Setup, arguments: Sequence[str]) -> str:
 
 
 # Main ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What was asked for."""
-
-    client: str
-    is_printed: bool  # and not started
-    is_small: bool
-    small_model: str  # by the name that PROXY_MODELS gives it; empty: none
-    shows_key: bool
-    url: str  # empty: where the settings say
-    key: str  # empty: the settings'
-    arguments: tuple[str, ...]  # for the client
 
 
 def _client_name(text: str) -> str:
@@ -946,14 +902,9 @@ def _client_name(text: str) -> str:
     raise argparse.ArgumentTypeError(f"no client {text!r}{question} There are {names}")
 
 
-def read_arguments(arguments: Sequence[str]) -> Options:
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Everything after the first -- is for the client. Exits with 2 and a usage line."""
-    launch_arguments = list(arguments)
-    client_arguments: list[str] = []
-    if "--" in launch_arguments:
-        index = launch_arguments.index("--")
-        client_arguments = launch_arguments[index + 1 :]
-        launch_arguments = launch_arguments[:index]
+    n_own = [*arguments, "--"].index("--")
 
     parser = argparse.ArgumentParser(
         prog="launch",
@@ -977,7 +928,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument("--show-key", action="store_true", help="--print shows the key")
     parser.add_argument("--url", default="", help="the server; else MLX_HOST, MLX_PORT")
     parser.add_argument("--key", default="", help="its key; else the first of API_KEY")
-    options, unknown = parser.parse_known_args(launch_arguments)
+    options, unknown = parser.parse_known_args(arguments[:n_own])
 
     if unknown:
         parser.error(f"what is for the client goes after --: -- {shlex.join(unknown)}")
@@ -985,20 +936,12 @@ def read_arguments(arguments: Sequence[str]) -> Options:
         parser.error(f"--small is for claude: {options.client} has no shorter prompt")
     if options.small_model and options.client != "claude":
         parser.error(f"--small-model is for claude: {options.client} has one model")
-    return Options(
-        client=options.client,
-        is_printed=options.print,
-        is_small=options.small,
-        small_model=options.small_model,
-        shows_key=options.show_key or bool(options.key),
-        url=options.url,
-        key=options.key,
-        arguments=tuple(client_arguments),
-    )
+    options.arguments = arguments[n_own + 1 :]
+    return options
 
 
 def print_setup(
-    client: Client, target: Target, arguments: Sequence[str], *, shows_key: bool
+    client: Client, target: Target, arguments: Sequence[str], *, shows_key: object
 ) -> None:
     """Show what a client would be given, the key masked unless it is to be seen."""
     is_masked = not shows_key and target.key != NO_KEY
@@ -1008,17 +951,17 @@ def print_setup(
         say("the key is masked; --show-key shows it")
 
 
-def launch(options: Options) -> int:
+def launch(options: argparse.Namespace) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
     place, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
     server = find_server(place, proxy)
-    target = find_target(server, is_small=options.is_small)
+    target = find_target(server, is_small=options.small)
     no_room = explain_no_room(client, target)
-    if no_room and not options.is_printed and not options.arguments:
+    if no_room and not options.print and not options.arguments:
         raise LaunchError(no_room)
-    program = "" if options.is_printed else find_program(client)
-    say_if(f"{DEMO_SENTENCE}." if target.model == DEMO_MODEL else "")
+    program = "" if options.print else find_program(client)
+    say(f"{DEMO_SENTENCE}." if target.model == DEMO_MODEL else "")
     # Of several servers a conversation is to find its own, and LiteLLM knows which.
     wants_proxy = client.needs_proxy or server.is_one_of_several or options.small_model
     if not server.is_proxy and wants_proxy:
@@ -1028,13 +971,15 @@ def launch(options: Options) -> int:
         target = replace(target, small_model=options.small_model)
 
     arguments = options.arguments or client.start_arguments
-    if options.is_printed:
-        print_setup(client, target, arguments, shows_key=options.shows_key)
-        say_if(no_room)
+    if options.print:
+        print_setup(
+            client, target, arguments, shows_key=options.show_key or options.key
+        )
+        say(no_room)
         return 0
 
     # Its arguments may make its prompt another, or none (--version).
-    say_if(no_room or explain_compaction(options.client, target))
+    say(no_room or explain_compaction(options.client, target))
     setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "

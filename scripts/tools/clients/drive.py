@@ -13,6 +13,7 @@ import platform
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 import uuid
@@ -20,6 +21,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "helpers"))
+
+import launch
 
 CLIENTS = Path(os.environ.get("CLIENTS_HOME") or Path.home() / "clients").resolve()
 INSTALL = "scripts/tools/clients/install.sh"
@@ -33,7 +38,7 @@ CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC PI_OFFLINE PI_SKIP_VERSION_CHECK OPENCL
 OPENCLAW_DISABLE_BONJOUR OPENCLAW_SKIP_CHANNELS OPENCLAW_TELEMETRY_DISABLED
 OPENCODE_DISABLE_AUTOUPDATE OPENCODE_DISABLE_MODELS_FETCH"""
 COST = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-LIMITS = {"contextWindow": 131072, "maxTokens": 8192}
+CONTEXT = 131_072  # tokens
 
 Settings = dict[str, Any]
 
@@ -91,7 +96,7 @@ class Client:
     PARTS: ClassVar[tuple[str, ...]] = ()  # what has to be installed
     SHELL: ClassVar = "exec"  # its tool that runs a command
     COMMAND: ClassVar = "command"  # and that tool's parameter
-    WAITS: ClassVar = True  # `say` returns when the turn is over; if not, `finish` does
+    LAUNCHED: ClassVar = ""  # what `launch` calls it
 
     def __init__(
         self, room: Path, urls: Mapping[str, str], *, model: str, key: str = "none"
@@ -132,15 +137,8 @@ class Client:
         for name, text in {**FILES, "CLAUDE.md": FILES["AGENTS.md"]}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
-        git = [
-            "git",
-            "-C",
-            str(folder),
-            "-c",
-            "user.name=lab",
-            "-c",
-            "user.email=lab@localhost",
-        ]
+        git = ["git", "-C", str(folder)]
+        git += ["-c", "user.name=lab", "-c", "user.email=lab@localhost"]
         for order in ("init -q -b main", "add -A", "commit -q -m start"):
             subprocess.run([*git, *order.split()], check=True, timeout=20)
 
@@ -171,7 +169,7 @@ class Client:
                 raise ClientError(self.log())
 
     def finish(self, server: str, *, seconds: float) -> None:
-        """Wait for the turn to be over."""
+        """Wait for the turn to be over, where `say` returns before."""
 
     @contextmanager
     def saying(
@@ -190,8 +188,14 @@ class Client:
         raise NotImplementedError
 
     def _env_for(self, server: str) -> dict[str, str]:
-        del server
-        return {}
+        """As `launch` starts it, where that says all in the environment and a file."""
+        if not self.LAUNCHED:
+            return {}
+        target = launch.Target(self._urls[server], self._key, self._model, CONTEXT)
+        setup = launch.CLIENTS[self.LAUNCHED].set_up(target)
+        for name, text in setup.files.items():
+            (self.room / name).write_text(text, "utf-8")
+        return launch.fill_in(setup, str(self.room)).environment
 
     def _is_begun(self, server: str) -> bool:
         """Whether there is a session to go on with; from now on there is."""
@@ -216,17 +220,12 @@ class ClaudeCode(Client):
         return [*command, *self.OPTIONS]
 
     def _env_for(self, server: str) -> dict[str, str]:
-        places = [
-            "MODEL",
-            "DEFAULT_HAIKU_MODEL",
-            "DEFAULT_SONNET_MODEL",
-            "DEFAULT_OPUS_MODEL",
-        ]
+        kinds = ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")
         return {
             "ANTHROPIC_BASE_URL": self._urls[server],
             "ANTHROPIC_API_KEY": self._key,
             "IS_SANDBOX": "1",  # or root may not skip the permissions
-            **{f"ANTHROPIC_{place}": self._model for place in places},
+            **{f"ANTHROPIC_{kind}MODEL": self._model for kind in kinds},
         }
 
 
@@ -260,34 +259,33 @@ class Codex(Client):
     SHELL = "exec_command"
     COMMAND = "cmd"
 
-    def start(self) -> None:
-        for name, url in self._urls.items():
-            lines = [
-                "[model_providers.lab]",
-                'name = "Lab"',
-                f'base_url = "{url}/v1"',
-                'env_key = "LAB_KEY"',
-            ]
-            home = self.room / f"codex-{name}"
-            home.mkdir()
-            (home / "config.toml").write_text("\n".join(lines), "utf-8")
-
     def _command(self, server: str, words: str) -> list[str]:
         go_on = ["resume", "--last"] if self._is_begun(server) else []
         package = CLIENTS / f"codex/node_modules/@openai/codex-{PLATFORM}"
         program = package / "vendor" / CODEX_TARGETS[PLATFORM] / "bin/codex"
         free = ["--json", "--dangerously-bypass-approvals-and-sandbox"]
-        chosen = ["-c", 'model_provider="lab"', "-m", self._model]
+        settings = {
+            "model_provider": "lab",
+            "model_providers.lab.name": "Lab",
+            "model_providers.lab.base_url": f"{self._urls[server]}/v1",
+            "model_providers.lab.env_key": "LAB_KEY",
+        }
+        chosen = ["-m", self._model]
+        for name, value in settings.items():
+            chosen += ["-c", f'{name}="{value}"']
         return [str(program), "exec", *go_on, *free, *chosen, words]
 
     def _env_for(self, server: str) -> dict[str, str]:
-        return {"CODEX_HOME": str(self.room / f"codex-{server}"), "LAB_KEY": self._key}
+        home = self.room / f"codex-{server}"
+        home.mkdir(exist_ok=True)
+        return {"CODEX_HOME": str(home), "LAB_KEY": self._key}
 
 
 class Copilot(Client):
     """GitHub's, without GitHub. A home for each server: it goes on with the newest there."""
 
     PARTS = ("copilot",)
+    LAUNCHED = "copilot"
     SHELL = "bash"
 
     def _command(self, server: str, words: str) -> list[str]:
@@ -296,43 +294,25 @@ class Copilot(Client):
         return [str(program), *go_on, "-p", words, "--allow-all-tools"]
 
     def _env_for(self, server: str) -> dict[str, str]:
-        return {
-            "COPILOT_PROVIDER_BASE_URL": f"{self._urls[server]}/v1",
-            "COPILOT_PROVIDER_API_KEY": self._key,
-            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(LIMITS["contextWindow"]),
-            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(LIMITS["maxTokens"]),
-            "COPILOT_MODEL": self._model,
-            "COPILOT_OFFLINE": "true",
-            "HOME": str(self.room / f"copilot-{server}"),
-        }
+        home = str(self.room / f"copilot-{server}")
+        return {**super()._env_for(server), "HOME": home}
 
 
 class OpenCode(Client):
     PARTS = ("opencode",)
+    LAUNCHED = "opencode"
     SHELL = "bash"
-
-    def start(self) -> None:
-        limit = {"context": LIMITS["contextWindow"], "output": LIMITS["maxTokens"]}
-        model = {"name": "Lab", "tool_call": True, "reasoning": True, "limit": limit}
-        providers = {
-            name: {
-                "npm": "@ai-sdk/openai-compatible",
-                "models": {self._model: model},
-                "options": {"baseURL": f"{url}/v1", "apiKey": self._key},
-            }
-            for name, url in self._urls.items()
-        }
-        _write(self.room / ".config/opencode/opencode.json", {"provider": providers})
 
     def _command(self, server: str, words: str) -> list[str]:
         go_on = ["-c"] if self._is_begun(server) else []
         program = CLIENTS / f"opencode/node_modules/opencode-{PLATFORM}/bin/opencode"
-        chosen = ["--format", "json", "-m", f"{server}/{self._model}"]
+        chosen = ["--format", "json", "-m", f"{launch.PROVIDER}/{self._model}"]
         return [str(program), "run", *chosen, *go_on, words]
 
 
 class QwenCode(Client):
     PARTS = ("qwen-code",)
+    LAUNCHED = "qwen"
     SHELL = "run_shell_command"
 
     def _command(self, server: str, words: str) -> list[str]:
@@ -341,12 +321,6 @@ class QwenCode(Client):
         program = CLIENTS / "qwen-code/node_modules/@qwen-code/qwen-code/cli.js"
         chosen = ["--auth-type", "openai", "-m", self._model, "--yolo"]
         return ["node", str(program), *chosen, *go_on, "-p", words]
-
-    def _env_for(self, server: str) -> dict[str, str]:
-        return {
-            "OPENAI_BASE_URL": f"{self._urls[server]}/v1",
-            "OPENAI_API_KEY": self._key,
-        }
 
 
 TOKEN = "lab-token"
@@ -357,7 +331,6 @@ class OpenClaw(Client):
 
     PARTS = ("openclaw",)
     HEALTH = "/health"
-    WAITS = False  # that the agent answers is seen on the server
 
     def __init__(
         self, room: Path, urls: Mapping[str, str], *, model: str, key: str = "none"
@@ -388,28 +361,21 @@ class OpenClaw(Client):
 
     def _settings(self) -> Settings:
         providers = _make_providers(self._urls, model=self._model, key=self._key)
-        agents = [
-            {
-                "id": name,
-                "model": f"{name}/{self._model}",
-                "workspace": str(self.folder(name)),
-            }
-            for name in self._urls
-        ]
+        agents = []
+        for name in self._urls:
+            model, folder = f"{name}/{self._model}", str(self.folder(name))
+            agents.append({"id": name, "model": model, "workspace": folder})
+        first = agents[0]
         defaults = {
-            "workspace": agents[0]["workspace"],
-            "skipBootstrap": True,
-            "model": {"primary": agents[0]["model"]},
+            "workspace": first["workspace"],
+            "model": {"primary": first["model"]},
         }
+        gateway = {"mode": "local", "port": self._port, "bind": "loopback"}
+        token = {"mode": "token", "token": TOKEN}
         return {
-            "agents": {"defaults": defaults, "list": agents},
+            "agents": {"defaults": {**defaults, "skipBootstrap": True}, "list": agents},
             "models": {"mode": "merge", "providers": providers},
-            "gateway": {
-                "mode": "local",
-                "port": self._port,
-                "bind": "loopback",
-                "auth": {"mode": "token", "token": TOKEN},
-            },
+            "gateway": {**gateway, "auth": token},
         }
 
     def _is_up(self) -> bool:
@@ -454,23 +420,11 @@ class OldOpenClaw(OpenClaw):
 
 def _make_providers(urls: Mapping[str, str], *, model: str, key: str) -> Settings:
     """Each server as PI and OpenClaw write a provider down."""
-    entry = {
-        "id": model,
-        "name": "Lab",
-        "reasoning": True,
-        "input": ["text", "image"],
-        **LIMITS,
-        "cost": COST,
-    }
-    return {
-        name: {
-            "baseUrl": f"{url}/v1",
-            "api": "openai-completions",
-            "apiKey": key,
-            "models": [entry],
-        }
-        for name, url in urls.items()
-    }
+    limits = {"contextWindow": CONTEXT, "maxTokens": 8192}
+    entry = {"id": model, "name": "Lab", "input": ["text", "image"], **limits}
+    entry |= {"reasoning": True, "cost": COST}
+    api = {"api": "openai-completions", "apiKey": key, "models": [entry]}
+    return {name: {"baseUrl": f"{url}/v1", **api} for name, url in urls.items()}
 
 
 def _write(path: Path, settings: Settings) -> None:
