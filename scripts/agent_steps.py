@@ -44,7 +44,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -321,9 +321,9 @@ def words_of(body: str) -> str:
         return body[:500]
 
 
-def read_events(response: Any) -> Iterator[Body]:
-    """The data of server-sent events, one JSON object each."""
-    for line in response:
+def read_events(lines: Iterable[bytes]) -> Iterator[Body]:
+    """The data of server-sent events, one JSON object each. Raises ValueError."""
+    for line in lines:
         name, _, data = line.decode().strip().partition(":")
         if name == "data" and data.strip() != "[DONE]":
             event = json.loads(data)

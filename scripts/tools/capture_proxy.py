@@ -43,6 +43,8 @@ from typing import Any
 import anyio
 import httpx
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 
 CAPTURES = Path(__file__).resolve().parents[2] / "captures"
 REDACTED = "<redacted>"
@@ -112,17 +114,6 @@ def read_capture(path: Path) -> list[Exchange]:
     return sorted(exchanges, key=lambda exchange: exchange.seq)
 
 
-def stream_events(lines: Iterable[str]) -> Iterator[Body]:
-    """The JSON objects in the data lines of a stream of server-sent events."""
-    for line in lines:
-        event = None
-        if line.startswith("data:"):
-            with suppress(ValueError):  # [DONE], or a line that a drop cut off
-                event = json.loads(line.removeprefix("data:"))
-        if isinstance(event, dict):
-            yield event
-
-
 # Writing captures ---------------------------------------------------------------------------------
 
 
@@ -182,10 +173,6 @@ def as_json(body: bytes, encoding: str) -> Body:
 # Passing on ---------------------------------------------------------------------------------------
 
 
-class ClientLeft(Exception):
-    """The client closed its connection before it had the whole response."""
-
-
 @dataclass(slots=True)
 class CaptureProxy:
     """An ASGI application: passes everything on to `upstream`, and writes it to `capture`."""
@@ -195,24 +182,22 @@ class CaptureProxy:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request. A response that breaks off breaks off for the client, too."""
-        began = time.perf_counter()
+        request = Request(scope, receive)
+        response = CapturedResponse(began=time.perf_counter())
         query = scope["query_string"].decode("latin-1")
         path = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        headers = [
-            (n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"]
-        ]
-        response = CapturedResponse(began)
         record = {
             "seq": self.capture.next_number(),
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "method": scope["method"],
+            "method": request.method,
             "path": SECRET_PARAMETER.sub(rf"\1={REDACTED}", path),
-            "headers": without_secrets(headers),
+            "headers": without_secrets(request.headers.items()),
             "body": None,
         }
         try:
-            payload = await read_body(receive)
-            record.update(as_json(payload, dict(headers).get("content-encoding", "")))
+            payload = await request.body()
+            encoding = request.headers.get("content-encoding", "")
+            record.update(as_json(payload, encoding))
             # Nothing is kept open: a server may close what rests at any time.
             transport = httpx.AsyncHTTPTransport(
                 limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
@@ -224,22 +209,19 @@ class CaptureProxy:
                 anyio.create_task_group() as group,
             ):
                 group.start_soon(response.cancel_when_left, receive, group.cancel_scope)
-                request = self._request_to(scope["method"], path, headers, payload)
+                passed = self._request_to(request, path, payload)
                 try:
-                    await response.relay(await client.send(request, stream=True), send)
+                    await response.relay(await client.send(passed, stream=True), send)
                 except httpx.HTTPError as error:
                     response.trouble = f"the server: {error!r}"
                 group.cancel_scope.cancel()
-        except ClientLeft:
+        except ClientDisconnect:
             response.trouble = "the client left"
 
         if response.trouble.startswith("the server") and not response.status:
             fault = {"type": "capture_proxy", "message": response.trouble}
-            body = json.dumps({"type": "error", "error": fault}).encode()
-            head = [(b"content-type", b"application/json")]
-            start = {"type": "http.response.start", "status": 502, "headers": head}
-            await send(start)
-            await send({"type": "http.response.body", "body": body})
+            refusal = JSONResponse({"type": "error", "error": fault}, 502)
+            await refusal(scope, receive, send)
         told = response.record()
         self.capture.write({**record, "response": told})
         print(
@@ -248,31 +230,16 @@ class CaptureProxy:
             file=sys.stderr,
         )
 
-    def _request_to(
-        self, method: str, path: str, headers: Headers, payload: bytes
-    ) -> httpx.Request:
-        passed = [pair for pair in headers if pair[0] not in NOT_PASSED]
-        names = {name for name, _ in headers}
-        has_body = bool(names & {"content-length", "transfer-encoding"})
+    def _request_to(self, request: Request, path: str, payload: bytes) -> httpx.Request:
+        passed = [pair for pair in request.headers.items() if pair[0] not in NOT_PASSED]
+        framing = ("content-length", "transfer-encoding")
+        has_body = any(name in request.headers for name in framing)
         return httpx.Request(
-            method,
+            request.method,
             self.upstream.rstrip("/") + path,
             headers=[*passed, ("accept-encoding", "identity")],
             content=payload if has_body else None,
         )
-
-
-async def read_body(receive: Any) -> bytes:
-    """Raises ClientLeft."""
-    parts = []
-    has_more = True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        has_more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 @dataclass(slots=True)
@@ -360,7 +327,7 @@ def serving(upstream: str, capture: CaptureFile) -> Iterator[int]:
             thread.join()
 
 
-def arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description="Pass traffic through and write it down."
     )
@@ -371,11 +338,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="a file, or a folder for one file per run"
     )
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = arguments()
+    args = parser.parse_args()
     path: Path = args.out or CAPTURES
     if path.suffix != ".jsonl":
         path /= f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}.jsonl"

@@ -38,7 +38,6 @@ from capture_proxy import (
     Exchange,
     read_capture,
     serving,
-    stream_events,
 )
 from clients import drive
 from rich.console import Console
@@ -47,7 +46,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import agent_steps
-from agent_steps import CannotAsk, Reply
+from agent_steps import CannotAsk, Reply, read_events
 from chat import add_place_options
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
@@ -227,7 +226,9 @@ def is_done(exchange: Exchange) -> bool:
 def read_reply(exchange: Exchange) -> Reply:
     """What a reply says, streamed or whole, of either API."""
     reply = Reply()
-    events = list(stream_events(exchange.reply.split("\n")))
+    events: list[agent_steps.Body] = []
+    with suppress(ValueError):  # a line that a drop cut off
+        events += read_events(exchange.reply.encode().splitlines())
     if exchange.reply.startswith("{"):
         whole = json.loads(exchange.reply)
         events = [{"usage": whole.get("usage") or {}}]
