@@ -47,6 +47,7 @@ from collections.abc import (
     Collection,
     Iterable,
     Mapping,
+    MutableMapping,
 )
 from contextlib import suppress
 from contextvars import ContextVar
@@ -64,7 +65,10 @@ from replica_choice import (
     conversation_by_body,
     conversation_by_headers,
 )
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from translated_bodies import (
     GOOGLE_NAMES,
     RESPONSE_NAMES,
@@ -75,34 +79,24 @@ from translated_bodies import (
 )
 
 type Scope = dict[str, Any]
-type Message = dict[str, Any]
+type Message = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
 type Send = Callable[[Message], Awaitable[None]]
 type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+JSON: Final = "application/json"
 logger = logging.getLogger("litellm_gate")
 
 # All headers that LiteLLM takes a key from, and Google's parameter of the query.
 KEY_HEADERS: Final = (
-    "x-litellm-api-key",
-    "authorization",
-    "api-key",
-    "x-api-key",
-    "x-goog-api-key",
+    *("x-litellm-api-key", "authorization", "api-key", "x-api-key", "x-goog-api-key"),
     "ocp-apim-subscription-key",
 )
 # Where LiteLLM asks for none: its pages, and whether it lives.
-OPEN_PATHS: Final = (
-    "/ui",
-    "/health/liv",
-    "/health/readiness",
-)
+OPEN_PATHS: Final = ("/ui", "/health/liv", "/health/readiness")
 # What stands for messages or a prompt that are stored nowhere here.
 STORED_FIELDS: Final = (
-    "previous_response_id",
-    "conversation",
-    "assistant_id",
-    "prompt",
+    *("previous_response_id", "conversation", "assistant_id", "prompt"),
 )
 # What the server has, and what LiteLLM makes a chat of, each after plain_path().
 # why(L-186): LiteLLM's own /health has every model write something.
@@ -115,32 +109,16 @@ GOOGLE_PATH: Final = re.compile(
 TRANSLATED_PATH: Final = re.compile(f"/(?:openai/)?v1/responses|{GOOGLE_PATH.pattern}")
 # Of one connection (RFC 9110 section 7.6.1), or written anew by both servers.
 CONNECTION_HEADERS: Final = (
-    b"connection",
-    b"keep-alive",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-    b"host",
-    b"date",
-    b"server",
-)
+    b"connection keep-alive te trailer transfer-encoding upgrade host date server"
+).split()
 # What LiteLLM would send on to a model that writes text.
 UNSERVED_PATHS: Final = (
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/audio",
-    "/v1/images",
-    "/v1/threads",
-    "/v1/assistants",
-    "/v1/conversations",
+    *("/v1/embeddings", "/v1/rerank", "/v1/audio", "/v1/images", "/v1/threads"),
+    *("/v1/assistants", "/v1/conversations"),
 )
 # What may come without the /v1 before it.
 BEGINNINGS: Final = (
-    "/messages",
-    "/chat",
-    "/completions",
-    "/responses",
+    *("/messages", "/chat", "/completions", "/responses"),
     *(path.removeprefix("/v1") for path in UNSERVED_PATHS),
 )
 
@@ -148,6 +126,8 @@ BEGINNINGS: Final = (
 CONNECT_SECONDS: Final = 5.0
 
 MAX_REPLY_BYTES: Final = 1 << 28  # that LiteLLM makes an answer of: a million tokens
+
+SOON: Final = {"retry-after": "5"}
 
 # So many of the largest bodies are held at once, or more of smaller ones.
 MAX_HELD_BODIES: Final = 4
@@ -161,15 +141,22 @@ GOOGLE_STATUS: Final = {
 }
 
 
+ANTHROPIC_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal(Exception):
     """An error that a client gets from the gate."""
 
     status: int
     sentence: str
-    field: str | None = None
+    parameter: str | None = None
     code: str | None = None
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, path: str) -> object:
         """In the form of the API that was called: Ollama's, Anthropic's, Google's, OpenAI's."""
@@ -177,14 +164,8 @@ class Refusal(Exception):
         if path.startswith("/api/"):
             return {"error": self.sentence}
         if path.startswith("/v1/messages"):
-            kinds = {
-                401: "authentication_error",
-                403: "permission_error",
-                404: "not_found_error",
-            }
-            kind = kinds.get(self.status, "invalid_request_error")
-            if is_fault_of_ours:
-                kind = "api_error"
+            other_kind = "api_error" if is_fault_of_ours else "invalid_request_error"
+            kind = ANTHROPIC_KINDS.get(self.status, other_kind)
             return {"type": "error", "error": {"type": kind, "message": self.sentence}}
         if GOOGLE_PATH.fullmatch(path):
             status = GOOGLE_STATUS.get(self.status, "INTERNAL")
@@ -194,7 +175,7 @@ class Refusal(Exception):
             "error": {
                 "message": self.sentence,
                 "type": "server_error" if is_fault_of_ours else "invalid_request_error",
-                "param": self.field,
+                "param": self.parameter,
                 "code": self.code,
             }
         }
@@ -207,7 +188,7 @@ class Refusal(Exception):
             "type": "error",
             "code": self.code,
             "message": self.sentence,
-            "param": self.field,
+            "param": self.parameter,
             "sequence_number": 0,
         }
 
@@ -326,18 +307,13 @@ class HeldBody:
     n_bytes: int = 0
 
     async def read(self, receive: Receive) -> bytes:
-        """All that a client sends. Raises ClientLeft, and Refusal: a 413, or a 503."""
+        """All that a client sends. Raises ClientDisconnect, and Refusal: a 413, or a 503."""
         parts = []
-        has_more = True
-        while has_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            parts.append(message.get("body", b""))
-            self.n_bytes += len(parts[-1])
-            self.of_all.n_bytes += len(parts[-1])
+        async for part in body_parts(receive):
+            parts.append(part)
+            self.n_bytes += len(part)
+            self.of_all.n_bytes += len(part)
             self._check()
-            has_more = message.get("more_body", False)
         return b"".join(parts)
 
     def _check(self) -> None:
@@ -352,8 +328,7 @@ class HeldBody:
                 f"the bodies of other requests fill the {max_held_bytes} bytes that "
                 "LiteLLM has for them: send it again in some seconds"
             )
-            headers = ((b"retry-after", b"5"),)
-            raise Refusal(503, sentence, code="queue_full", headers=headers)
+            raise Refusal(503, sentence, code="queue_full", headers=SOON)
 
     def release(self) -> None:
         """It has been sent on, or nobody wants it any more."""
@@ -392,7 +367,7 @@ class Gate:
         try:
             refuse_page(scope["headers"], self.host_names, self.cors_origins)
             if path == "/":
-                await self._welcome(scope, send)
+                await self._welcome(scope)(scope, receive, send)
                 return
             scope = check_key(scope, self.key)
             if SERVED_PATH.fullmatch(path):
@@ -402,23 +377,21 @@ class Gate:
             else:
                 await self._pass_on_safely(scope, receive, send)
         except Refusal as refusal:
-            body = json.dumps(refusal.body(path)).encode()
-            await respond(send, refusal.status, body, headers=refusal.headers)
-        except ClientLeft:
+            body = json.dumps(refusal.body(path))
+            response = Response(body, refusal.status, refusal.headers, JSON)
+            await response(scope, receive, send)
+        except ClientDisconnect:
             return
 
-    async def _welcome(self, scope: Scope, send: Send) -> None:
-        accepted = dict(scope["headers"]).get(b"accept", b"")
-        if b"text/html" not in accepted:
-            body = json.dumps({"message": self.welcome}).encode()
-            await respond(send, 200, body)
-            return
+    def _welcome(self, scope: Scope) -> Response:
+        if "text/html" not in Headers(scope=scope).get("accept", ""):
+            return Response(json.dumps({"message": self.welcome}), media_type=JSON)
         text = html.escape(self.welcome)
         linked = re.sub(
             r"http://[\w.:/\[\]-]*[\w/]", r'<a href="\g<0>">\g<0></a>', text
         )
         page = f"<!DOCTYPE html><title>start-llm: LiteLLM</title><p>{linked}</p>"
-        await respond(send, 200, page.encode(), content_type="text/html; charset=utf-8")
+        return Response(page, media_type="text/html")
 
     # -- to the server -----------------------------------------------------------------
 
@@ -469,7 +442,7 @@ class Gate:
                 await self._send_on(scope, body, send, call)
             except Refusal as error:  # the group would wrap it
                 refusal = error
-            except ClientLeft:
+            except ClientDisconnect:
                 pass
             group.cancel_scope.cancel()
         if refusal:
@@ -517,8 +490,10 @@ class Gate:
                 content=body if scope["method"] == "POST" else None,
             )
         except httpx.InvalidURL:
-            fault = "it is too long, or has a character that no URL has"
-            sentence = f"the query cannot be sent on: {fault}"
+            sentence = (
+                "the query cannot be sent on: it is too long, or has a character that no "
+                "URL has"
+            )
             raise Refusal(400, sentence) from None
 
     async def _send_back(
@@ -626,7 +601,7 @@ class Gate:
             else:
                 check_response(body)
         except Fault as fault:
-            raise Refusal(400, str(fault), field=fault.field or None) from None
+            raise Refusal(400, str(fault), parameter=fault.field or None) from None
 
         self._check_model(google[1] if google else body.get("model"))
         if not google:
@@ -639,7 +614,7 @@ class Gate:
         is_known = name is None or name in self.models or plain_name(name) in self.named
         if self.models and name is not None and not is_known:
             sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
-            raise Refusal(404, sentence, field="model", code="model_not_found")
+            raise Refusal(404, sentence, parameter="model", code="model_not_found")
 
     async def _pass_on_safely(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let LiteLLM answer, also where it fails. Raises Refusal."""
@@ -683,7 +658,7 @@ class Gate:
             allowed = (error.headers or {}).get("Allow", "")
             sentence = f"{path[:200]} takes {allowed}, not {method}"
             advice = find_advice(path, self.advice)
-            headers = ((b"allow", allowed.encode()),)
+            headers = {"allow": allowed}
             raise Refusal(405, f"{sentence}: {advice}", headers=headers) from None
 
     def _refuse_path(self, path: str) -> Refusal:
@@ -760,15 +735,16 @@ def check_key(scope: Scope, key: str) -> Scope:
         401,
         f"{fault}, as `Authorization: Bearer KEY` or `x-api-key: KEY`",
         code="invalid_api_key",
-        headers=((b"www-authenticate", b"Bearer"),),
+        headers={"www-authenticate": "Bearer"},
     )
 
 
 # -- requests --------------------------------------------------------------------------
 
 
-class ClientLeft(Exception):
-    """The client has closed its connection before its body was whole."""
+def body_parts(receive: Receive) -> AsyncIterator[bytes]:
+    """Those of a body as it comes. Raises ClientDisconnect: the client has left."""
+    return Request({"type": "http"}, receive).stream()
 
 
 class ClientBody:
@@ -779,14 +755,9 @@ class ClientBody:
         self._was_read = anyio.Event()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Each part. Raises ClientLeft."""
-        has_more = True
-        while has_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            yield message.get("body", b"")
-            has_more = message.get("more_body", False)
+        """Each part. Raises ClientDisconnect."""
+        async for part in body_parts(self._receive):
+            yield part
         self._was_read.set()
 
     async def cancel_when_left(self, cancel_scope: anyio.CancelScope) -> None:
@@ -858,7 +829,7 @@ def refuse_stored(body: Mapping[str, Any]) -> None:
         ]
     if fields:
         sentence = "no conversation is stored here: leave it out, send all messages"
-        raise Refusal(400, f"{fields[0]}: {sentence}", field=fields[0])
+        raise Refusal(400, f"{fields[0]}: {sentence}", parameter=fields[0])
 
 
 def find_model(payload: bytes) -> str:
@@ -929,7 +900,7 @@ def refusal_for_none(servers: Replicas) -> Refusal:
     if not servers.are_several:
         url = servers.servers[0].url
         return Refusal(502, f"start-llm does not answer at {url}")
-    return Refusal(503, servers.explain(), headers=((b"retry-after", b"5"),))
+    return Refusal(503, servers.explain(), headers=SOON)
 
 
 def refusal_for_lost(server: Replica) -> Refusal:
@@ -953,24 +924,20 @@ def explain_failure(call: ServerCall, path: str) -> Refusal:
     if call.error is None or error is None:
         return refusal_for_lost(call.server)
 
-    field = error.get("param")
+    parameter = error.get("param")
     sentence = error["message"]
     names = GOOGLE_NAMES if GOOGLE_PATH.fullmatch(path) else RESPONSE_NAMES
-    if field in names:
-        _, colon, fault = sentence.partition(f"{field}: ")
-        sentence = f"{names[field]}: {fault}" if colon else sentence
-        field = names[field]
-    headers = [
-        (name.lower(), value)
-        for name, value in call.error.headers.raw
-        if name.lower() == b"retry-after"
-    ]
+    if parameter in names:
+        _, colon, fault = sentence.partition(f"{parameter}: ")
+        sentence = f"{names[parameter]}: {fault}" if colon else sentence
+        parameter = names[parameter]
+    sent = call.error.headers
     return Refusal(
         call.error.status_code,
         sentence,
-        field=field,
+        parameter=parameter,
         code=error.get("code"),
-        headers=tuple(headers),
+        headers={name: sent[name] for name in ("retry-after",) if name in sent},
     )
 
 
@@ -984,25 +951,6 @@ def read_error(response: httpx.Response) -> Mapping[str, str] | None:
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return None
     return {name: text for name, text in error.items() if isinstance(text, str)}
-
-
-async def respond(
-    send: Send,
-    status: int,
-    body: bytes,
-    *,
-    content_type: str = "application/json",
-    headers: Iterable[tuple[bytes, bytes]] = (),
-) -> None:
-    """Send a whole response."""
-    all_headers = [
-        (b"content-type", content_type.encode()),
-        (b"content-length", b"%d" % len(body)),
-        *headers,
-    ]
-    head = {"type": "http.response.start", "status": status, "headers": all_headers}
-    await send(head)
-    await send({"type": "http.response.body", "body": body})
 
 
 # -- inside LiteLLM --------------------------------------------------------------------
