@@ -110,11 +110,6 @@ class Comparison:
 # Reading -----------------------------------------------------------------------------------------
 
 
-def usual_log_root() -> Path:
-    """The LOG_ROOT of the settings, as the server resolves it."""
-    return ROOT / os.path.expanduser(read_settings().get("LOG_ROOT") or "logs")
-
-
 def newest_log(root: Path) -> Path:
     """Raises LogError where there is no session log."""
     logs = list(root.glob("*/cache-session-*.log"))
@@ -134,33 +129,28 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
             if "messages" not in record:
                 hint = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
                 raise LogError(f"turn {number} has no messages: {hint}")
+            own: list[Body] = record["messages"]
+            n_taken = record.get("n_messages", len(own)) - len(own)
             # A completion has none: what the next chat has new is told of the last one.
             with_messages = (t.messages for t in reversed(turns) if t.messages)
-            earlier = next(with_messages, [])
-            turns.append(read_turn(record, number=number, earlier=earlier))
+            taken = next(with_messages, [])[:n_taken]
+            taken += [None] * (n_taken - len(taken))
+            turn = Turn(
+                number=number,
+                time=str(record.get("time", "")),
+                prompt=record["prompt"],
+                cached=record["cached"],
+                out=record["out"],
+                match=str(record.get("match") or "-"),
+                messages=[*taken, *own],
+                n_own=len(own),
+            )
+            turns.append(turn)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise LogError(
                 f"turn {number} is no line of a session log: {error!r}"
             ) from error
     return turns
-
-
-def read_turn(record: Body, *, number: int, earlier: Conversation) -> Turn:
-    """`earlier`: the conversation of a line before, which has the messages not repeated."""
-    logged: list[Body] = record["messages"]
-    n_taken = record.get("n_messages", len(logged)) - len(logged)
-    earlier_messages = earlier[:n_taken]
-    unknown_messages = [None] * (n_taken - len(earlier_messages))
-    return Turn(
-        number=number,
-        time=str(record.get("time", "")),
-        prompt=record["prompt"],
-        cached=record["cached"],
-        out=record["out"],
-        match=str(record.get("match") or "-"),
-        messages=[*earlier_messages, *unknown_messages, *logged],
-        n_own=len(logged),
-    )
 
 
 # Comparing ---------------------------------------------------------------------------------------
@@ -193,27 +183,27 @@ def first_difference(left: Conversation, right: Conversation) -> Difference | No
             continue
         if left_message != right_message:
             path, left_value, right_value = first_leaf(left_message, right_message)
-            left_text, right_text = around(as_text(left_value), as_text(right_value))
+            left_text, right_text = as_text(left_value), as_text(right_value)
+            pairs_of_text = enumerate(zip(left_text, right_text, strict=False))
+            n_shorter = min(len(left_text), len(right_text))
+            n_common = next((i for i, (a, b) in pairs_of_text if a != b), n_shorter)
+            left_part, right_part = (
+                cut_out(text, max(0, n_common - AROUND), n_common + AROUND)
+                for text in (left_text, right_text)
+            )
             return Difference(
-                message=index, field=path, left=left_text, right=right_text
+                message=index, field=path, left=left_part, right=right_part
             )
 
     if len(left) == len(right):
         return None
     end = min(len(left), len(right))
-    return Difference(
-        message=end,
-        field="",
-        left=start_of_message(left, end),
-        right=start_of_message(right, end),
+    # The beginning of the message that one of them has, and nothing of the other.
+    left_part, right_part = (
+        as_text(conversation[end])[: 2 * AROUND] if end < len(conversation) else ""
+        for conversation in (left, right)
     )
-
-
-def start_of_message(conversation: Conversation, index: int) -> str:
-    """The beginning of a message as text; empty where the conversation has ended."""
-    if index >= len(conversation):
-        return ""
-    return as_text(conversation[index])[: 2 * AROUND]
+    return Difference(message=end, field="", left=left_part, right=right_part)
 
 
 def first_leaf(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
@@ -240,19 +230,8 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def around(left: str, right: str) -> tuple[str, str]:
-    """Both texts near the first character that differs; "…" where something is left out."""
-    index = 0
-    for left_character, right_character in zip(left, right, strict=False):
-        if left_character != right_character:
-            break
-        index += 1
-    start = max(0, index - AROUND)
-    end = index + AROUND
-    return cut_out(left, start, end), cut_out(right, start, end)
-
-
 def cut_out(text: str, start: int, end: int) -> str:
+    """A part of a text; "…" where something is left out."""
     prefix = "…" if start else ""
     suffix = "…" if end < len(text) else ""
     return f"{prefix}{text[start:end]}{suffix}"
@@ -271,7 +250,17 @@ def pick(turns: Sequence[Turn], number: int) -> Turn:
 
 def show(comparison: Comparison, console: Console) -> None:
     """The two turns, the difference and what it cost."""
-    console.print(turn_table(comparison))
+    table = Table()
+    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
+        is_text = name in ("", "time", "match")
+        table.add_column(name, justify="left" if is_text else "right")
+    for side, turn in (("left", comparison.left), ("right", comparison.right)):
+        numbers = (len(turn.messages), turn.prompt, turn.cached)
+        messages, prompt, cached = (f"{n:,}" for n in numbers)
+        time = turn.time[11:23]  # of 2026-11-20T14:14:12.832+00:00
+        row = (side, str(turn.number), time, messages, prompt, cached)
+        table.add_row(*row, turn.match, f"{turn.out:,}")
+    console.print(table)
 
     if difference := comparison.difference:
         place = f"message {difference.message}"
@@ -293,31 +282,14 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(comparison.hint)
 
 
-def turn_table(comparison: Comparison) -> Table:
-    table = Table()
-    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
-        is_text = name in ("", "time", "match")
-        table.add_column(name, justify="left" if is_text else "right")
-    for side, turn in (("left", comparison.left), ("right", comparison.right)):
-        table.add_row(
-            side,
-            str(turn.number),
-            turn.time[11:23],  # of 2026-11-20T14:14:12.832+00:00
-            str(len(turn.messages)),
-            f"{turn.prompt:,}",
-            f"{turn.cached:,}",
-            turn.match,
-            f"{turn.out:,}",
-        )
-    return table
-
-
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "log", nargs="?", type=Path, help="default: the newest below --log-root"
     )
-    parser.add_argument("--log-root", type=Path, default=usual_log_root())
+    # As the server resolves it.
+    usual = ROOT / os.path.expanduser(read_settings().get("LOG_ROOT") or "logs")
+    parser.add_argument("--log-root", type=Path, default=usual)
     parser.add_argument(
         "--turns",
         nargs=2,

@@ -42,12 +42,10 @@ import socket
 import sys
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Iterable,
     Mapping,
-    MutableMapping,
 )
 from contextlib import suppress
 from contextvars import ContextVar
@@ -69,6 +67,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from translated_bodies import (
     GOOGLE_NAMES,
     RESPONSE_NAMES,
@@ -77,12 +76,6 @@ from translated_bodies import (
     mend_google,
     plain_name,
 )
-
-type Scope = dict[str, Any]
-type Message = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[Message]]
-type Send = Callable[[Message], Awaitable[None]]
-type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON: Final = "application/json"
 logger = logging.getLogger("litellm_gate")
@@ -340,7 +333,7 @@ class HeldBody:
 class Gate:
     """An ASGI application before that of LiteLLM."""
 
-    app: Application
+    app: ASGIApp
     client: httpx.AsyncClient
     servers: Replicas
     key: str
