@@ -478,8 +478,11 @@ class Agent:
             result = {"role": "tool", "tool_call_id": call["id"]}
             self.messages.append({**result, "content": self.result()})
         if not reply.calls:
-            # What a tool would have shown, whatever the model has written.
-            self.messages.append(user(f"It prints:\n{self.result()}\nGo on."))
+            self.messages.append(self.next_question())
+
+    def next_question(self) -> Body:
+        """What a tool would have shown, whatever the model has written."""
+        return user(f"It prints:\n{self.result()}\nGo on.")
 
     def result(self) -> str:
         return self.words(self._result_tokens)

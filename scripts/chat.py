@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 from agent_steps import CannotAsk, Reply, Server
 from dotenv import dotenv_values
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 with suppress(ImportError):  # arrow keys, and what was typed before
@@ -145,6 +146,16 @@ def add_place_options(
     parser.add_argument(
         key, default=usual.key or "unused", help="default: the first of API_KEY"
     )
+
+
+def make_table(
+    title: str, names: Sequence[str], *, texts: Collection[str] = ()
+) -> Table:
+    """A table of numbers, but for the columns in `texts`."""
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name in texts else "right")
+    return table
 
 
 def advise(error: Exception) -> str:

@@ -30,9 +30,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from chat import ROOT, read_settings
+from chat import ROOT, make_table, read_settings
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 Body = dict[str, Any]
@@ -250,10 +249,8 @@ def pick(turns: Sequence[Turn], number: int) -> Turn:
 
 def show(comparison: Comparison, console: Console) -> None:
     """The two turns, the difference and what it cost."""
-    table = Table()
-    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
-        is_text = name in ("", "time", "match")
-        table.add_column(name, justify="left" if is_text else "right")
+    names = ("", "turn", "time", "messages", "prompt", "cached", "match", "out")
+    table = make_table("", names, texts=("", "time", "match"))
     for side, turn in (("left", comparison.left), ("right", comparison.right)):
         numbers = (len(turn.messages), turn.prompt, turn.cached)
         messages, prompt, cached = (f"{n:,}" for n in numbers)

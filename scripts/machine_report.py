@@ -54,7 +54,7 @@ from typing import Final
 import agent_steps
 import psutil  # type: ignore[import-untyped]
 from agent_steps import Body, CannotAsk, Reply
-from pi_like_probe import TOOLS, Agent, Prose, Server
+from pi_like_probe import TOOLS, Agent, Server
 from rich.console import Console
 from rich.table import Table
 
@@ -331,6 +331,11 @@ class Measurement:
         body = agent.body(max_tokens=max_tokens, effort="low")
         return self._server.ask_chat({**body, "temperature": 0})
 
+    def _answer(self, question: str, **fields: int) -> Reply:
+        """To a question alone."""
+        messages = [agent_steps.user(question)]
+        return self._server.ask_chat({"messages": messages, "temperature": 0, **fields})
+
     def _warm_up(self) -> None:
         """Compile the kernels, learn the machine's speed, and plan."""
         say("warming up ...")
@@ -384,21 +389,15 @@ class Measurement:
 
     def _measure_decode(self) -> None:
         question = "Tell a long story about a lighthouse, with many details."
-        reply = self._server.ask_chat(
-            {
-                "messages": [{"role": "user", "content": question}],
-                "max_tokens": self.plan.decode_tokens,
-                "temperature": 0,
-            }
-        )
+        reply = self._answer(question, max_tokens=self.plan.decode_tokens)
         self.figures.decode_tokens_per_second = decode_speed(reply)
 
     def _measure_eight(self) -> None:
         first = self._new_agent(self.plan.shared_tokens)
         bodies = []
         for n in range(N_AGENTS):
-            question = {"role": "user", "content": f"You are agent {n}. Begin."}
             body = first.body(max_tokens=self.plan.agent_tokens, effort="low")
+            question = agent_steps.user(f"You are agent {n}. Begin.")
             messages = [first.messages[0], question]
             bodies.append({**body, "messages": messages, "temperature": 0})
 
@@ -423,20 +422,14 @@ class Measurement:
             f" welcome_0. Answer with the file alone.\n\n```python\n{text}```"
         )
         n_tokens = int(len(question) / 2)
-        reply = self._server.ask_chat(
-            {
-                "messages": [{"role": "user", "content": question}],
-                "max_tokens": n_tokens,
-                "temperature": 0,
-                "enable_thinking": False,
-            }
-        )
+        reply = self._answer(question, max_tokens=n_tokens, enable_thinking=False)
         self.figures.rewrite_tokens_per_second = decode_speed(reply)
         self.figures.rewrite_repeated_share = repeated_share(text, reply.content)
 
     def _measure_parity(self) -> None:
+        n_before = len(read_records(self._subject.log_folder))
         self._have_conversations()
-        records = read_records(self._subject.log_folder)[self._first_parity_record :]
+        records = read_records(self._subject.log_folder)[n_before:]
         prompts = [record["tokens"] for record in records]
         max_tokens = self.plan.parity_tokens
 
@@ -457,17 +450,16 @@ class Measurement:
 
     def _have_conversations(self) -> None:
         """A tool loop, an edit of its past, a branch off it, and an insertion."""
-        self._first_parity_record = len(read_records(self._subject.log_folder))
         max_tokens = self.plan.parity_tokens
         agent = self._new_agent(self.plan.shared_tokens)
         for _ in range(N_PARITY_TURNS):
             agent.hear(self._ask(agent, max_tokens))
 
         past = list(agent.messages)
-        edited = [*past]
-        edited[1] = {"role": "user", "content": "Read notes.txt. Nothing else."}
-        branch = [*past[:-1], {"role": "user", "content": "Sum up what was done."}]
-        inserted = [past[0], {"role": "user", "content": "Be brief."}, *past[1:]]
+        user = agent_steps.user
+        edited = [past[0], user("Read notes.txt. Nothing else."), *past[2:]]
+        branch = [*past[:-1], user("Sum up what was done.")]
+        inserted = [past[0], user("Be brief."), *past[1:]]
         for messages in (edited, branch, inserted):
             agent.messages = messages
             self._ask(agent, max_tokens)
@@ -486,10 +478,10 @@ def cached_tokens(answer: Body) -> int:
 
 def make_program(n_lines: int) -> str:
     """A file of functions, three lines each, whose words are drawn by a fixed seed."""
-    prose = Prose("machine_report")
+    rng = random.Random("machine_report")
     functions = []
     for n in range(max(1, n_lines // 3)):
-        words = prose.text(40)
+        words = agent_steps.make_words(rng, 40)
         functions.append(f'def greet_{n}(name):\n    return f"{words} {{name}}"\n\n')
     return "".join(functions)
 

@@ -55,11 +55,10 @@ from typing import Final
 
 import agent_steps
 from agent_steps import Body, CannotAsk, Reply
-from chat import add_place_options, read_settings, usual_place
+from chat import add_place_options, make_table, read_settings, usual_place
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
@@ -69,8 +68,7 @@ TURN_END_TOKENS: Final = 32  # how a turn ends and a reply begins; fewer than an
 STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
 STILL_LATER: Final = "hybrid_trim_miss"
 DROPPED_THINKING: Final = "thinking is not preserved"  # why a past was not replayed
-# Of all results for one reply: few, or what is new would look missed.
-RESULT_CHARS: Final = 160
+RESULT_TOKENS: Final = 12  # of a call: few, or what is new would look missed
 IMAGE_SIDE: Final = 224  # pixels of the image made here
 
 
@@ -141,18 +139,12 @@ READ: Final = "Show a file of the project, whole or from line `offset` on."
 BASH: Final = "Run a command in the project's folder and show what it prints."
 EDIT: Final = "Replace pieces of a file; each old text must occur in it once."
 WRITE: Final = "Write a file, a new one or over an old one."
-TOOLS: Final[tuple[Body, ...]] = (
+TOOLS: Final[list[Body]] = [
     tool("read", READ, n_optional=2, path=TEXT, offset=NUMBER, limit=NUMBER),
     tool("bash", BASH, n_optional=1, command=TEXT, timeout=NUMBER),
     tool("edit", EDIT, path=TEXT, edits={"type": "array", "items": CHANGE}),
     tool("write", WRITE, path=TEXT, content=TEXT),
-)
-RESULTS: Final[Mapping[str, str]] = {  # how a canned result begins
-    "read": "# notes\n\n",
-    "bash": "total 3\n-rw-r--r-- 1 dev dev 812 app.py\n-rw-r--r-- 1 dev dev 240 notes.txt\n",
-    "edit": "Replaced 1 piece of the file.\n",
-    "write": "The file was written.\n",
-}
+]
 QUESTIONS: Final = (
     "Read notes.txt and list the files, then tell me what this project is.",
     "Open src/app.py and explain what main does.",
@@ -160,16 +152,6 @@ QUESTIONS: Final = (
     "Check with bash how many lines out.txt has.",
     "Rename the function that greets people, everywhere it occurs.",
 )
-
-
-class Prose:
-    """Text without meaning, the same for the same seed."""
-
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(seed)
-
-    def text(self, n_chars: int) -> str:
-        return agent_steps.make_words(self._random, n_chars)
 
 
 def make_png(nonce: str) -> bytes:
@@ -196,51 +178,38 @@ def read_image(path: str, nonce: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(payload).decode()}"
 
 
-class Agent:
-    """PI at work in a made-up project: it answers the model's calls, or asks the next question."""
+class Agent(agent_steps.Agent):
+    """PI at work in a made-up project: it answers the model's calls, or asks the next question.
+
+    No other conversation shares more than the first words with one of another seed.
+    """
 
     def __init__(
-        self, nonce: str, *, role: str, head_chars: int, image_url: str = ""
+        self, seed: str, *, role: str, head_chars: int, image_url: str = ""
     ) -> None:
-        """`nonce` stands near the start, so that no other conversation shares more than that.
-
-        `image_url`: of an image that the first question has.
-        """
-        self._prose = Prose(nonce)
+        """`image_url`: of an image that the first question has."""
         self._n_questions = 0
-        head = f"You are a coding agent in the project {nonce}. Use the tools; be brief.\n\n"
-        head += "# AGENTS.md\n\n" + self._prose.text(head_chars)
-        question = self._question()
+        n_tokens = int(head_chars / agent_steps.CHARS_PER_TOKEN)
+        super().__init__(head_tokens=n_tokens, result_tokens=RESULT_TOKENS, seed=seed)
+        self.tools = TOOLS
+        self.messages[0]["role"] = role
         if image_url:  # as PI sends `@pic.png`
-            question["content"] += [
+            self.messages[1]["content"] += [
                 {"type": "text", "text": '<file name="/work/pic.png"></file>'},
                 {"type": "image_url", "image_url": {"url": image_url}},
             ]
-        self.messages: list[Body] = [{"role": role, "content": head}, question]
 
-    def _question(self) -> Body:
+    def question(self) -> Body:
         text = QUESTIONS[self._n_questions % len(QUESTIONS)]
         self._n_questions += 1
         return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+    next_question = question
 
     def body(self, *, max_tokens: int, effort: str) -> Body:
         """The next request."""
         limits = {"max_completion_tokens": max_tokens, "reasoning_effort": effort}
         return {"messages": self.messages, "tools": TOOLS, "store": False, **limits}
-
-    def hear(self, reply: Reply) -> None:
-        """Go on from this reply: afterwards the conversation is ready for the next request."""
-        echo = reply.echo()
-        if echo is not None:
-            self.messages.append(echo)
-        for call in reply.calls:
-            n_chars = max(24, RESULT_CHARS // len(reply.calls))
-            opening = RESULTS.get(call["function"]["name"], "Done.\n")
-            text = (opening + self._prose.text(n_chars))[:n_chars]
-            result = {"role": "tool", "content": text, "tool_call_id": call["id"]}
-            self.messages.append(result)
-        if not reply.calls:
-            self.messages.append(self._question())
 
 
 # Judging -----------------------------------------------------------------------------------------
@@ -397,38 +366,26 @@ def tracked[T](things: Iterable[T], title: str) -> Iterable[T]:
     return track(list(things), title, console=console, transient=True)
 
 
-TURN_COLUMNS: Final = [
-    "turn",
-    "asked",
-    "prompt",
-    "cached",
-    "hit",
-    "lost",
-    "out",
-    "ttft",
-    "finish",
-]
-
-
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
     title = f"{report.server.model} at {report.server.url}"
-    table = Table(title=title, title_justify="left")
-    for name in TURN_COLUMNS:
-        is_text = name in ("asked", "finish")
-        table.add_column(name, justify="left" if is_text else "right")
+    names = (
+        "turn",
+        "asked",
+        "prompt",
+        "cached",
+        "hit",
+        "lost",
+        "out",
+        "ttft",
+        "finish",
+    )
+    table = make_table(title, names, texts=("asked", "finish"))
     for turn in report.turns:
-        table.add_row(
-            f"T{turn.number}",
-            turn.asked,
-            f"{turn.prompt:,}",
-            f"{turn.cached:,}",
-            f"{turn.share:.1%}",
-            f"{turn.lost:,}",
-            f"{turn.out:,}",
-            f"{turn.ttft_seconds:.3f}",
-            turn.finish,
-        )
+        numbers = [f"{n:,}" for n in (turn.prompt, turn.cached, turn.lost, turn.out)]
+        prompt, cached, lost, out = numbers
+        row = (f"T{turn.number}", turn.asked, prompt, cached, f"{turn.share:.1%}", lost)
+        table.add_row(*row, out, f"{turn.ttft_seconds:.3f}", turn.finish)
     console.print(table)
 
     if report.counters is None:

@@ -33,17 +33,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from agent_steps import Body, CannotAsk, Reply
+from agent_steps import Body, CannotAsk, Reply, make_words
+from chat import make_table
 from pi_like_probe import (
     TOOLS,
-    Prose,
     Server,
     add_server_options,
     server_from,
     tracked,
 )
 from rich.console import Console
-from rich.table import Table
 
 # Tokens: how a turn ends and a reply begins, and caches that count in blocks.
 SLACK: Final = 32
@@ -146,7 +145,7 @@ class Talk:
     """A conversation about nothing, which only the scenario changes."""
 
     server: Server
-    prose: Prose
+    words: random.Random  # that it is about
     messages: list[Body]
     stamp: Stamp
     replies: list[Reply] = field(default_factory=list)
@@ -160,7 +159,7 @@ class Talk:
     def ask(self, kind: str, *, at_least: int = 0, at_most: int | None = None) -> None:
         """Put the next question; the reply becomes part of the conversation."""
         self.question_indexes.append(len(self.messages))
-        text = f"Keep this and answer with OK alone. {self.prose.text(300)}"
+        text = f"Keep this and answer with OK alone. {make_words(self.words, 300)}"
         question = {"role": "user", "content": text}
         self.messages.append(question)
 
@@ -237,7 +236,11 @@ def insertion(talk: Talk) -> None:
     index = talk.question_indexes[1] + 1
     talk.messages[index:index] = [
         {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": talk.prose.text(300), "tool_call_id": "call_0001"},
+        {
+            "role": "tool",
+            "content": make_words(talk.words, 300),
+            "tool_call_id": "call_0001",
+        },
     ]
 
     unchanged = talk.replies[1]
@@ -280,10 +283,10 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for name, case, stamp in tracked(cases, "conversations"):
         nonce = secrets.token_hex(8)  # so that its system prompt begins like no other's
-        prose = Prose(nonce)
-        text = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
+        words = random.Random(nonce)
+        text = f"You keep the records of house {nonce}.\n\n{make_words(words, options.head_chars)}"
         system = {"role": options.role, "content": text}
-        talk = Talk(server, prose, [system], stamp)
+        talk = Talk(server, words, [system], stamp)
         SCENARIOS[name].play(talk)
         rows += [Row(scenario=name, case=case, **row) for row in talk.row_fields]
     return rows
@@ -293,11 +296,8 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
 
 
 def show(rows: Sequence[Row], console: Console, *, title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in ("scenario", "request", "prompt", "cached", "expected", "verdict"):
-        is_number = name in ("prompt", "cached")
-        table.add_column(name, justify="right" if is_number else "left")
-
+    names = ("scenario", "request", "prompt", "cached", "expected", "verdict")
+    table = make_table(title, names, texts=set(names) - {"prompt", "cached"})
     last_title = ""
     for row in rows:
         row_title = f"{row.scenario}: {row.case}" if row.case else row.scenario

@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import agent_steps
 from agent_steps import CannotAsk, Reply, read_events
-from chat import add_place_options
+from chat import add_place_options, make_table
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
     "claude-code": drive.ClaudeCode,
@@ -260,9 +260,8 @@ def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchan
 
 
 def table_of(name: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=name)
-    for heading in ("talk", "prompt", "cached", "known", "share", "reply", "calls"):
-        table.add_column(heading, justify="right")
+    names = ("talk", "prompt", "cached", "known", "share", "reply", "calls")
+    table = make_table(name, names)
     for row in rows:
         table.add_row(
             str(row.talk),
