@@ -182,14 +182,7 @@ def first_difference(left: Conversation, right: Conversation) -> Difference | No
             continue
         if left_message != right_message:
             path, left_value, right_value = first_leaf(left_message, right_message)
-            left_text, right_text = as_text(left_value), as_text(right_value)
-            pairs_of_text = enumerate(zip(left_text, right_text, strict=False))
-            n_shorter = min(len(left_text), len(right_text))
-            n_common = next((i for i, (a, b) in pairs_of_text if a != b), n_shorter)
-            left_part, right_part = (
-                cut_out(text, max(0, n_common - AROUND), n_common + AROUND)
-                for text in (left_text, right_text)
-            )
+            left_part, right_part = around(as_text(left_value), as_text(right_value))
             return Difference(
                 message=index, field=path, left=left_part, right=right_part
             )
@@ -229,11 +222,14 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def cut_out(text: str, start: int, end: int) -> str:
-    """A part of a text; "…" where something is left out."""
+def around(left: str, right: str) -> list[str]:
+    """Both texts near the first character that differs; "…" where something is left out."""
+    pairs = enumerate(zip(left, right, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    start, end = max(0, index - AROUND), index + AROUND
     prefix = "…" if start else ""
-    suffix = "…" if end < len(text) else ""
-    return f"{prefix}{text[start:end]}{suffix}"
+    texts = (left, right)
+    return [f"{prefix}{t[start:end]}{'…' if end < len(t) else ''}" for t in texts]
 
 
 def pick(turns: Sequence[Turn], number: int) -> Turn:
