@@ -16,7 +16,7 @@ from types import ModuleType
 import find_gpu
 import lock_requirements
 import pytest
-import start_llm
+import start_llm as s
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "install_and_run.py"
@@ -514,7 +514,7 @@ def test_other_arguments_go_to_the_server_or_to_pytest():
 
 
 def test_options_stand_for_settings_and_are_the_same_in_both_programs():
-    assert start_llm.read_options(OPTIONS) == {
+    assert s.read_options(OPTIONS) == {
         "MODEL_PATH": "a/b",
         "MLX_PORT": "9",
         "MLX_HOST": "::1",
@@ -523,7 +523,7 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
         "KERNEL_WARM_UP": "exit",
         "ENABLE_PROXY": "false",
     }
-    assert start_llm.read_options([]) == {}
+    assert s.read_options([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
         (["--backend", "rocm"], "--backend: invalid choice: 'rocm'"),
     ],
 )
-@pytest.mark.parametrize("read", [install.read_arguments, start_llm.read_options])
+@pytest.mark.parametrize("read", [install.read_arguments, s.read_options])
 def test_a_wrong_option_is_one_sentence_with_the_one_meant(
     read, words, sentence, capsys
 ):
@@ -569,14 +569,14 @@ def test_what_needs_no_server_is_answered_before_slow_imports(program, word, tmp
 
     assert "imported" not in result.stderr
     if word == "--version":
-        assert result.stdout == f"start-llm {start_llm.VERSION}\n"
+        assert result.stdout == f"start-llm {s.VERSION}\n"
     assert result.returncode == (2 if word == "--prot" else 0)
 
 
 def test_the_version_is_one_in_all_places():
     openapi = json.loads((ROOT / "web/openapi.json").read_text(encoding="utf-8"))
-    assert install.project_version() == start_llm.VERSION
-    assert openapi["info"]["version"] == start_llm.VERSION
+    assert install.project_version() == s.VERSION
+    assert openapi["info"]["version"] == s.VERSION
 
 
 @pytest.fixture

@@ -297,15 +297,6 @@ def test_no_path_of_a_single_start_is_told_to_openclaw(desk):
     assert desk.read_record()["environment"]["OPENCLAW_STATE_DIR"] == "/of/the/person"
 
 
-def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
-    desk.install("claude", RECORDER)
-
-    desk.launch("claude", "--", "-p", "two  words", "--print", "--", "*")
-
-    last_arguments = desk.read_record()["arguments"][-5:]
-    assert last_arguments == ["-p", "two  words", "--print", "--", "*"]
-
-
 def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk):
     """A key in the environment it would first ask about, with No as its advice."""
     desk.install("claude", RECORDER)

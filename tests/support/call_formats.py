@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from start_llm import ReplyReader, Tags, ToolCallFormat, think_tag_pattern
+import start_llm as s
 
 TEXT = {"type": "string"}
 PROPERTIES = {
@@ -240,7 +240,7 @@ FORMATS = {
 
 
 @cache
-def format_of(name: str) -> ToolCallFormat:
+def format_of(name: str) -> s.ToolCallFormat:
     """The format that is found where a template prints such calls."""
     form = FORMATS[name]
     module: Any = SimpleNamespace(
@@ -252,7 +252,7 @@ def format_of(name: str) -> ToolCallFormat:
         module.tool_call_start, module.tool_call_end, module.parse_tool_call
     )
     template = form.text({"path": "a.md", "n": 5})
-    found = ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
+    found = s.ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
     assert found
     return found
 
@@ -281,23 +281,23 @@ class Reply(NamedTuple):
 
 
 def open_reader(
-    form: str | ToolCallFormat,
+    form: str | s.ToolCallFormat,
     *,
     tools: Sequence[Any] = TOOLS,
     in_reasoning: bool = False,
     max_calls: int = sys.maxsize,
-) -> ReplyReader:
+) -> s.ReplyReader:
     """`form`: a name in the table, or another format."""
     is_name = isinstance(form, str)
     tool_format = format_of(form) if is_name else form
     think = FORMATS[form].think if is_name else ("<think>", "</think>")
-    tags = Tags(
-        think_tag_pattern(think[0]),
+    tags = s.Tags(
+        s.think_tag_pattern(think[0]),
         re.escape(tool_format.start),
         tool_format.untagged_pattern(tools),
-        think_tag_pattern(think[1]),
+        s.think_tag_pattern(think[1]),
     )
-    return ReplyReader(
+    return s.ReplyReader(
         tags,
         tool_format,
         in_reasoning=in_reasoning,
@@ -308,7 +308,7 @@ def open_reader(
 
 
 def read_message(
-    form: str | ToolCallFormat,
+    form: str | s.ToolCallFormat,
     pieces: Iterable[str],
     *,
     as_tokens: bool = False,
@@ -389,11 +389,11 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def read(form: str | ToolCallFormat, pieces: Iterable[str], **how: Any) -> Reply:
+def read(form: str | s.ToolCallFormat, pieces: Iterable[str], **how: Any) -> Reply:
     return reply_of(read_message(form, pieces, **how))
 
 
-def read_in_any_pieces(form: str | ToolCallFormat, text: str, **how: Any) -> Reply:
+def read_in_any_pieces(form: str | s.ToolCallFormat, text: str, **how: Any) -> Reply:
     """The reply of a text that comes whole, by letters or in something like tokens."""
     message = read_message(form, [text], **how)
     for pieces in (list(text), token_like(text)):

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import start_llm
 from artifacts import FOLDER, artifact
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = """\

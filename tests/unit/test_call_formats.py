@@ -9,6 +9,7 @@ from typing import Any
 
 import nights
 import pytest
+import start_llm as s
 from call_formats import (
     BROKEN,
     FORMATS,
@@ -30,7 +31,6 @@ from call_formats import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
-from start_llm import ToolCallFormat, tool_call_prefixes
 
 FEW = 100 if nights.is_night else 6  # examples for each of many formats
 OURS = [name for name in FORMATS if format_of(name).syntax != "foreign"]
@@ -61,7 +61,7 @@ def test_a_format_is_found_in_the_template_that_prints_it(name):
 def test_of_several_formats_in_a_template_the_familys_own_is_meant(
     template, start, family, syntax
 ):
-    found = ToolCallFormat.detect(template, family, tokenizer=tokenizer_with(start))
+    found = s.ToolCallFormat.detect(template, family, tokenizer=tokenizer_with(start))
     assert (found and found.syntax) == syntax
 
 
@@ -152,7 +152,7 @@ def test_calls_come_back_as_they_were_made(name, data, cuts, answer):
     reply = read(name, cut(text, cuts))
 
     assert reply == Reply(calls, answer or None, "why")
-    prefixes = tool_call_prefixes(format_of(name), TOOLS, name=calls[0][0])
+    prefixes = s.tool_call_prefixes(format_of(name), TOOLS, name=calls[0][0])
     assert written[0].startswith(tuple(prefixes))
 
 
@@ -1193,7 +1193,7 @@ def test_a_forced_call_begins_with_the_beginning_of_a_call():
     tools = [tool("read", {"required": ["n"]}), tool("read_file", {})]
 
     def prefixes(name, tool_name=None):
-        return tool_call_prefixes(format_of(name), tools, name=tool_name)
+        return s.tool_call_prefixes(format_of(name), tools, name=tool_name)
 
     assert prefixes("qwen", "read") == ["<tool_call>\n<function=read>\n"]
     assert prefixes("hermes")[1] == '<tool_call>\n{"name": "read_file", "arguments":'

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import nights
 import pytest
-import start_llm
+import start_llm as s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,10 +28,7 @@ from templates import (
     tokenizer_of,
     tool,
 )
-from tokenizers import (
-    AddedToken,
-    processors,
-)
+from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
 BENT = settings(
@@ -57,17 +54,15 @@ QWENS = [model for model in MODELS if "gemma" not in model]
 
 
 @cache
-def template_of(model: str, **settings: str) -> start_llm.ChatTemplate:
+def template_of(model: str, **settings: str) -> s.ChatTemplate:
     return make_template(tokenizer_of(model), **settings)
 
 
-def make_template(
-    tokenizer: PreTrainedTokenizerFast, **env: str
-) -> start_llm.ChatTemplate:
+def make_template(tokenizer: PreTrainedTokenizerFast, **env: str) -> s.ChatTemplate:
     is_gemma = "<|channel>" in (tokenizer.chat_template or "")
     start, end = ("<|channel>", "<channel|>") if is_gemma else ("<think>", "</think>")
-    config = start_llm.Config.from_env(env)
-    return start_llm.ChatTemplate(
+    config = s.Config.from_env(env)
+    return s.ChatTemplate(
         tokenizer, config, think_start=start, think_end=end, ends=set()
     )
 
@@ -208,7 +203,7 @@ def test_tokens_that_eat_spaces_are_left_to_the_tokenizer(
 # -- markup as text ---------------------------------------------------------------
 
 
-def ids_among(ids: set, rendered: start_llm.RenderedPrompt) -> list:
+def ids_among(ids: set, rendered: s.RenderedPrompt) -> list:
     return [token for token in rendered.ids.tolist() if token in ids]
 
 
@@ -236,7 +231,7 @@ def test_markup_in_client_text_is_text(model: str) -> None:
         assert spoken in rendered.text or as_json in rendered.text
 
 
-def template_with(tokens: Iterable[AddedToken]) -> start_llm.ChatTemplate:
+def template_with(tokens: Iterable[AddedToken]) -> s.ChatTemplate:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.add_tokens([*tokens])
     return make_template(tokenizer)
@@ -278,7 +273,7 @@ def test_markup_in_names_is_text(model: str) -> None:
     marked = {f"a{token}": "x" for token in tokens}
     plain = {f"a{n}": "x" for n in range(len(tokens))}
 
-    def rendered(arguments: dict) -> start_llm.RenderedPrompt:
+    def rendered(arguments: dict) -> s.RenderedPrompt:
         step = said("assistant", "", tool_calls=[call(arguments)])
         return template.render_prompt(chat([said("user", "u"), step]))
 
@@ -291,23 +286,6 @@ def test_closing_tags_in_an_answer_do_not_cut_it(model: str) -> None:
     answer = "Close it with </think> here, open with <think>."
     messages = [said("user", "how?"), said("assistant", answer), said("user", "thanks")]
     assert answer in template_of(model).render_prompt(chat(messages)).text
-
-
-@pytest.mark.parametrize("model", [m for m in QWENS if "coder" not in m])
-def test_thinking_echoed_in_the_content_is_thinking(model: str) -> None:
-    echo = said(
-        "assistant", "<think>\nI think of </tool_call>\n</think>\n\nso </think> it is"
-    )
-    as_field = said(
-        "assistant", "so </think> it is", reasoning_content="I think of </tool_call>"
-    )
-
-    def rendered(reply: dict) -> start_llm.RenderedPrompt:
-        messages = [said("user", "how?"), reply, said("user", "go")]
-        return template_of(model).render_prompt(chat(messages))
-
-    assert rendered(echo) == rendered(as_field)
-    assert "so </think> it is" in rendered(echo).text
 
 
 ONE_OF_BOTH = """\
@@ -347,11 +325,9 @@ def in_more_words(word: str) -> str:
     return f"{word} in more words"
 
 
-def starts_in(
-    template: start_llm.ChatTemplate, rendered: start_llm.RenderedPrompt
-) -> tuple[int, ...]:
+def starts_in(template: s.ChatTemplate, rendered: s.RenderedPrompt) -> tuple[int, ...]:
     """Where its messages begin."""
-    return start_llm.compute_msg_token_boundaries(rendered.ids, template.traits)
+    return s.compute_msg_token_boundaries(rendered.ids, template.traits)
 
 
 def test_boundaries_part_the_messages(model: str) -> None:
@@ -529,7 +505,7 @@ def test_merged_replies_keep_the_thinking_of_both() -> None:
 
 
 def test_a_developer_speaks_as_the_system(model: str) -> None:
-    def rendered(role: str) -> start_llm.RenderedPrompt:
+    def rendered(role: str) -> s.RenderedPrompt:
         messages = [said(role, "rules"), said("user", "hello")]
         return template_of(model).render_prompt(chat(messages))
 
@@ -592,7 +568,7 @@ def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
     messages = [said("user", "u"), said("assistant", "", tool_calls=[call(deep)])]
     try:
         text = template_of("chatml/tiny").render_prompt(chat(messages)).text
-    except start_llm.BadRequest:
+    except s.BadRequest:
         assert depth > 200
     else:
         assert "[" * depth in text
@@ -601,14 +577,14 @@ def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
 def test_a_refusal_is_a_bad_request_in_the_templates_words() -> None:
     refusal = "{{ raise_exception('No odd words') if messages[0].content == 'odd' }}"
     template = make_template(tiny_tokenizer(refusal + CHATML))
-    with pytest.raises(start_llm.BadRequest, match="No odd words") as caught:
+    with pytest.raises(s.BadRequest, match="No odd words") as caught:
         template.render_prompt(chat([said("user", "odd")]))
     assert caught.value.param == "messages"
 
 
 def test_no_chat_template_is_a_bad_request() -> None:
     template = make_template(tiny_tokenizer(None))
-    with pytest.raises(start_llm.BadRequest, match="no chat template"):
+    with pytest.raises(s.BadRequest, match="no chat template"):
         template.render_prompt(chat([said("user", "x")]))
 
     completion = template.tokenize_completion("some text")
@@ -623,7 +599,7 @@ def test_a_switch_with_a_name_of_ours_is_no_crash(name: str) -> None:
     try:
         request = chat([said("user", "x")], chat_template_kwargs={name: True})
         assert template_of("chatml/tiny").render_prompt(request) == plain
-    except start_llm.BadRequest as refusal:
+    except s.BadRequest as refusal:
         assert refusal.param
 
 
@@ -736,6 +712,6 @@ def test_raw_takes_ids_of_the_vocabulary_only() -> None:
     template = template_of("chatml/tiny")
     assert template.tokenize_completion((5, 6, 7)).ids.tolist() == [5, 6, 7]
     for prompt in ((5, 10**6), (-1,), "", ()):
-        with pytest.raises(start_llm.BadRequest) as caught:
+        with pytest.raises(s.BadRequest) as caught:
             template.tokenize_completion(prompt)
         assert caught.value.param == "prompt"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import start_llm
+import start_llm as s
 from call_formats import (
     FORMATS,
     WITH_TOKENS,
@@ -337,7 +337,7 @@ def test_this_parser_can_be_written_by_a_call(name):
 
     And more up to one without a tag: a value that ends with one is left open.
     """
-    source = Path(start_llm.__file__ or "").read_text()
+    source = Path(s.__file__ or "").read_text()
     sections = re.findall(r"(?s)# region CALL .*# region CALL FORMS", source)
     tests = Path(__file__).with_name("test_call_formats.py").read_text()
     lines = "\n".join([*sections, tests]).split("\n")

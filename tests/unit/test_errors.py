@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import start_llm
-from start_llm import BadRequest, ClientGone, ContextTooLong, NotServed, ServerError
+import start_llm as s
 
 TABLE = {
     "ServerError": (500, "server_error", None),
@@ -24,13 +23,13 @@ def family(kind):
 
 
 def test_the_table_is_complete():
-    assert family(ServerError) == set(TABLE)
-    assert not issubclass(ClientGone, ServerError)
+    assert family(s.ServerError) == set(TABLE)
+    assert not issubclass(s.ClientGone, s.ServerError)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_each_kind_has_its_status_type_and_code(name):
-    error = getattr(start_llm, name)(*ARGUMENTS.get(name, "m"))
+    error = getattr(s, name)(*ARGUMENTS.get(name, "m"))
     assert error.status == TABLE[name][0]
     assert ("Retry-After" in error.headers) == (error.status == 503)
 
@@ -41,21 +40,21 @@ def test_each_kind_has_its_status_type_and_code(name):
 
 
 def test_a_bad_request_names_its_field_in_the_text_too():
-    error = BadRequest("wrong", field="messages[3].content")
+    error = s.BadRequest("wrong", field="messages[3].content")
     assert error.param == "messages[3].content"
     assert str(error) == "messages[3].content: wrong"
-    assert BadRequest("wrong").param is None
+    assert s.BadRequest("wrong").param is None
 
 
 def test_what_http_refuses_has_its_own_status_code_and_headers():
-    lost = NotServed(404, "m", code="model_not_found", headers={"Allow": "POST"})
+    lost = s.NotServed(404, "m", code="model_not_found", headers={"Allow": "POST"})
     assert (lost.status, lost.headers) == (404, {"Allow": "POST"})
     assert lost.body()["error"]["code"] == "model_not_found"
 
 
 def test_context_too_long_says_both_numbers_in_the_words_agents_match():
-    error = ContextTooLong(9001, 8192)
-    assert isinstance(error, BadRequest)
+    error = s.ContextTooLong(9001, 8192)
+    assert isinstance(error, s.BadRequest)
     assert "maximum context length is 8192 tokens" in str(error)
     assert "resulted in 9001 tokens" in str(error)
     assert error.param == "messages"
@@ -65,7 +64,7 @@ def test_an_event_is_one_line_to_whoever_reads_lines():
     # Half of a surrogate pair included: models do spell them.
     body = {"text": "a\u2028b\u0085c\ud83d\u00e9"}
     written = []
-    response = start_llm.ResponseWriter(None)
+    response = s.ResponseWriter(None)
     response.send_chunk = written.append
 
     response.send_event(body)

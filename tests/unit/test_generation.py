@@ -13,11 +13,7 @@ from tiny_models import DENSE, HYBRID, SLIDING, tiny_model
 
 
 def choice(**fields):
-    greedy = {
-        "sampler": greedy_sampler,
-        "processors": [],
-        "context": TokenBuffer(),
-    }
+    greedy = {"sampler": greedy_sampler, "processors": [], "context": TokenBuffer()}
     return s.TokenChoice(**{**greedy, **fields})
 
 

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 
 def kv_leaf(n_tokens, start=0):

