@@ -8495,6 +8495,8 @@ class LeafKind(NamedTuple):
     can_hold: bool = False
     # So does a call of several tokens: what it was before can be put back.
     can_put_back: bool = False
+    # What such a call has added can be cut off again, but for its first token.
+    can_trim: bool = False
     window_attribute: str = ""  # how many tokens it needs; "" if it has no window
     # No row can be sliced out of the arrays of a batch: its places are padded, or in
     # another order. Upstream's `extract` makes a leaf of a row then.
@@ -8502,9 +8504,11 @@ class LeafKind(NamedTuple):
     is_opaque: bool = False
 
 
-_ATTENTION: Final = LeafKind("attention", can_cut=True)
+_ATTENTION: Final = LeafKind("attention", can_cut=True, can_trim=True)
 _RECURRENT: Final = LeafKind("recurrent", can_hold=True, can_put_back=True)
-_WINDOW: Final = LeafKind("window", can_put_back=True, window_attribute="max_size")
+_WINDOW: Final = LeafKind(
+    "window", can_put_back=True, can_trim=True, window_attribute="max_size"
+)
 _OPAQUE: Final = LeafKind("opaque", is_opaque=True)
 
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
@@ -8619,6 +8623,19 @@ def drop_outside_window(leaf: Any) -> None:
     leaf.keys = leaf._trim(n_excess, leaf.keys)
     leaf.values = leaf._trim(n_excess, leaf.values)
     leaf._idx = leaf.max_size
+
+
+# Pinned by test_upstream.py::test_a_window_is_as_if_what_was_cut_off_had_not_been_fed
+def trim_leaf(leaf: Any, n_tokens: int) -> None:
+    """Cut off the last tokens of a call of several, but not all of them.
+
+    why(L-233): such a call leaves a window in the order of its tokens, longer by all but
+    the first of them. It has then no less than a window.
+    """
+    if n_tokens and leaf_kind(leaf).window_attribute:
+        leaf.keys = leaf.keys[..., :-n_tokens, :]
+        leaf.values = leaf.values[..., :-n_tokens, :]
+    leaf.trim(n_tokens)
 
 
 # Pinned by test_upstream.py::test_recurrent_caches_are_lists_of_arrays
@@ -14267,9 +14284,8 @@ class TokenGenerator:
         sampled          a b x . .      after y, a, b: the draft was right up to b
         returned         y a b          x is fed next; c and d are taken back
 
-    A recurrent layer or a window cannot be cut: its old arrays, which a call does not
-    write into, are put back. Then `y a b` is pending: to be fed again, by the next step
-    or `settle`.
+    A recurrent layer cannot be cut: its old arrays, which a call does not write into,
+    are put back. Then `y a b` is pending: to be fed again, by the next step or `settle`.
     """
 
     def __init__(  # noqa: PLR0913 - what the rows are, and who else has a say
@@ -14364,15 +14380,19 @@ class TokenGenerator:
         Below, z was pending, y a b c d are fed, y a b were right:
 
             all right                     nothing is taken back, nothing is pending
-            all leaves can be cut         they are trimmed by c d; nothing is pending
-            some leaves can be put back   these are as before z; KV is trimmed by
-                                          z y a b c d; z y a b are pending
+            all leaves can be trimmed     they are, by c d; nothing is pending
+            some are recurrent            they and windows are as before z; KV is
+                                          trimmed by z y a b c d; z y a b are pending
         """
         assert self._agree is None, "drafts are off with several ranks (CLUSTER)"
         (first,) = self.next_tokens()
         fed_ids = [first.token_id, *draft]
         leaves = cache_leaves(self.layer_caches)
-        to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        to_put_back: list[Any] = []
+        to_trim = leaves
+        if not all(leaf_kind(leaf).can_trim for leaf in leaves):
+            to_put_back = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+            to_trim = [leaf for leaf in leaves if leaf_kind(leaf).can_cut]
         old_fields = list(map(leaf_fields, to_put_back))
         pending_ids = self.pending_ids
         self.pending_ids = []
@@ -14390,9 +14410,8 @@ class TokenGenerator:
             self.pending_ids = pending_ids + fed_ids[:n_fed_right]
             for leaf, fields in zip(to_put_back, old_fields, strict=True):
                 vars(leaf).update(fields)
-        for leaf in leaves:
-            if leaf_kind(leaf).can_cut:
-                leaf.trim(n_to_trim)
+        for leaf in to_trim:
+            trim_leaf(leaf, n_to_trim)
 
         *right, last = sampled
         self._next_tokens = mx.array([last.token_id], self._next_tokens.dtype)

@@ -175,7 +175,8 @@ def test_the_assistant_is_given_the_kv_of_the_model_and_its_last_state(
 
     assert ids == reply
     assert not b.engine.call(lambda scheduler: scheduler.draft_model.has_failed)
-    assert seen.n_guesses > 15
+    n_steps = len(reply) - end.saved_steps
+    assert seen.n_guesses >= n_steps - 2  # all but the last: there is nothing to draft
     assert seen.largest_difference < 1e-4
     assert end.saved_steps > 15
     assert b.head.model._shared_kv is None  # nothing refers to the buffers

@@ -1,7 +1,9 @@
 """DRAFTS: the same replies and the same KV as without, in fewer steps."""
 
+import itertools
 import time
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
@@ -15,12 +17,18 @@ from drafting import (
     drafters,
     forced,
     make_eager,
+    none_cut,
     nothing_taken_back,
+    one_cut_too_few,
+    one_cut_too_many,
     state_not_put_back,
+    windows_counted_and_not_cut,
 )
 from engine_fixture import GREEDY, words
+from mlx_lm.models.cache import make_prompt_cache
 from nights import at_night
 from server_fixture import Served, user, wait_until
+from test_checkpoints import make_model
 from tiny_heads import GEMMA, tiny_head, tiny_pair
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS
 from tiny_vision import HYBRID_VISION, tiny_vision_model
@@ -353,11 +361,14 @@ def test_who_is_left_alone_is_sampled_its_own_way(drafting, first):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", [HYBRID, at_night(SLIDING)])
-def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "n_least", "n_most"), [(HYBRID, 31, 64), (SLIDING, 0, 0)]
+)
+def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind, n_least, n_most):
     """Each draft is right for some tokens, and then wrong; it pays, so none rests.
 
-    The checkpoints of a reply, one every 64 tokens, feed what is pending.
+    The checkpoints of a reply, one every 64 tokens, feed what is pending. Windows are
+    cut, so there nothing is.
     """
     reply = words(np.random.default_rng(12), 240)
     n_pending = []
@@ -381,7 +392,40 @@ def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
 
     assert ids == reply
     assert len(n_pending) > 10
-    assert 30 < max(n_pending) <= 64
+    assert n_least <= max(n_pending) <= n_most
+
+
+def test_windows_beside_recurrent_layers_are_put_back_with_them():
+    model = make_model("recurrent_gemma")
+    prompt = np.random.default_rng(14).integers(10, 50, 12).tolist()
+
+    def begin():
+        caches = make_prompt_cache(model)
+        choice = s.TokenChoice(s.greedy_sampler, [], s.TokenBuffer([]))
+        return s.TokenGenerator(model, mx.array([prompt]), caches, [choice])
+
+    plain, drafted = begin(), begin()
+    expected = [token for _ in range(80) for token in plain.step()]
+    ids = [token.token_id for token in expected]
+    tokens = []
+    n_pending = []
+    for n_right in itertools.cycle([0, 2, 5]):
+        place = len(tokens) + 1
+        if place > 60:
+            break
+        wrong = (ids[place + n_right] + 1) % 50
+        tokens += drafted.step_with([*ids[place : place + n_right], wrong, wrong])
+        n_pending.append(len(drafted.pending_ids))
+        if n_right == 5:  # one is fed in a call of its own, too
+            drafted.settle()
+            tokens += drafted.step()
+
+    kinds = {s.leaf_kind(leaf).name for leaf in s.cache_leaves(drafted.layer_caches)}
+    assert kinds == {"recurrent", "window"}
+    assert min(n_pending) > 0
+    assert [token.token_id for token in tokens] == ids[: len(tokens)]
+    for token, plain_token in zip(tokens, expected, strict=False):
+        assert mx.abs(token.logprobs - plain_token.logprobs).max() < 1e-4
 
 
 @pytest.mark.usefixtures("eager")
@@ -557,7 +601,13 @@ def key_split_twice(monkeypatch):
         (one_token_too_many, ("copies", DENSE), {}),
         (state_not_put_back, ("copies", HYBRID), {}),
         at_night(nothing_taken_back, ("copies", DENSE), {}),
-        at_night(state_not_put_back, ("copies", SLIDING), {}),
+        (one_cut_too_few, ("copies", SLIDING), {}),
+        at_night(none_cut, ("copies", SLIDING), {}),
+        at_night(windows_counted_and_not_cut, ("copies", SLIDING), {}),
+        at_night(one_cut_too_few, ("head", GEMMA), {}),
+        at_night(one_cut_too_many, ("head", GEMMA), {}),
+        at_night(none_cut, ("head", GEMMA), {}),
+        at_night(windows_counted_and_not_cut, ("head", GEMMA), {}),
         at_night(state_not_put_back, ("model", HYBRID), {}),
         at_night(state_not_put_back, ("head", HYBRID), {}),
         at_night(key_split_twice, ("copies", DENSE), {"sampling": SEEDED}),

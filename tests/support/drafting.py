@@ -221,6 +221,31 @@ def check_drafted_replies(drafting: Drafting, fields, *, n_others):
 DIFFERS = r"assert .* == .*|Not equal to tolerance|assert .* <= |NaN or infinity"
 
 
+def cut_windows_by(n_more):
+    """A fault: of a wrong draft so many tokens more are cut off a window."""
+
+    def fault(monkeypatch):
+        trim_leaf = s.trim_leaf
+
+        def trim_otherwise(leaf, n_tokens):
+            is_window = s.leaf_kind(leaf).window_attribute
+            trim_leaf(leaf, max(0, n_tokens + n_more * bool(n_tokens and is_window)))
+
+        monkeypatch.setattr(s, "trim_leaf", trim_otherwise)
+
+    return fault
+
+
+one_cut_too_few = cut_windows_by(-1)
+one_cut_too_many = cut_windows_by(1)
+none_cut = cut_windows_by(-1000)
+
+
+def windows_counted_and_not_cut(monkeypatch):
+    """As upstream's `trim` has it."""
+    monkeypatch.setattr(s, "trim_leaf", lambda leaf, n_tokens: leaf.trim(n_tokens))
+
+
 def nothing_taken_back(monkeypatch):
     monkeypatch.setattr(s.KVCache, "trim", lambda leaf, n: n)
 

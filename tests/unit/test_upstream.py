@@ -5,6 +5,7 @@ A new version that fails here must be read before the pin moves.
 
 import ast
 import inspect
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -200,6 +201,45 @@ def test_a_window_is_no_longer_than_what_is_read_again(keep):
     fill(leaf, 1, start=26)
     expected = [*expected[:keep], *expected[keep + 1 :], 26]
     assert sorted(leaf.keys.reshape(-1).tolist()) == expected
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_window_is_as_if_what_was_cut_off_had_not_been_fed(keep):
+    """After a call of several tokens, of which the first stays; alone and as a batch."""
+
+    def fetch(leaf, n, start):
+        mask = leaf.make_mask(n)
+        keys, values = leaf.update_and_fetch(numbers(n, start), -numbers(n, start))
+        assert mx.array_equal(keys, -values)
+        is_array = isinstance(mask, mx.array)
+        seen = mask.tolist() if is_array and n > 1 else mask is None
+        return sorted(keys.reshape(-1).tolist()), seen, np.array(leaf.offset).item()
+
+    def begin(kind, n_before):
+        leaf = kind(8, keep=keep) if kind is RotatingKVCache else kind(8, [0])
+        if n_before:
+            fetch(leaf, (n_before + 1) // 2, 0)
+        for place in range((n_before + 1) // 2, n_before):
+            fetch(leaf, 1, place)
+        return leaf
+
+    kinds = [RotatingKVCache, BatchRotatingKVCache][: 1 if keep else 2]
+    calls = [(2, 1), (4, 1), (4, 3), (12, 1), (12, 6), (12, 11)]
+    befores = (0, 1, 5, 6, 7, 8, 9, 23)
+    for kind, n_before, (n, n_wrong) in itertools.product(kinds, befores, calls):
+        end = n_before + n - n_wrong
+        for n_next in (1, 3):
+            cut, plain = begin(kind, n_before), begin(kind, n_before)
+            fetch(cut, n, n_before)
+            s.trim_leaf(cut, n_wrong)
+            fetch(plain, n - n_wrong, n_before)
+            for place in (end, end + n_next, end + 2 * n_next):
+                assert fetch(cut, n_next, place) == fetch(plain, n_next, place)
+            for place in range(end + 3 * n_next, end + 3 * n_next + 10):
+                assert fetch(cut, 1, place) == fetch(plain, 1, place)
+            s.drop_outside_window(cut)
+            if kind is RotatingKVCache:
+                assert cut.keys.shape[2] <= 8
 
 
 def test_a_maximum_size_is_never_asked_for():
