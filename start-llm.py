@@ -10573,6 +10573,8 @@ MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
+# So many new ones are written at the next pause: an agent may never rest for so long.
+MAX_UNSAVED_TOKENS: Final = 2048
 SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
 WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
 LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
@@ -11575,7 +11577,7 @@ class DiskTier:
     ) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest.
 
-        Of the latter, what has rested for `rest_seconds`.
+        Of the latter, what has rested for `rest_seconds`, or has much that is new.
         """
         self.files.collect()
         for tenant, session in self._forgotten:
@@ -11602,18 +11604,19 @@ class DiskTier:
         return None
 
     def _is_due(self, entry: CacheEntry, min_seconds: float) -> bool:
-        """Whether an entry has rested, and enough of it is new.
+        """Whether enough of an entry is new: the longer it has rested, the less.
 
         `min_seconds`: of rest; 0.0: it may be lost soon (evicted, or the server closes),
         so a few new tokens are enough.
         """
-        is_fresh = self._clock() - entry.last_used < min_seconds
-        if is_fresh or entry.end < MIN_FILE_TOKENS:
+        min_new = MIN_FILE_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
+        if self._clock() - entry.last_used < min_seconds:
+            min_new = MAX_UNSAVED_TOKENS
+        if entry.end < max(min_new, MIN_FILE_TOKENS):
             return False
         saved_end = entry.saved_end
         if saved_end is None:
             saved_end = self._find_saved(entry).depth
-        min_new = MIN_FILE_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
         return entry.end - saved_end >= min_new
 
     def has_all(self, entry: CacheEntry) -> bool:

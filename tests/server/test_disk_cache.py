@@ -221,6 +221,33 @@ def test_entry_is_written_while_the_engine_is_idle(restart, monkeypatch):
     assert bench.engine.disk["written_today_bytes"] == bench.engine.disk["bytes"] > 0
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_agent_that_never_rests_is_written_at_a_pause_now_and_then(
+    is_busy, restart, monkeypatch, rng
+):
+    """Else a kill would cost all that it has done since its last rest."""
+    for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS"):
+        monkeypatch.setattr(s, name, 1e9)
+    bench = restart()
+    prompt = words(rng, 300)
+    found = []
+
+    def pause(disk):
+        disk._not_before = 0.0
+        while disk.save_some(is_busy=is_busy):
+            disk.files.wait(10.0)
+            disk._not_before = 0.0
+
+    for n_new in (0, 2000, 300, 1000, 900):
+        prompt += words(rng, n_new)
+        bench.ask(prompt, n=1)
+        on_model_thread(bench, pause)
+        found.append(segments(bench))
+
+    first, second = (0, 2301), (2300, 4501)
+    assert found == [[], [first], [first], [first], [first, second]]
+
+
 def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
     restart, tmp_path, rng
 ):
