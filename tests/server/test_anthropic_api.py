@@ -617,6 +617,7 @@ def test_stripped_thinking_is_found_by_its_signature(served, sdk):
 def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
     fields = {"tools": [], "thinking": {"type": "disabled"}}
     full = ask(sdk, [user(text("Tell me."))], stream=False, **fields)
+    assert full.stop_reason == "end_turn"
     words = full.content[0].text
     stop = words[len(words) // 2 :][:3]
     cut = ask(

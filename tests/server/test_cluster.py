@@ -28,8 +28,8 @@ from exact_blas import preloading
 from forked_process import ForkedProcess, run_program
 from mlx_lm import load
 from nights import at_night
-from program import CHAT, Program
-from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
+from program import Agent, Program, ask
+from server_fixture import MAX_WAIT_SECONDS, free_port, user, wait_until
 from tiny_models import DENSE, HYBRID, WORDS, tiny_model
 
 TESTS = Path(__file__).parents[1]
@@ -239,24 +239,8 @@ def start(tmp_path):
         ranks.close()
 
 
-def ask(port, messages, *, path=CHAT, timeout=MAX_WAIT_SECONDS, **fields):
-    """The body of the reply. Raises OSError (HTTPError is one), ValueError."""
-    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        return json.load(response)
-
-
 def words(rng, n):
     return " ".join(rng.choices(WORDS, k=n))
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def test_a_conversation_is_answered_from_the_cache_as_without_it(start):
@@ -313,30 +297,6 @@ def test_a_model_that_ranks_cannot_divide_is_refused():
 # -- killed and stopped ----------------------------------------------------------------------------
 
 
-class Agent(threading.Thread):
-    """Asks and goes on from the answer, until the server is gone."""
-
-    def __init__(self, port, seed):
-        super().__init__(daemon=True)
-        self._port = port
-        self._random = random.Random(seed)
-        self.answered_at = time.monotonic()
-        self.end = None  # the error that it was sent
-
-    def run(self):
-        messages = [user(words(self._random, 300))]
-        while self.end is None:
-            try:
-                body = ask(self._port, messages, max_tokens=60)
-            except (OSError, ValueError) as error:
-                self.end = error
-                continue
-            message = body["choices"][0]["message"]
-            answer = {"role": "assistant", "content": message.get("content") or ""}
-            messages += [answer, user(words(self._random, 40))]
-        self.answered_at = time.monotonic()
-
-
 @pytest.mark.parametrize("number", (signal.SIGKILL, at_night(signal.SIGSTOP)))
 def test_all_are_answered_when_a_rank_is_gone(number, start, table):
     """At a random moment, as often as RANK_KILLS says; then a start that answers rightly."""
@@ -353,7 +313,7 @@ def test_all_are_answered_when_a_rank_is_gone(number, start, table):
         answer = ranks.ask(question)["choices"]
         assert answer == expected.setdefault(kind, answer), round_number
 
-        agents = [Agent(ranks.port, seed) for seed in range(3)]
+        agents = [Agent(ranks.port, seed, max_tokens=60) for seed in range(3)]
         for agent in agents:
             agent.start()
         time.sleep(0.3 + 2 * rng.random())

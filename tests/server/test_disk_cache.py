@@ -1009,3 +1009,20 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
     assert len(files_in(tmp_path / "kv")) == 1
     save(bench)
     assert files_in(tmp_path / "kv") == []
+
+
+def test_file_that_cannot_be_looked_at_now_is_kept(restart, tmp_path, monkeypatch):
+    bench = restart_and_save(restart)
+    key = bench.engine.call(lambda scheduler: scheduler.cache.entries[0].key)
+
+    def refuse(path, **_options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.Path, "stat", refuse)
+        match = on_model_thread(bench, lambda disk: disk.files.find(key))
+        assert on_model_thread(bench, lambda disk: disk.files.read(match)) is None
+    on_model_thread(bench, lambda disk: disk.files.collect())
+
+    assert len(files_in(tmp_path / "kv")) == 1
+    assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from nights import at_night
 from server_fixture import SYSTEM, user
 from test_idle_unload import NEVER, Sleeper
-from tiny_heads import GEMMA, tiny_assistant
+from tiny_heads import GEMMA
 from tiny_models import DENSE, HYBRID
 
 KINDS = [HYBRID, GEMMA, *map(at_night, (MOE, NEXT))]
@@ -180,19 +180,6 @@ def test_the_assistant_is_given_the_kv_of_the_model_and_its_last_state(
     assert seen.largest_difference < 1e-4
     assert end.saved_steps > 15
     assert b.head.model._shared_kv is None  # nothing refers to the buffers
-
-
-@pytest.mark.slow
-def test_an_assistant_with_an_output_layer_in_parts_is_right_as_often(head_of, rng):
-    """That of the E models, which looks at some tokens only."""
-    drafting = head_of(GEMMA)
-    masked_folder = tiny_assistant(drafting.folder, is_masked=True)
-    prompt = words(rng, 40)
-    reply = drafting.reply(prompt, rng, n=60, every=6)
-    for b in (drafting.start(), drafting.start(draft_folder=masked_folder)):
-        ids, end, _ = b.ask(prompt, n=60, constraints=(forced(reply),))
-        assert ids == reply
-        assert end.saved_steps > 10
 
 
 def test_copies_come_first_and_the_head_reads_what_they_were_right_about(

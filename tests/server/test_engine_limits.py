@@ -604,6 +604,25 @@ def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(
         check_it_still_works(b, kind, [bad_prompt, good_prompt])
 
 
+@pytest.mark.parametrize("kind", ["qwen3", at_night("qwen3_5")])
+def test_tokens_after_one_without_numbers_do_not_hide_it(bench, kind):
+    b = bench(kind)
+    ticket = b.submit(words(np.random.default_rng(6), 30), n=3000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+
+    def add_tokens(scheduler):
+        (running,) = scheduler.running
+        good = s.mx.zeros(300)
+        bad = good * float("nan")
+        n_before = ticket._events.qsize()
+        for logprobs in (bad, good, good):
+            running.add_token(20, logprobs=logprobs)
+        return running.has_failed, ticket._events.qsize() - n_before
+
+    assert b.engine.call(add_tokens) == (True, 0)
+    assert isinstance(b.outcome(ticket)[1], s.GenerationFailed)
+
+
 # -- an exception at every step --------------------------------------------------------------------
 
 STEPS = {
@@ -865,3 +884,23 @@ def test_scheduler_keeps_the_previous_state_of_all_that_end_in_one_step(bench, r
         ids, end, ticket = b.ask(part + words(rng, 9), n=3)
         assert end.cached_tokens == len(part)
         assert is_exact(b, "qwen3_5", ticket, ids)
+
+
+@pytest.mark.parametrize("reason", ["stop", at_night("repeated")])
+def test_a_reply_cut_by_its_connection_goes_on_from_a_state_inside_it(bench, reason):
+    """A stop string or a loop ends it: its client has the text before that."""
+    b = bench("qwen3_5")
+    rng = np.random.default_rng(7)
+    prompt = words(rng, 100)
+    ticket = b.submit(prompt, n=3000)
+    wait_until(lambda: ticket._events.qsize() > s.REPLY_CHECKPOINT_SPACING + 10)
+    ticket.stop_reason = reason
+    ids, _ = b.outcome(ticket)
+    wait_until_idle(b.engine)
+
+    n_kept = len(ids) - len(ids) % s.REPLY_CHECKPOINT_SPACING
+    part = prompt + ids[:n_kept]
+    more_ids, end, again = b.ask(part + words(rng, 10), n=3)
+
+    assert end.cached_tokens == len(part)
+    assert is_exact(b, "qwen3_5", again, more_ids)

@@ -1,9 +1,11 @@
 """HTTP: who may ask, what a web page may do, and that nobody holds a connection for ever."""
 
+import fcntl
 import itertools
 import json
 import logging
 import re
+import resource
 import socket
 import struct
 import time
@@ -531,6 +533,18 @@ def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_len
     assert code == status
     assert response_headers["connection"] == "close"
     assert status == 200 or "Transfer-Encoding can only be chunked" in message_of(reply)
+
+
+def test_a_connection_may_have_any_descriptor():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2_048)), hard))
+    near, far = socket.socketpair()
+    with near, far:
+        descriptor = fcntl.fcntl(near, fcntl.F_DUPFD, 1_500)
+        with socket.socket(fileno=descriptor) as connection:
+            assert not s._is_readable(connection, 0)
+            far.sendall(b"a")
+            assert s._is_readable(connection, 0.001)
 
 
 def test_a_request_after_another_is_no_part_of_it():

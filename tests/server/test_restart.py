@@ -6,19 +6,17 @@ import os
 import random
 import signal
 import sqlite3
-import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 import start_llm
 import start_llm as s
 from minimum_prefill import common_prefix, fewest, prefilled
 from nights import at_night
-from program import CHAT, Program
+from program import Agent, Program, ask
 from server_fixture import Served, Talk, user, wait_until
 from status_client import ask as ask_status
 from status_client import explained
@@ -310,36 +308,6 @@ PREWARM_CANNOT = {
 N_KILLS = int(os.environ.get("KILLS", "1"))
 
 
-class Agent(threading.Thread):
-    """Asks and goes on from the answer, until the server is gone."""
-
-    def __init__(self, port, seed):
-        super().__init__(daemon=True)
-        self._port = port
-        self._random = random.Random(seed)
-
-    def run(self):
-        messages = [{"role": "user", "content": self._words(500)}]
-        while True:
-            try:
-                answer = ask(self._port, messages)
-            except (httpx.HTTPError, ValueError):
-                return
-            messages += [answer, {"role": "user", "content": self._words(60)}]
-            time.sleep(self._random.random())
-
-    def _words(self, n):
-        return " ".join(self._random.choices(WORDS, k=n))
-
-
-def ask(port, messages):
-    """The reply's message; greedy. Raises httpx.HTTPError, ValueError."""
-    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
-    response = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=body, timeout=120)
-    message = response.json()["choices"][0]["message"]
-    return {"role": "assistant", "content": message.get("content") or ""}
-
-
 def write_impatient_program(folder):
     """A copy of the program that writes what rests at once."""
     source = Path(start_llm.__file__).read_text()
@@ -386,7 +354,7 @@ def test_killed_server_starts_and_answers_rightly(kind, tmp_path, monkeypatch):
     for number in range(N_KILLS + 1):
         program = Program(tmp_path / "program", model, **settings)
         program.wait_until_ready()
-        answer = ask(program.port, question)
+        answer = ask(program.port, question)["choices"]
         assert answer == (expected := expected or answer), number
         assert "Traceback" not in program.said
         _, status = program.get("/v1/status")
@@ -395,7 +363,8 @@ def test_killed_server_starts_and_answers_rightly(kind, tmp_path, monkeypatch):
             break
         wait_until(lambda: list(disk.rglob("*.safetensors")))  # of the question
         for seed in range(4):
-            Agent(program.port, number * 4 + seed).start()
+            agent = Agent(program.port, number * 4 + seed, max_tokens=12, max_pause=1.0)
+            agent.start()
         time.sleep(0.5 + 2 * rng.random())
         program.end(signal.SIGKILL)
 

@@ -4,9 +4,13 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ from typing import Any
 import start_llm
 from exact_blas import preloading
 from forked_process import ForkedProcess, run_program
-from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
+from server_fixture import MAX_WAIT_SECONDS, Message, free_port, user, wait_until
+from tiny_models import WORDS
 
 BODY_LIMIT = 1 << 20
 
@@ -123,3 +128,50 @@ class FreshProgram(Program):
     """One that starts as its user starts it, with imports."""
 
     is_forked = False
+
+
+def ask(
+    port: int, messages: list[Message], *, path: str = CHAT, **fields: Any
+) -> dict[str, Any]:
+    """The body of a greedy reply. Raises OSError (HTTPError is one), ValueError."""
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+class Agent(threading.Thread):
+    """Asks and goes on from the answer, until the server is gone."""
+
+    def __init__(
+        self, port: int, seed: int, *, max_tokens: int, max_pause: float = 0.0
+    ) -> None:
+        super().__init__(daemon=True)
+        self._port = port
+        self._random = random.Random(seed)
+        self._max_tokens = max_tokens
+        self._max_pause = max_pause
+        self.answered_at = time.monotonic()
+        self.end: Exception | None = None  # the error that it was sent
+
+    def run(self) -> None:
+        messages = [self._question(400)]
+        while self.end is None:
+            try:
+                body = ask(self._port, messages, max_tokens=self._max_tokens)
+            except (OSError, ValueError) as error:
+                self.end = error
+                continue
+            message = body["choices"][0]["message"]
+            answer = {"role": "assistant", "content": message.get("content") or ""}
+            messages += [answer, self._question(50)]
+            time.sleep(self._random.random() * self._max_pause)
+        self.answered_at = time.monotonic()
+
+    def _question(self, n_words: int) -> Message:
+        return user(" ".join(self._random.choices(WORDS, k=n_words)))

@@ -86,12 +86,9 @@ def tiny_gemma(tmp_root: Path, **size: int) -> tuple[Path, Path]:
     return folder, tiny_assistant(folder)
 
 
-def tiny_assistant(folder: Path, *, is_masked: bool = False) -> Path:
-    """The folder of an assistant, which reads the token, and of states and KV little.
-
-    `is_masked`: with the output layer of the E models, here of a quarter of the tokens.
-    """
-    head_folder = folder.with_name(f"{folder.name}-head{'-masked' * is_masked}")
+def tiny_assistant(folder: Path) -> Path:
+    """The folder of an assistant, which reads the token, and of states and KV little."""
+    head_folder = folder.with_name(f"{folder.name}-head")
     if head_folder.exists():
         return head_folder
     from mlx_vlm.speculative.drafters import gemma4_assistant
@@ -109,9 +106,7 @@ def tiny_assistant(folder: Path, *, is_masked: bool = False) -> Path:
     config = {
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": size,
-        "use_ordered_embeddings": is_masked,
-        "num_centroids": 16,
-        "centroid_intermediate_top_k": 16,
+        "use_ordered_embeddings": False,
         "text_config": {
             **{name: facts[name] for name in (*kept, "sliding_window")},
             "model_type": "gemma4_text",
@@ -134,8 +129,6 @@ def tiny_assistant(folder: Path, *, is_masked: bool = False) -> Path:
             weights["model.norm.weight"] = values
         elif name.endswith("language_model.model.embed_tokens.weight"):
             weights["model.embed_tokens.weight"] = values
-    if is_masked:
-        weights["masked_embedding.token_ordering"] = mx.arange(facts["vocab_size"])
     head_folder.mkdir()
     (head_folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(
