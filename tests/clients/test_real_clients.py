@@ -24,7 +24,6 @@ from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
@@ -42,8 +41,6 @@ from clients.drive import (
     QwenCode,
 )
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
-from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
 from scripted_replies import (
     AnsweredRequest,
     PostedRequest,
@@ -570,26 +567,6 @@ def test_no_request_falls_back(conversation, table):
     )
     assert n_fallbacks == conversation.n_fallbacks
     assert n_fallbacks <= MOST_FALLBACKS * len(records)
-
-
-@cases({*CLIENT_NAMES} - {*CLAUDES})  # the plain model takes too long for their prompts
-def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
-    """On the tokens that the log reports; the plain model with a fresh cache, no server code."""
-    last = conversation.scripted[-1]
-    prompt_ids = conversation.records[-1]["tokens"]
-    assert conversation.usages[-1].cached_tokens > 0
-
-    model, _ = load(str(conversation.served.state.engine.model.path))
-    cache = make_prompt_cache(model)
-    last_offset = len(prompt_ids) - 1
-    for start in range(0, last_offset, 2048):
-        end = min(start + 2048, last_offset)
-        model(mx.array([prompt_ids[start:end]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-    reply_inputs = [prompt_ids[-1], *last.reply[:-1]]
-    cold = np.array(model(mx.array([reply_inputs]), cache=cache)[0])
-
-    assert np.abs(cold - np.array(last.logits)).max() == 0
 
 
 # -- other sessions, other agents ------------------------------------------------------------------

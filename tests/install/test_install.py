@@ -591,14 +591,6 @@ def ran(venv, tmp_path, monkeypatch):
     return lambda: log.read_text(encoding="utf-8").splitlines()
 
 
-def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
-    assert install.run_gates(venv, ["-k", "kv"]) == 0
-    commands = ran()
-    assert len(commands) == len(install.GATES)
-    assert commands[-1] == "-m pytest -n 3 --dist worksteal -k kv"
-    assert "6 of 6 gates passed" in capfd.readouterr().out.splitlines()[-1]
-
-
 @pytest.mark.parametrize("failing", ["mypy", "pytest"])
 def test_a_failed_gate_stops_no_other_and_is_in_the_status(
     venv, ran, failing, monkeypatch, capfd

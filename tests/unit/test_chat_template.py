@@ -288,35 +288,6 @@ def test_closing_tags_in_an_answer_do_not_cut_it(model: str) -> None:
     assert answer in template_of(model).render_prompt(chat(messages)).text
 
 
-ONE_OF_BOTH = """\
-{%- for m in messages %}
-{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}
-{{- '<|im_start|>' + m.role + '\\n' + (m.content or m.thinking) + '<|im_end|>' }}
-{%- endfor %}"""
-THINKING_OF_ANSWERS = """\
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\\n' }}
-{%- if not m.tool_calls %}{{- m.thinking }}{% endif %}
-{{- m.content + '<|im_end|>' }}
-{%- endfor %}"""
-
-
-@pytest.mark.parametrize(
-    ("source", "printed"),
-    [(ONE_OF_BOTH, "why\n\nI look."), (THINKING_OF_ANSWERS, "assistant\nI look.")],
-)
-def test_thinking_beside_calls_is_merged_where_a_template_prints_one_of_both(
-    source: str, printed: str
-) -> None:
-    """As gpt-oss's does. That a template reads `.thinking` elsewhere is no reason."""
-    template = make_template(tiny_tokenizer(source))
-    step = said("assistant", "I look.", reasoning_content="why", tool_calls=[call({})])
-
-    rendered = template.render_prompt(chat([said("user", "hi"), step]))
-
-    assert printed in rendered.text
-
-
 # -- positions --------------------------------------------------------------------
 
 

@@ -334,14 +334,6 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     assert "authorization" not in keyless.requests[0].headers
 
 
-def test_a_query_that_is_too_long_is_a_400():
-    door = Door()
-    status, body = door.ask("POST", "/v1/messages?" + "a" * 70_000, {})
-    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
-    assert "cannot be sent on" in sentence_of(body)
-    assert door.is_untouched
-
-
 ALL_WAYS = [
     ("GET", "/"),
     ("GET", "/v1/models"),

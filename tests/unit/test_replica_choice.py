@@ -592,13 +592,6 @@ def test_a_body_is_let_go_when_it_has_been_sent_on_and_not_at_the_end_of_the_rep
     run(work())
 
 
-def test_with_an_id_no_body_is_held():
-    farm = Farm(2)
-    farm.gate = dataclasses.replace(farm.gate, max_body_bytes=1)
-    status, _ = farm.ask(said_by_user("x" * 1_000), x_session_id="a")
-    assert status == 200
-
-
 # -- what is kept ----------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import random
-from pathlib import Path
 
 import pytest
 import start_llm as s
@@ -12,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nights import at_night, examples
 from tokenizers import Tokenizer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -106,20 +103,6 @@ BY_DAY = {"a map of 32 times 32", "rows of JSON", "a table", "zeros in base64"}
 def test_texts_that_repeat_by_their_nature_are_written_to_their_end(name, encode):
     ids = encode(legitimate_texts()[name])
     assert find_end(ids) is None
-
-
-@pytest.mark.parametrize(
-    "pattern", ["install*.py", at_night("*.*"), at_night("[dst]*/**/*.*")]
-)
-def test_texts_of_this_repository_are_written_to_their_end(pattern, encode):
-    """Even where a loop of 400 tokens ends a reply."""
-    n_files = 0
-    for path in sorted(ROOT.glob(pattern)):
-        if path.suffix in {".py", ".md", ".html", ".json", ".txt", ".lock", ".toml"}:
-            text = path.read_text("utf-8")[:300_000]
-            assert find_end(encode(text), min_tokens=400) is None, path
-            n_files += 1
-    assert n_files
 
 
 def test_a_token_costs_the_same_in_a_reply_of_any_length():

@@ -9,7 +9,7 @@ import pytest
 import start_llm as s
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 from refusals import CONVERSATION, REFUSALS, SPECIAL, WRONG, planted, tool
 
@@ -584,27 +584,6 @@ def test_a_chat_answer_is_what_the_sdk_expects():
     (first,) = completion.choices[0].logprobs.content
     assert first.bytes == list(b"he")
     assert [choice.token for choice in first.top_logprobs] == ["he", "x"]
-
-
-def test_chat_chunks_are_what_the_sdk_expects():
-    shape = s.OpenAIFormatter("chat", "r1", "m", 1700000000, include_usage=True)
-    chunk = through_json(ChatCompletionChunk, shape.delta_events({"content": "a"})[0])
-    assert (chunk.id, chunk.object) == ("chatcmpl-r1", "chat.completion.chunk")
-    assert chunk.choices[0].delta.content == "a"
-    assert chunk.choices[0].finish_reason is None
-
-    last, usage = (
-        through_json(ChatCompletionChunk, body)
-        for body in shape.end_events(s.ReplyEnd("tool_calls", USAGE))
-    )
-    assert last.choices[0].finish_reason == "tool_calls"
-
-    ping = through_json(ChatCompletionChunk, shape.ping_event())
-    assert ping.choices[0].delta.model_dump(exclude_unset=True) == {
-        "content": "",
-        "reasoning_content": "",
-    }
-    assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
 BODIES = [s._ChatBody, s._CompletionBody, s._MessagesBody, s.SamplingParams]

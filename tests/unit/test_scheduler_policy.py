@@ -255,24 +255,6 @@ def test_nothing_is_claimed_before_a_slice_was_timed():
     assert times.expected_seconds(0, 20_000) is None
 
 
-# -- memory and states -----------------------------------------------------------------
-
-
-def test_request_times_name_the_seconds_of_each_activity():
-    queue = s.WaitCause("queue")
-    unseen = s.RequestTimes(10.0)
-    waiting = unseen.begin(queue, 11.0)
-    prefilling = waiting.begin("prefill", 12.0)
-    decoding = prefilling.begin("decode", 17.0)
-
-    times = [unseen, waiting, prefilling, decoding]
-    assert [t.since for t in times] == [10, 10, 12, 17]
-    assert unseen.seconds(20.0) == {None: 10.0}
-    assert waiting.seconds(20.0) == {queue: 10.0}
-    assert prefilling.seconds(20.0) == {queue: 2.0, "prefill": 8.0}
-    assert decoding.seconds(20.0) == {queue: 2.0, "prefill": 5.0, "decode": 3.0}
-
-
 # -- memory that ran out ---------------------------------------------------------------
 
 

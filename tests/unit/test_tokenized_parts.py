@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -59,20 +58,6 @@ def ask(kind: str, texts: list[str], **fields) -> s.ChatRequest:
     if kind == "completion":
         return replace(request, kind="completion", prompt="".join(texts))
     return request
-
-
-def test_pieces_have_the_tokens_of_the_whole(template):
-    """With added tokens anywhere in it."""
-    rng = random.Random(5)
-    tokens = [*template._encoder.added_tokens.values()]
-    for _ in range(30):
-        parts = []
-        for _ in range(rng.randrange(20)):
-            start = rng.randrange(len(SOURCE) - 300)
-            parts += [SOURCE[start : start + 300], rng.choice(tokens).content]
-        text = "".join(parts)
-        whole = template._encoder.tokenizer.encode(text, add_special_tokens=False)
-        assert template.encode(text) == whole.ids
 
 
 def test_tokenizing_is_left_when_the_client_has_gone(template, tokenized):

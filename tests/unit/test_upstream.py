@@ -85,12 +85,6 @@ def test_no_other_section_uses_a_private_name_of_another_library():
     assert foreign == set()
 
 
-def test_mlx_vlm_is_imported_where_it_is_needed_alone():
-    """It takes a second, and memory; most models are not its."""
-    assert re.search(r"(?m)^ +from mlx_vlm", SOURCE)
-    assert not re.search(r"(?m)^(from|import) mlx_vlm", SOURCE)
-
-
 # -- 1 caches --------------------------------------------------------------------------
 
 
