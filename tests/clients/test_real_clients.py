@@ -54,15 +54,12 @@ from scripted_replies import (
 from server_fixture import (
     MAX_WAIT_SECONDS,
     Message,
-    Scribe,
     Served,
     forget_pasts,
     free_port,
     wait_until,
 )
 from tiny_models import DENSE, HYBRID, tiny_model
-from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
-from vision_fixture import Seeing, picture
 
 KINDS = (DENSE, HYBRID)
 MODEL = "tiny"  # what clients call it
@@ -363,7 +360,7 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 
 
 @contextmanager
-def proxied(served: Served | Seeing, *replica_urls: str) -> Iterator[str]:
+def proxied(served: Served, *replica_urls: str) -> Iterator[str]:
     """The same through a LiteLLM of its own; and other servers."""
     config = served.state.config
     proxy_settings = {
@@ -811,71 +808,3 @@ def test_codex_patches_files_calls_an_mcp_server_and_has_a_sub_agent(
     n_prefilled = sum(len(t.prompt) - t.usage.cached_tokens for t in tap.told)
     table(f"codex, launched       prefilled {n_prefilled} / {n_fewest}")
     assert n_prefilled <= MOST_WARM_RATIO * n_fewest
-
-
-# -- images ---------------------------------------------------------------------------------------
-
-LOOKS = {
-    "claude-code-2.1.332": call("Read", file_path="pic.png"),
-    "pi": call("read", path="pic.png"),
-    "codex": call("view_image", path="pic.png"),
-}
-
-
-class Eyes(Scribe):
-    """Images have no text."""
-
-    def text(self, ids):
-        return super().text([token for token in ids if token >= 0])
-
-
-@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
-@pytest.mark.parametrize("reader", LOOKS)
-def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
-    skip_if_missing(reader)
-    folder = tiny_vision_model(kind, tmp_path, **SMALL)
-    seeing = Seeing(folder, monkeypatch, log_root=str(tmp_path), default_temperature=0)
-    scribe = Eyes(folder)
-    replies = [
-        reply("I have to look.", "I will look.", LOOKS[reader]),
-        reply("Squares.", "It shows squares."),
-        reply("Again.", "They are still squares."),
-    ]
-    scene = [encode_reply(scribe, text) for text in replies]
-    Script(monkeypatch, scribe, {"": scene})
-
-    prepared_requests = []
-    usages = []
-    reply_end = s.ReplyGeneration._reply_end
-
-    def note_reply_end(generation):
-        end = reply_end(generation)
-        prepared_requests.append(generation._prepared)
-        usages.append(end.usage)
-        return end
-
-    monkeypatch.setattr(s.ReplyGeneration, "_reply_end", note_reply_end)
-    try:
-        with ExitStack() as stack:
-            url = seeing.url
-            if reader == "codex":
-                url = stack.enter_context(proxied(seeing))
-                wait_until(lambda: is_answering(url))
-            client = stack.enter_context(running(reader, {kind: url}, tmp_path))
-            for work in tmp_path.glob("work-*"):
-                (work / "pic.png").write_bytes(picture(7))
-            client.say(
-                kind, "Look at pic.png and say what is on it.", seconds=MAX_WAIT_SECONDS
-            )
-            client.say(kind, "And what else is there?", seconds=MAX_WAIT_SECONDS)
-    finally:
-        seeing.close()
-
-    images = [prepared.engine_request.images for prepared in prepared_requests]
-    assert [len(request_images) for request_images in images] == [0, 1, 1]
-    assert not any(prepared.plan.refusal for prepared in prepared_requests)
-    for previous, usage in pairwise(usages):
-        table(f"{reader} {kind}: cached {usage.cached_tokens} of {usage.prompt_tokens}")
-        n_fed_before = previous.prompt_tokens + previous.completion_tokens - 1
-        assert usage.cached_tokens >= n_fed_before
-    assert seeing.tower_runs == 1

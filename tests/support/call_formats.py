@@ -115,23 +115,10 @@ def write_python(name: str, arguments: Arguments) -> list[str]:
 
 
 def glm(gap: list[str], prefix: str = "") -> Writer:
-    call, key, value = (
-        f"{prefix}{tag}" for tag in ("tool_call", "arg_key", "arg_value")
-    )
-    return between(
-        [f"<{call}>", "NAME", *gap],
-        [
-            f"<{key}>",
-            "KEY",
-            f"</{key}>",
-            *gap,
-            f"<{value}>",
-            "VALUE",
-            f"</{value}>",
-            *gap,
-        ],
-        [f"</{call}>"],
-    )
+    key = [f"<{prefix}arg_key>", "KEY", f"</{prefix}arg_key>", *gap]
+    value = [f"<{prefix}arg_value>", "VALUE", f"</{prefix}arg_value>", *gap]
+    opening = [f"<{prefix}tool_call>", "NAME", *gap]
+    return between(opening, [*key, *value], [f"</{prefix}tool_call>"])
 
 
 SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -351,11 +338,8 @@ def joined(deltas: list[Any]) -> Any:
         ((call),) = delta["tool_calls"]
         arguments = call["function"]["arguments"]
         if "id" in call:
-            assert (call["index"], call["type"], arguments) == (
-                len(calls),
-                "function",
-                "",
-            )
+            assert call["index"] == len(calls)
+            assert (call["type"], arguments) == ("function", "")
             function = {"name": call["function"]["name"], "arguments": ""}
             calls.append({"id": call["id"], "type": "function", "function": function})
         else:

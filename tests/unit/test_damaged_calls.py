@@ -190,14 +190,6 @@ def test_a_damaged_call_runs_whole_or_not_at_all(name, as_tokens):
     assert not wrong, "\n".join([f"{len(wrong)} of {N_MUTATIONS}", *wrong[:8]])
 
 
-def test_the_calls_that_are_damaged_are_right_before():
-    for name in DAMAGED:
-        text = "".join(FORMATS[name].text(call) for call in CALLS)
-        message = read_message(name, [text])
-        assert finished_calls(message) == CALLS, name
-        assert faults(name, text, message) == []
-
-
 WORDS_BETWEEN = ["`", "'", '"', " ", "\n", "\n\n", "word", "The tag ", "Done.", "```\n",
                  "```xml\n", "~~~\n", "{", "}", "<", "</", "assistant", "thought\n", ", ",
                  "<think>", "</think>"]  # fmt: skip

@@ -14,16 +14,14 @@ NAMESPACE = "http://www.w3.org/2000/svg"  # of drawings: a name, never fetched
 
 
 class Outline(HTMLParser):
-    """The elements of a page, each with its text, and what is nested wrongly."""
+    """The elements of a page, each with its text."""
 
     def __init__(self, page):
         super().__init__()
         self.elements = []
-        self.unbalanced = []
         self._open = []
         self.feed(page)
         self.close()
-        self.unbalanced += [f"<{tag}> is never closed" for tag, _, _ in self._open]
 
     def handle_starttag(self, tag, attrs):
         element = (tag, dict(attrs), [])
@@ -32,8 +30,7 @@ class Outline(HTMLParser):
             self._open.append(element)
 
     def handle_endtag(self, tag):
-        if not self._open or self._open.pop()[0] != tag:
-            self.unbalanced.append(f"</{tag}> closes another")
+        self._open.pop()
 
     def handle_data(self, data):
         for _, _, texts in self._open:
@@ -86,7 +83,6 @@ def problems(page):
     handlers = sorted(name for name in names if name.startswith("on"))
 
     return [
-        *outline.unbalanced,
         *outside(page),
         *nameless(page),
         *(f"{name} is an inline handler" for name in handlers),

@@ -190,18 +190,8 @@ def test_a_reply_ends_with_its_call_unless_its_last_tokens_have_more(monkeypatch
 
 def test_a_client_may_leave_a_reply_wherever_it_has_the_text_of_all_tokens(monkeypatch):
     """Not in thinking or a call, nor where a part of a stop string is held back (L-121)."""
-    pieces = [
-        "why",
-        "</think>",
-        "\n\n",
-        "It is",
-        " so",
-        ".\n",
-        "\n",
-        "No",
-        " EN",
-        "OUGH",
-    ]
+    pieces = ["why", "</think>", "\n\n", "It is", " so", ".\n", "\n"]
+    pieces += ["No", " EN", "OUGH"]
     decoder = decoder_of(monkeypatch, [*pieces, *CALL], stop=("END",))
     texts = ["It is", "It is so", "It is so.", "It is so.\n\nNo"]
     texts.append(f"{texts[-1]} ENOUGH")

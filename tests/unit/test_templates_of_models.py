@@ -7,7 +7,6 @@ from itertools import islice
 
 import pytest
 import start_llm as s
-from artifacts import FOLDER
 from client_bodies import CHATS, EFFORTS, all_bodies, call, result
 from nights import at_night
 from templates import tiny_tokenizer, tokenizer_of
@@ -135,11 +134,6 @@ def test_efforts_are_found_however_a_template_takes_them(
         thinking = template.traits.thinking_kwargs
         assert thinking[True] == {"reasoning_effort": "high"}
         assert thinking[False] == {"reasoning_effort": "none"}
-
-
-def test_all_templates_that_are_there_are_tried() -> None:
-    found = {path.stem for path in FOLDER.glob("templates/*.jinja")}
-    assert found <= {*NAMES}
 
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}"
