@@ -142,12 +142,7 @@ def check_restored_within_one_message(served: Served, exchange: Exchange) -> Non
         assert exchange.n_cached >= common_prefix(past_prompt, prompt) - 1
 
 
-SCENARIOS = [
-    three_conversations,
-    cold_crowd,
-    cancelled_prefill,
-    divergence_everywhere,
-]
+SCENARIOS = [three_conversations, cold_crowd, cancelled_prefill, divergence_everywhere]
 
 
 def give_up_halfway(served: Served, messages: list[Message]) -> None:

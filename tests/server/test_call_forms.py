@@ -76,9 +76,7 @@ def tool_of(rng: random.Random, name: str) -> dict[str, Any]:
             "side": {"enum": ["up", "5"]},
             "text": {"type": "string", "minLength": 2, "description": "a text"},
             "a/b%": {"const": 5},
-            "tree": {
-                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/a~1b%25"}]}},
-            },
+            "tree": {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/a~1b%25"}]}}},
         },
         "properties": properties,
         "required": required,

@@ -61,12 +61,8 @@ def all_heard(connection: socket.socket) -> list[int]:
 
 # -- keys ------------------------------------------------------------------------------------------
 
-WITHOUT_KEY = [
-    ("OPTIONS", "*"),
-    ("GET", "/"),
-    ("GET", "/health"),
-    ("GET", "/openapi.json"),
-]
+WITHOUT_KEY = [("OPTIONS", "*")]
+WITHOUT_KEY += [("GET", path) for path in ("/", "/health", "/openapi.json")]
 RIGHT: list[dict[str, str]] = [
     {"Authorization": f"Bearer {KEY}"},
     {"Authorization": f"bearer   {OTHER_KEY}"},
@@ -242,27 +238,14 @@ def test_half_of_a_surrogate_pair_is_sent_as_it_is_in_a_stream(monkeypatch):
 
 def test_only_its_own_names_reach_a_server_on_loopback():
     with listening(allowed_hosts="host.docker.internal, Mac.local:9") as port:
-        own_names = [
-            "localhost",
-            "LocalHost",
-            "127.0.0.1",
-            "[::1]",
-            "host.docker.internal",
-        ]
+        own_names = [*("localhost", "LocalHost", "127.0.0.1", "[::1]")]
+        own_names.append("host.docker.internal")
         passes = [*own_names, "mac.local:9"]
         passes += [f"{name}:{n}" for name in own_names for n in (port, 9000)]
         other_names = [
-            "evil.example",
-            "localhost.evil.example",
-            "127.0.0.1.evil.example",
-            "x@localhost",
-            "mac.local",
-            "mac.local:8",
-            "localhost:1:2",
-            "localhost:x",
-            "",
-            "::1",
-            "0.0.0.0",
+            *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example"),
+            *("x@localhost", "mac.local", "mac.local:8", "localhost:1:2"),
+            *("localhost:x", "", "::1", "0.0.0.0"),
         ]
         for name in passes:
             assert status(port, Host=name) == 200, name
@@ -288,14 +271,8 @@ def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
 
 # -- web pages -------------------------------------------------------------------------------------
 
-FOREIGN = [
-    PAGE,
-    "null",
-    "http://localhost:1",
-    "file://",
-    "http://localhost.evil.example",
-    "",
-]
+FOREIGN = [PAGE, "null", "http://localhost:1", "file://", ""]
+FOREIGN.append("http://localhost.evil.example")
 
 
 def test_no_web_page_but_its_own_can_spend_the_machine():
@@ -304,13 +281,8 @@ def test_no_web_page_but_its_own_can_spend_the_machine():
         assert status(port, Origin=own_origin) == status(port) == 200
         assert "access-control-allow-origin" not in answer(port, Origin=own_origin)[1]
         origins = [*FOREIGN, f"ws://localhost:{port}", f"http://127.0.0.1:{port}"]
-        lines = [
-            "GET /v1/status",
-            f"POST {CHAT}",
-            "OPTIONS /v1/models",
-            "GET /",
-            "PUT /x",
-        ]
+        lines = ["GET /v1/status", "OPTIONS /v1/models", "GET /", "PUT /x"]
+        lines.append(f"POST {CHAT}")
         for origin, line in itertools.product(origins, lines):
             fields = {"line": line, "Origin": origin, "Content_Type": "text/plain"}
             code, headers, body = answer(port, body=b"{}", **fields)

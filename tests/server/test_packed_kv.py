@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from cold_reference import RoundedKVCache, Rounding
-from drafting import (
-    counters,
-    forced,
-    make_eager,
-)
+from drafting import counters, forced, make_eager
 from engine_fixture import Bench, words
 from mlx_lm import load
 from mlx_lm.models import falcon_h1, gemma3n

@@ -357,7 +357,10 @@ def test_what_a_session_sent_before_and_is_prefilled_again_is_told_once(served, 
     assert len(status(served)["divergences"]) == 1
 
 
-ODD_TOOLS = [{"messages": [user("Hello.")], "tools": odd} for odd in (3, [1], {"a": 1})]
+ODD_TOOLS = [
+    {"messages": [user("Hello.")], "tools": odd}
+    for odd in (3, True, [1], [None], {"a": 1})
+]
 
 
 @pytest.mark.parametrize("body", [{"messages": 7}, {"messages": []}, [], *ODD_TOOLS])

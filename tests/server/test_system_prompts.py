@@ -67,10 +67,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "mamba2": (MISTRAL, ["</s>", "<s>", "[INST]", "[/INST]"]),
     "lfm2": ("{{- '<|startoftext|>' -}}" + CHATML, ["<|im_end|>", "<|startoftext|>"]),
     "falcon_h1": (CHATML, ["<|im_end|>"]),
-    "jamba": (
-        JAMBA,
-        ["<|eom|>", "<|bom|>", "<|system|>", "<|user|>", "<|assistant|>"],
-    ),
+    "jamba": (JAMBA, ["<|eom|>", "<|bom|>", "<|system|>", "<|user|>", "<|assistant|>"]),
     "rwkv7": (RWKV, ["<|endoftext|>"]),
     "recurrent_gemma": (GEMMA_1, GEMMA_TOKENS),
     "gemma3_text": (GEMMA_3, GEMMA_TOKENS),

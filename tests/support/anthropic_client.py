@@ -18,10 +18,7 @@ def reply(*blocks):
 
 
 OFFERED = [
-    {
-        "name": tool["function"]["name"],
-        "input_schema": tool["function"]["parameters"],
-    }
+    {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
     for tool in TOOLS
 ]
 

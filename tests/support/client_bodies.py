@@ -190,11 +190,7 @@ CHATS: dict[str, list[Body]] = {
             ],
         },
     ],
-    "OpenClaw": [
-        SYSTEM,
-        USER,
-        {"role": "user", "content": [text("internal carrier")]},
-    ],
+    "OpenClaw": [SYSTEM, USER, {"role": "user", "content": [text("internal carrier")]}],
     "OpenClaw, parts": [
         {"role": "system", "content": [text("you are"), text("careful")]},
         {"role": "user", "content": [text("first"), text("question")]},

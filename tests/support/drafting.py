@@ -20,11 +20,7 @@ NEXT = "qwen3_next"
 TOLERANCES = {SLIDING: 1e-4, MLA: 1e-4, GEMMA: 1e-4}
 SEEDED = GREEDY.model_copy(update={"temperature": 0.8, "top_k": 20, "seed": 4})
 PENALTY = GREEDY.model_copy(update={"repetition_penalty": 1.2})
-LENGTHS = {
-    "copies": (7, 15, 31, 3),
-    "model": (7, 2, 4, 1, 3),
-    "head": (3, 1, 2),
-}
+LENGTHS = {"copies": (7, 15, 31, 3), "model": (7, 2, 4, 1, 3), "head": (3, 1, 2)}
 # Each drafter where there are states, and a head that reads the model's KV.
 FIRST = [("copies", HYBRID), ("model", HYBRID), ("head", HYBRID), ("head", GEMMA)]
 OTHERS = [

@@ -40,8 +40,7 @@ def with_processor(choice: Any, request: s.EngineRequest, processor: Any) -> Any
 
 
 def force_tokens(
-    reply_ids: Sequence[int],
-    note_logits: Callable[[int, mx.array], None] | None = None,
+    reply_ids: Sequence[int], note_logits: Callable[[int, mx.array], None] | None = None
 ) -> Callable[[mx.array, mx.array], mx.array]:
     """A logits processor after which only the next token of the reply is possible.
 
