@@ -902,6 +902,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if info.field_name == "cache_isolation":
             needs_key = value == "key"
         else:
+            value = value.strip("[]")  # as a URL has it: [::1]
+            if "/" in value or value.count(":") == 1:
+                raise field_fault("should be an address alone, without http:// or port")
             needs_key = not is_loopback(value)
         keys = [info.data.get(name, "") for name in ("api_key", "proxy_api_key")]
         if needs_key and not any(split_list(key) for key in keys):
@@ -2184,18 +2187,21 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 #     body       "reasoning": {"effort": "low"}, "user": "u"
 #     request    thinking=True, effort="low", session=SessionContext("u"), user="u"
 #
-# Unknown fields pass. A field that we cannot honour is refused if it would change the
-# reply. Whether to think, how many tokens of it, and the id of a session have many
-# spellings. Each has a table of places: the first that has a value counts.
+# Unknown fields pass; a name that is nearly a known one is logged. A field that we
+# cannot honour is refused if it would change the reply. Whether to think, how many
+# tokens of it, and the id of a session have many spellings. Each has a table of places:
+# the first that has a value counts.
 #
 # read_request() reads what all APIs share; the class of a body completes the request.
 #
-# Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES
-# Thread   any; pure
+# Uses     CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES
+# Thread   any
 
 # -- what a body may contain -----------------------------------------------------------
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+_MAX_UNKNOWN: Final = 16  # fields of a body that are looked at
+_MISSPELT_RATIO: Final = 0.9  # of difflib: Anthropic's `speed` is no `seed`
 
 
 class _TextPart(TypedDict):
@@ -2391,6 +2397,8 @@ def read_request(
     """The request of a body, in any API. Raises BadRequest: it names the wrong field."""
     fields = model.prepare(present_fields(body))
     parsed = validate_fields(model, fields)
+    for name in islice(parsed.model_extra or {}, _MAX_UNKNOWN):
+        _warn_of_unknown(model, name[:_MAX_ID_LENGTH])
     lower_headers = {name.lower(): value for name, value in headers.items()}
     max_tokens = parsed.max_tokens
     request = ChatRequest(
@@ -2417,6 +2425,20 @@ def read_request(
             sentence = f"with 0 the prompt is only read: there can be no {wish}"
             raise BadRequest(sentence, field="max_tokens")
     return request
+
+
+@lru_cache  # once for each name
+def _warn_of_unknown(model: type[RequestBody], name: str) -> None:
+    """Log a field on which nothing acts, if it is nearly one that acts: max_token."""
+    places = (*_THINKING_PLACES, *_BUDGET_PLACES, *_SESSION_PLACES, *_USER_PLACES)
+    names = {*model.model_fields, *SamplingParams.model_fields}
+    names.update(place.partition(".")[0] for place in places)
+    spelling = re.sub("[A-Z]", r"_\g<0>", name).lower()  # maxTokens
+    near = get_close_matches(spelling, names, n=1, cutoff=_MISSPELT_RATIO)
+    if near and name not in names:
+        logger.warning(
+            "%r in a request: nothing acts on it; did you mean %s?", name, near[0]
+        )
 
 
 parse_chat_request = partial(read_request, _ChatBody)
@@ -25065,7 +25087,8 @@ def _find_proxy(config: Config) -> tuple[Path, Path] | None:
     """The script that keeps LiteLLM running, and LiteLLM; None: it is not to run."""
     script = Path(__file__).resolve().parent / "scripts/helpers/litellm_beside.py"
     program = Path(sys.executable).with_name("litellm")
-    if config.enable_proxy and program.exists() and script.exists():
+    is_wanted = config.enable_proxy and config.kernel_warm_up != "exit"
+    if is_wanted and program.exists() and script.exists():
         return script, program
     return None
 

@@ -29,6 +29,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote_plus
 
+if __name__ == "__main__":
+    # Ctrl-C ends it at once, in the slow imports, too; Python would wait for the hub's threads, to
+    # the end of their files.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import huggingface_hub
 import mlx_lm
 import psutil  # type: ignore[import-untyped]
@@ -257,8 +262,6 @@ def main() -> int:
     text = "that names it, for errors (default: %(default)s)"
     parser.add_argument("--setting", default="MODEL_PATH", help=text)
     args = parser.parse_args()
-    # Ctrl-C ends it at once; Python would wait for the hub's threads, to the end of their files.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with in_a_sentence(f"{ROOT / '.env'} cannot be read"):
             settings = {**dotenv_values(ROOT / ".env"), **os.environ}

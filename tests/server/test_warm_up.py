@@ -65,6 +65,11 @@ def test_on_a_processor_it_is_left_out_unless_it_is_wanted(setting, is_wanted):
     assert s.is_warm_up_wanted(s.Config(kernel_warm_up=setting)) == is_wanted
 
 
+def test_litellm_is_not_said_to_start_where_the_server_only_warms_up():
+    assert s._find_proxy(s.Config()) is not None
+    assert s._find_proxy(s.Config(kernel_warm_up="exit")) is None
+
+
 def test_a_request_that_fails_is_logged_and_the_server_starts(
     bench, monkeypatch, caplog
 ):

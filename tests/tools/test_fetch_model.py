@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -427,13 +428,26 @@ def test_the_program_prints_the_folder_and_shows_its_progress(
     assert "Bearer hf_secret" in hub.tokens
 
 
+def test_ctrl_c_in_its_slow_imports_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "huggingface_hub.py").write_text(interrupt)
+
+    result = subprocess.run(
+        [sys.executable, fetch_model.__file__, "org/tiny"],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, b"")
+
+
 def test_the_program_fails_with_one_sentence(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
         sys, "argv", ["fetch_model.py", "--memory-bytes=1000", "--", "-x"]
     )
-    monkeypatch.setattr(fetch_model.signal, "signal", lambda *_: None)
 
     assert fetch_model.main() == 2
 

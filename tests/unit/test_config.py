@@ -241,6 +241,7 @@ def test_rules_that_are_off_are_named():
         ("MODEL_PATH", "org/name", "org/name"),
         ("MLX_HOST", "127.1.2.3", "127.1.2.3"),
         ("MLX_HOST", "::1", "::1"),
+        ("MLX_HOST", "[::1]", "::1"),
         ("PROXY_HOST", "LocalHost", "LocalHost"),
         ("CACHE_ISOLATION", "None", "none"),
     ],
@@ -252,6 +253,13 @@ def test_good_values_are_taken(name, text, value):
     other_values = config.model_dump()
     del other_values[name.lower()]
     assert other_values.items() <= s.Config().model_dump().items()
+
+
+@pytest.mark.parametrize("name", ["MLX_HOST", "PROXY_HOST"])
+@pytest.mark.parametrize("text", ["http://127.0.0.1", "127.0.0.1:8080"])
+def test_a_host_that_is_a_url_or_has_a_port_is_said_to_be_no_address(name, text):
+    with pytest.raises(ConfigError, match="without http:// or port"):
+        Config.from_env({name: text})
 
 
 OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"}

@@ -162,6 +162,45 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_noth
         assert chat(**{name: value}) == chat()
 
 
+@pytest.mark.parametrize(
+    ("build", "name", "meant"),
+    [
+        (chat, "max_token", "max_tokens"),
+        (chat, "maxTokens", "max_tokens"),
+        (chat, "temprature", "temperature"),
+        (chat, "topP", "top_p"),
+        (chat, "enable_thinkin", "enable_thinking"),
+        (messages, "stop_sequence", "stop_sequences"),
+        (messages, "metdata", "metadata"),
+    ],
+)
+def test_a_misspelt_field_is_logged_once_with_the_name_that_was_meant(
+    caplog, build, name, meant
+):
+    start_llm._warn_of_unknown.cache_clear()
+
+    for _ in range(2):
+        build(**{name: 1})
+
+    [line] = caplog.messages
+    assert repr(name) in line and f"did you mean {meant}?" in line
+
+
+def test_fields_that_other_servers_know_are_not_taken_for_misspelt_ones(caplog):
+    names = (
+        *("cache_prompt", "cache_control", "ignore_eos", "min_keep", "min_tokens"),
+        *("n_predict", "prediction", "prompt_cache_retention", "reasoning_format"),
+        *("repeat_penalty", "speed", "store", "top_a", "typical_p", "verbosity"),
+    )
+    start_llm._warn_of_unknown.cache_clear()
+
+    for name in names:
+        chat(**{name: 1})
+        messages(**{name: 1})
+
+    assert not caplog.messages
+
+
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=12).map("x_{}".format), json_values, max_size=4
