@@ -258,8 +258,8 @@ def test_good_values_are_taken(name, text, value):
 @pytest.mark.parametrize("name", ["MLX_HOST", "PROXY_HOST"])
 @pytest.mark.parametrize("text", ["http://127.0.0.1", "127.0.0.1:8080"])
 def test_a_host_that_is_a_url_or_has_a_port_is_said_to_be_no_address(name, text):
-    with pytest.raises(ConfigError, match="without http:// or port"):
-        Config.from_env({name: text})
+    with pytest.raises(s.ConfigError, match="without http:// or port"):
+        s.Config.from_env({name: text})
 
 
 OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"}

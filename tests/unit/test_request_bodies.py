@@ -177,7 +177,7 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_noth
 def test_a_misspelt_field_is_logged_once_with_the_name_that_was_meant(
     caplog, build, name, meant
 ):
-    start_llm._warn_of_unknown.cache_clear()
+    s._warn_of_unknown.cache_clear()
 
     for _ in range(2):
         build(**{name: 1})
@@ -192,7 +192,7 @@ def test_fields_that_other_servers_know_are_not_taken_for_misspelt_ones(caplog):
         *("n_predict", "prediction", "prompt_cache_retention", "reasoning_format"),
         *("repeat_penalty", "speed", "store", "top_a", "typical_p", "verbosity"),
     )
-    start_llm._warn_of_unknown.cache_clear()
+    s._warn_of_unknown.cache_clear()
 
     for name in names:
         chat(**{name: 1})
