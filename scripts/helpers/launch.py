@@ -98,7 +98,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What starts one client for one target. `{folder}` stands for the temporary folder."""
+    """What starts one client for one target, in a folder for its files."""
 
     environment: dict[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()  # variables that would lead the client elsewhere
@@ -117,16 +117,12 @@ class Client:
     title: str
     program: str
     package: str  # of npm
-    set_up: Callable[[Target], Setup]
+    set_up: Callable[[Target, str], Setup]  # and the folder
     first_prompt: int  # tokens: instructions, tools and one short question
     small_prompt: int = 0  # the same with --small; 0: it has none
     spare: int = 0  # tokens that it keeps free itself, beside those of its reply
     start_arguments: tuple[str, ...] = ()  # where the person gives none
     needs_proxy: bool = False  # it speaks an API that only LiteLLM's port has
-
-    @property
-    def install_command(self) -> str:
-        return f"npm install -g {self.package}"
 
     def count_first_prompt(self, *, is_small: bool) -> int:
         if is_small and self.small_prompt:
@@ -148,7 +144,7 @@ class Client:
         return target.context - target.output - self.spare - n_prompt
 
 
-def set_up_claude(target: Target) -> Setup:
+def set_up_claude(target: Target, folder: str) -> Setup:
     """The variables stand in a settings file, too, which wins over the person's own.
 
     In its lean mode Claude Code reads no ANTHROPIC_AUTH_TOKEN, and asks whether it should
@@ -182,7 +178,7 @@ def set_up_claude(target: Target) -> Setup:
     return Setup(
         environment=environment,
         unset=tuple(sorted(elsewhere)),
-        arguments=("--settings", "{folder}/claude.json"),
+        arguments=("--settings", f"{folder}/claude.json"),
         files={"claude.json": json.dumps(settings) + "\n"},
     )
 
@@ -253,13 +249,13 @@ def make_codex_catalogue(target: Target) -> str:
     return json.dumps({"models": [model]}, indent=1)
 
 
-def set_up_codex(target: Target) -> Setup:
+def set_up_codex(target: Target, folder: str) -> Setup:
     table = f"model_providers.{PROVIDER}"
     settings = {
         "model": target.model,
         "model_provider": PROVIDER,
         "model_context_window": target.context,
-        "model_catalog_json": "{folder}/models.json",
+        "model_catalog_json": f"{folder}/models.json",
         "web_search": "disabled",
         f"{table}.name": PROVIDER,
         f"{table}.base_url": f"{target.url}/v1",
@@ -288,7 +284,7 @@ def describe_model(target: Target) -> Json:
     }
 
 
-def set_up_pi(target: Target) -> Setup:
+def set_up_pi(target: Target, folder: str) -> Setup:
     """An extension registers the provider for this run; models.json is not touched."""
     cost = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
     provider = {
@@ -301,12 +297,12 @@ def set_up_pi(target: Target) -> Setup:
     chosen = ("--provider", PROVIDER, "--model", target.model)
     return Setup(
         environment={KEY_VARIABLE: target.key},
-        arguments=("--extension", "{folder}/start-llm.mjs", *chosen),
+        arguments=("--extension", f"{folder}/start-llm.mjs", *chosen),
         files={"start-llm.mjs": f"export default (pi) => {call};\n"},
     )
 
 
-def set_up_opencode(target: Target) -> Setup:
+def set_up_opencode(target: Target, _folder: str) -> Setup:
     limit = {"context": target.context, "output": target.output}
     model = {"tool_call": True, "reasoning": True, "limit": limit}
     provider = {
@@ -319,7 +315,7 @@ def set_up_opencode(target: Target) -> Setup:
     return Setup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
 
 
-def set_up_openclaw(target: Target) -> Setup:
+def set_up_openclaw(target: Target, folder: str) -> Setup:
     # Else it keeps the level of thinking that was chosen to itself.
     compat = {"supportsReasoningEffort": True}
     provider = {
@@ -337,14 +333,14 @@ def set_up_openclaw(target: Target) -> Setup:
     own_state = str(Path.home() / ".openclaw")
     return Setup(
         environment={
-            "OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json",
+            "OPENCLAW_CONFIG_PATH": f"{folder}/openclaw.json",
             "OPENCLAW_STATE_DIR": os.environ.get("OPENCLAW_STATE_DIR") or own_state,
         },
         files={"openclaw.json": json.dumps(settings, indent=1) + "\n"},
     )
 
 
-def set_up_copilot(target: Target) -> Setup:
+def set_up_copilot(target: Target, _folder: str) -> Setup:
     return Setup(
         environment={
             "COPILOT_OFFLINE": "true",
@@ -358,7 +354,7 @@ def set_up_copilot(target: Target) -> Setup:
     )
 
 
-def set_up_qwen(target: Target) -> Setup:
+def set_up_qwen(target: Target, folder: str) -> Setup:
     """No variable has its context window: that is in the lowest of its settings files."""
     settings = {
         "model": {"generationConfig": {"contextWindowSize": target.context}},
@@ -370,7 +366,7 @@ def set_up_qwen(target: Target) -> Setup:
             "OPENAI_BASE_URL": f"{target.url}/v1",
             "OPENAI_API_KEY": target.key,
             "OPENAI_MODEL": target.model,
-            "QWEN_CODE_SYSTEM_DEFAULTS_PATH": "{folder}/qwen.json",
+            "QWEN_CODE_SYSTEM_DEFAULTS_PATH": f"{folder}/qwen.json",
         },
         arguments=("--auth-type", "openai"),
         files={"qwen.json": json.dumps(settings) + "\n"},
@@ -558,11 +554,6 @@ class Server:
         efforts = report.get("reasoning_efforts") if isinstance(report, dict) else None
         return tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS
 
-    @property
-    def is_one_of_several(self) -> bool:
-        """It is beside a LiteLLM that serves others, too (PROXY_REPLICAS)."""
-        return bool(self.status.get("replicas"))
-
 
 def find_server(place: Place, proxy: Place) -> Server:
     """What answers there. `proxy` has the key for LiteLLM. Raises LaunchError."""
@@ -619,39 +610,38 @@ PROXY_FAULTS: Final = {
 
 
 def to_proxy(client: Client, target: Target, server: Server, proxy: Place) -> Target:
-    """The same by LiteLLM beside that server, under the name that it lists first.
+    """The same by LiteLLM of this server, under the name that it lists first.
 
     `proxy` is where the settings of this shell have it. Raises LaunchError.
     """
-    proxy = find_proxy(client, server, proxy)
-    models = list_proxy_models(client, proxy)
-    model = str(models[0].get("id", target.model)) if models else target.model
-    return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
-
-
-def find_proxy(client: Client, server: Server, proxy: Place) -> Place:
-    """LiteLLM of this server, and not of another one, once it is up. Raises LaunchError."""
     url = server.place.url
+    needs = f"{client.title} needs what only LiteLLM has"
     report = server.status.get("proxy")
     if not isinstance(report, dict):
         say(
             f"{url} does not say where its LiteLLM is; it is looked for at "
             f"{proxy.url}, as the settings here have it"
         )
-        return proxy
+    else:
+        if report.get("state") == "starting":
+            say("LiteLLM is still starting beside the server; this waits for it")
+            report = wait_for_proxy(server.place)
+        state = report.get("state")
+        if state != "up" or not report.get("url"):
+            reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
+            raise LaunchError(f"{needs}, and the server at {url} {reason}.")
+        proxy = replace(proxy, url=seen_from_here(str(report["url"]), url))
 
-    if report.get("state") == "starting":
-        say("LiteLLM is still starting beside the server; this waits for it")
-        report = wait_for_proxy(server.place)
-    state = report.get("state")
-    proxy_url = report.get("url")
-    if state != "up" or not proxy_url:
-        reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
+    try:
+        proxy.get("/health/liveliness")
+    except (OSError, http.client.HTTPException) as error:
         raise LaunchError(
-            f"{client.title} needs what only LiteLLM has, and the server at "
-            f"{url} {reason}."
-        )
-    return replace(proxy, url=seen_from_here(str(proxy_url), url))
+            f"{needs}, and nothing answers at {proxy.url}: ENABLE_PROXY is false, or it "
+            "listens elsewhere (PROXY_HOST, PROXY_PORT)."
+        ) from error
+    models = list_models(proxy)
+    model = str(models[0].get("id", target.model)) if models else target.model
+    return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
 
 
 def wait_for_proxy(server: Place) -> Json:
@@ -717,19 +707,6 @@ def list_models(place: Place) -> list[Json]:
     return models if isinstance(models, list) else []
 
 
-def list_proxy_models(client: Client, proxy: Place) -> list[Json]:
-    """What LiteLLM lists. Raises LaunchError unless it answers and takes the key."""
-    try:
-        proxy.get("/health/liveliness")
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(
-            f"{client.title} needs what only LiteLLM has, and nothing answers at "
-            f"{proxy.url}: ENABLE_PROXY is false, or it listens elsewhere (PROXY_HOST, "
-            "PROXY_PORT)."
-        ) from error
-    return list_models(proxy)
-
-
 # The client ------------------------------------------------------------------------------------
 
 
@@ -790,49 +767,22 @@ def explain_compaction(name: str, target: Target) -> str:
     )
 
 
-def find_program(client: Client) -> str:
-    """The path of its program. Raises LaunchError."""
-    program = shutil.which(client.program)
-    if program is None:
-        raise LaunchError(
-            f"{client.title} is not installed (no `{client.program}` on PATH); install it "
-            f"with: {client.install_command}"
-        )
-    return program
-
-
-def make_environment(
-    setup: Setup, environ: Mapping[str, str], host: str
-) -> dict[str, str]:
-    """The client's environment. The server is reached directly, whatever proxy is set."""
-    environment = {
-        name: text for name, text in environ.items() if name not in setup.unset
-    }
-    for name in ("NO_PROXY", "no_proxy"):
-        environment[name] = ",".join(filter(None, (environ.get(name), host)))
-    return {**environment, **setup.environment}
-
-
-def fill_in(setup: Setup, folder: str) -> Setup:
-    """The set-up with the name of its folder."""
-    environment = {
-        name: text.replace("{folder}", folder)
-        for name, text in setup.environment.items()
-    }
-    arguments = tuple(text.replace("{folder}", folder) for text in setup.arguments)
-    return replace(setup, environment=environment, arguments=arguments)
-
-
-def run_client(program: str, setup: Setup, arguments: Sequence[str], host: str) -> int:
+def run_client(
+    program: str, client: Client, target: Target, arguments: Sequence[str]
+) -> int:
     """Run the client in this terminal until it ends. Returns its exit status."""
     with TemporaryDirectory(prefix="start-llm-") as folder:  # for its owner alone
+        setup = client.set_up(target, folder)
         for name, text in setup.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        filled = fill_in(setup, folder)
-        command = [program, *filled.arguments, *arguments]
-        environment = make_environment(filled, os.environ, host)
+        environment = {n: t for n, t in os.environ.items() if n not in setup.unset}
+        # The server is reached directly, whatever proxy is set.
+        host = urlsplit(target.url).hostname
+        for name in ("NO_PROXY", "no_proxy"):
+            environment[name] = ",".join(filter(None, (environment.get(name), host)))
         try:
-            pid = os.posix_spawn(program, command, environment)
+            command = [program, *setup.arguments, *arguments]
+            pid = os.posix_spawn(program, command, environment | setup.environment)
         except OSError as error:
             reason = error.strerror or str(error)
             if error.errno == errno.ENOEXEC:
@@ -877,16 +827,22 @@ def wait_for(pid: int) -> int:
 # What is shown ---------------------------------------------------------------------------------
 
 
-def show_setup(client: Client, setup: Setup, arguments: Sequence[str]) -> str:
-    """The command, its environment and its files."""
-    filled = fill_in(setup, "FOLDER")
-    lines = [f"unset {' '.join(setup.unset)}"] if setup.unset else []
-    lines += [f"export {n}={shlex.quote(t)}" for n, t in filled.environment.items()]
-    lines.append(shlex.join([client.program, *filled.arguments, *arguments]))
+def show_setup(
+    client: Client, target: Target, arguments: Sequence[str], *, shows_key: object
+) -> None:
+    """Print command, environment and files, the key masked unless it is to be seen."""
+    is_masked = not shows_key and target.key != NO_KEY
+    shown = replace(target, key=MASK) if is_masked else target
+    setup = client.set_up(shown, "FOLDER")
+    if setup.unset:
+        print(f"unset {' '.join(setup.unset)}")
+    for name, text in setup.environment.items():
+        print(f"export {name}={shlex.quote(text)}")
+    print(shlex.join([client.program, *setup.arguments, *arguments]))
     for name, text in setup.files.items():
-        lines.append(f"# FOLDER/{name}, which is removed when {client.title} ends:")
-        lines += [f"#   {line}" for line in text.splitlines()]
-    return "\n".join(line for line in lines if line)
+        print(f"# FOLDER/{name}, which is removed when {client.title} ends:")
+        print("\n".join(f"#   {line}" for line in text.splitlines()))
+    say("the key is masked; --show-key shows it" if is_masked else "")
 
 
 # Main ------------------------------------------------------------------------------------------
@@ -940,17 +896,6 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def print_setup(
-    client: Client, target: Target, arguments: Sequence[str], *, shows_key: object
-) -> None:
-    """Show what a client would be given, the key masked unless it is to be seen."""
-    is_masked = not shows_key and target.key != NO_KEY
-    shown = replace(target, key=MASK) if is_masked else target
-    print(show_setup(client, client.set_up(shown), arguments))
-    if is_masked:
-        say("the key is masked; --show-key shows it")
-
-
 def launch(options: argparse.Namespace) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
@@ -960,10 +905,17 @@ def launch(options: argparse.Namespace) -> int:
     no_room = explain_no_room(client, target)
     if no_room and not options.print and not options.arguments:
         raise LaunchError(no_room)
-    program = "" if options.print else find_program(client)
+    program = shutil.which(client.program)
+    if program is None and not options.print:
+        raise LaunchError(
+            f"{client.title} is not installed (no `{client.program}` on PATH); install it "
+            f"with: npm install -g {client.package}"
+        )
     say(f"{DEMO_SENTENCE}." if target.model == DEMO_MODEL else "")
     # Of several servers a conversation is to find its own, and LiteLLM knows which.
-    wants_proxy = client.needs_proxy or server.is_one_of_several or options.small_model
+    wants_proxy = (
+        client.needs_proxy or server.status.get("replicas") or options.small_model
+    )
     if not server.is_proxy and wants_proxy:
         target = to_proxy(client, target, server, proxy)
     if options.small_model:
@@ -972,22 +924,20 @@ def launch(options: argparse.Namespace) -> int:
 
     arguments = options.arguments or client.start_arguments
     if options.print:
-        print_setup(
-            client, target, arguments, shows_key=options.show_key or options.key
-        )
+        shows_key = options.show_key or options.key
+        show_setup(client, target, arguments, shows_key=shows_key)
         say(no_room)
         return 0
 
     # Its arguments may make its prompt another, or none (--version).
     say(no_room or explain_compaction(options.client, target))
-    setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "
         f"{target.context:,} tokens of context"
     )
     say("its settings for this run alone: --print shows them")
-    host = urlsplit(target.url).hostname or ""
-    return run_client(program, setup, arguments, host)
+    assert program is not None
+    return run_client(program, client, target, arguments)
 
 
 def main() -> int:

@@ -155,13 +155,17 @@ def test_docs_clients_names_by_hand_what_launch_sets(name):
     client = launch.CLIENTS[name]
     port = 4000 if client.needs_proxy else 8080
     target = launch.Target(f"http://127.0.0.1:{port}", "unused", "local", 131_072)
-    setup = client.set_up(target)
+    setup = client.set_up(target, "FOLDER")
     section = read("docs/clients.md").partition(f"## {client.title}\n")[2]
     section = section.partition("\n## ")[0]
 
     exports = dict(re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE))
     assert exports.items() <= setup.environment.items()
-    wanted = (f"`scripts/launch {name}`", f"`{client.install_command}`", target.url)
+    wanted = (
+        f"`scripts/launch {name}`",
+        f"`npm install -g {client.package}`",
+        target.url,
+    )
     assert [text for text in wanted if text not in section] == []
 
 

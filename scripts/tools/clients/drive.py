@@ -192,10 +192,10 @@ class Client:
         if not self.LAUNCHED:
             return {}
         target = launch.Target(self._urls[server], self._key, self._model, CONTEXT)
-        setup = launch.CLIENTS[self.LAUNCHED].set_up(target)
+        setup = launch.CLIENTS[self.LAUNCHED].set_up(target, str(self.room))
         for name, text in setup.files.items():
             (self.room / name).write_text(text, "utf-8")
-        return launch.fill_in(setup, str(self.room)).environment
+        return setup.environment
 
     def _is_begun(self, server: str) -> bool:
         """Whether there is a session to go on with; from now on there is."""
