@@ -13,16 +13,16 @@ the name.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,21 +92,12 @@ class Model:
 QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
 QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
 QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
-QUICK_WORDS: Final = (
-    "the quick one: does most tasks well, four to six times as fast as a smart one"
-)
-SMART_WORDS: Final = (
-    "the smart one: best at hard tasks; slow, an agent's first answer takes minutes"
-)
-SMALL_WORDS: Final = (
-    "the better one for agents: it uses tools well, for small changes to code"
-)
 QWEN_35B_4BIT: Final = Model(
     "mlx-community/Qwen3.6-35B-A3B-4bit",
     20_429_169_263,
     QWEN_35B_KV,
     sees_images=True,
-    good_for=QUICK_WORDS,
+    good_for="the quick one: does most tasks well, four to six times as fast as a smart one",
     head=Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_000),
 )
 QWEN_27B_4BIT: Final = Model(
@@ -114,7 +105,7 @@ QWEN_27B_4BIT: Final = Model(
     16_054_541_349,
     QWEN_27B_KV,
     sees_images=True,
-    good_for=SMART_WORDS,
+    good_for="the smart one: best at hard tasks; slow, an agent's first answer takes minutes",
     head=Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000),
 )
 QWEN_9B_4BIT: Final = Model(
@@ -122,7 +113,7 @@ QWEN_9B_4BIT: Final = Model(
     5_950_221_072,
     QWEN_9B_KV,
     sees_images=True,
-    good_for=SMALL_WORDS,
+    good_for="the better one for agents: it uses tools well, for small changes to code",
     head=Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000),
 )
 
@@ -253,7 +244,7 @@ def list_offers(
     that only the demo model fits. `gone_names`: what the hub no longer has.
     """
     known_models = {model.name: model for model in KNOWN_MODELS}
-    order = {name: number for number, name in enumerate(known_models)}
+    order = list(known_models)
     local_offers = []
     for model in filter(machine.can_serve, local_models):
         known = known_models.get(model.repository, model)
@@ -265,10 +256,13 @@ def list_offers(
                 head=known.head,
             )
         )
-    local_offers.sort(
-        key=lambda model: (order.get(model.repository, len(order)), -model.nbytes)
-    )
 
+    def rank(model: Model) -> tuple[int, int]:
+        is_known = model.repository in order
+        place = order.index(model.repository) if is_known else len(order)
+        return place, -model.nbytes
+
+    local_offers.sort(key=rank)
     local_names = {model.repository for model in local_offers}
     choices = list_choices(machine, local_names, gone_names)
     if choices and choices[0].name in local_names:
@@ -286,15 +280,12 @@ def list_choices(
         lists = (FIRST_CHOICES, SECOND_CHOICES)
     choices: list[Model] = []
     for models in lists:
-        fitting = (
-            model
-            for model in models
-            if model.name not in gone_names
-            and model not in choices
-            and machine.can_serve(model)
-            and (model.name in local_names or machine.can_hold(model))
-        )
-        choices += itertools.islice(fitting, 1)
+        for model in models:
+            is_there = model.name in local_names or machine.can_hold(model)
+            is_new = model.name not in gone_names and model not in choices
+            if is_there and is_new and machine.can_serve(model):
+                choices.append(model)
+                break
     return choices
 
 
@@ -394,15 +385,12 @@ def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
     def fetch(model: Model) -> None:
         with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             nbytes = ask_hub_for_size(model.name)
-            is_gone = nbytes is None
             sized = replace(model, nbytes=nbytes or model.nbytes)
-            answers[model.name] = None if is_gone else sized
+            answers[model.name] = None if nbytes is None else sized
 
     # In threads of their own: to look a name up has no limit of time.
     deadline = time.monotonic() + NETWORK_SECONDS
-    threads = [
-        threading.Thread(target=fetch, args=(model,), daemon=True) for model in models
-    ]
+    threads = [threading.Thread(target=fetch, args=[m], daemon=True) for m in models]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -444,7 +432,9 @@ def is_on_terminal() -> bool:
 
 def choose(memory_bytes: int | None = None) -> str:
     """The name of the model to serve. Asks on a terminal; never fails."""
-    kept_name = read_kept_answer()
+    kept_name = ""
+    with suppress(OSError, ValueError):
+        kept_name = KEPT_ANSWER.read_text(encoding="utf-8").strip()
     kept_folder = find_local_folders().get(kept_name)
     if kept_name == DEMO or (kept_folder and weigh_chat_model(kept_folder)):
         say(f"{kept_name} is served, as answered before ({KEPT_ANSWER.name} keeps it)")
@@ -453,7 +443,13 @@ def choose(memory_bytes: int | None = None) -> str:
     machine = read_machine(memory_bytes)
     local_models = find_local_models(machine.memory_bytes)
     if not is_on_terminal():
-        return choose_alone(list_offers(machine, local_models))
+        offers = list_offers(machine, local_models)
+        if offers and offers[0].is_local:
+            say(f"no model is chosen; {offers[0].name} is here already, and is served")
+            return offers[0].name
+        advice = f" (a real one: --model {offers[0].name})" if offers else ""
+        say(f"no model is chosen and none is here: the demo model is served{advice}")
+        return DEMO
     offers = list_offers_of_hub(machine, local_models)
     if not offers:
         say("no model of the list can be had here; the demo model is served")
@@ -462,16 +458,6 @@ def choose(memory_bytes: int | None = None) -> str:
         say(f"{offers[0].name} is here already, and is served")
         return offers[0].name
     return ask(offers, machine)
-
-
-def choose_alone(offers: Sequence[Model]) -> str:
-    """What is served where nobody can be asked: a model that is here, or the demo."""
-    if offers and offers[0].is_local:
-        say(f"no model is chosen; {offers[0].name} is here already, and is served")
-        return offers[0].name
-    advice = f" (a real one: --model {offers[0].name})" if offers else ""
-    say(f"no model is chosen and none is here: the demo model is served{advice}")
-    return DEMO
 
 
 def list_offers_of_hub(machine: Machine, local_models: Sequence[Model]) -> list[Model]:
@@ -507,9 +493,10 @@ def keep_answered(
 def ask(offers: Sequence[Model], machine: Machine) -> str:
     """Let the person at the terminal choose, and keep the answer."""
     room = in_gigabytes(machine.memory_bytes)
+    cache = re.sub(rf"\A{re.escape(str(Path.home()))}(?=/)", "~", str(hub_cache()))
     say(f"which model shall it be? One may use {room} of this machine's memory:")
     for number, model in enumerate(offers, start=1):
-        location = "here already" if model.is_local else f"into {shorten(hub_cache())}"
+        location = "here already" if model.is_local else f"into {cache}"
         lines = [f"{model.name}: {in_gigabytes(model.nbytes)} {location}"]
         lines += filter(None, (model.good_for, *describe_room(machine, model)))
         if model.head:
@@ -529,7 +516,9 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
         if name == "" or not answer:  # declined, or Ctrl-D
             return DEMO
         if name is not None:
-            keep_answer(name)
+            with suppress(OSError):  # a folder that may only be read: it is asked again
+                KEPT_ANSWER.write_text(name + "\n", encoding="utf-8")
+                say(f"kept in {KEPT_ANSWER.name}; --model or MODEL_PATH wins over it")
             return name
     say("no answer that can be used; the demo model is served")
     return DEMO
@@ -579,25 +568,6 @@ def read_answer(answer: str, offers: Sequence[Model]) -> str | None:
     if word.isdecimal() and 0 < int(word) <= len(offers):
         return offers[int(word) - 1].name
     return None
-
-
-def read_kept_answer() -> str:
-    with suppress(OSError, ValueError):
-        return KEPT_ANSWER.read_text(encoding="utf-8").strip()
-    return ""
-
-
-def keep_answer(name: str) -> None:
-    with suppress(OSError):  # a folder that may only be read: it is asked again
-        KEPT_ANSWER.write_text(name + "\n", encoding="utf-8")
-        say(f"kept in {KEPT_ANSWER.name}; --model or MODEL_PATH wins over it")
-
-
-def shorten(folder: Path) -> str:
-    """A folder with ~ for the home folder, as a person writes it."""
-    home = str(Path.home())
-    text = str(folder)
-    return "~" + text.removeprefix(home) if text.startswith(home + "/") else text
 
 
 def in_gigabytes(nbytes: int) -> str:
