@@ -361,13 +361,14 @@ def to_anthropic(request: Request, session: str) -> Body:
         "metadata": {"user_id": json.dumps({"session_id": session})},
     }
     if request.tools:
+        functions = [tool["function"] for tool in request.tools]
         body["tools"] = [
             {
-                "name": tool["function"]["name"],
-                "description": tool["function"]["description"],
-                "input_schema": tool["function"]["parameters"],
+                "name": function["name"],
+                "description": function["description"],
+                "input_schema": function["parameters"],
             }
-            for tool in request.tools
+            for function in functions
         ]
     return body
 
@@ -386,15 +387,8 @@ def to_blocks(message: Body) -> Messages:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        arguments = json.loads(function["arguments"])
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": arguments,
-            }
-        )
+        use = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        blocks.append({**use, "input": json.loads(function["arguments"])})
     return blocks
 
 
@@ -716,13 +710,9 @@ def summarize(steps: Sequence[Step]) -> Body:
 
 def rows_of(bench: Bench) -> Iterator[tuple[str, Body]]:
     """By agent: what came first and what came later; by length of the prompt; then all."""
-    names = list(dict.fromkeys(step.agent for step in bench.steps))
-    for name in names:
-        own = [step for step in bench.steps if step.agent == name]
-        kinds = list(dict.fromkeys(step.kind for step in own))
-        for kind in kinds:
-            label = f"{name}, {kind}"
-            yield label, summarize([step for step in own if step.kind == kind])
+    for agent, kind in dict.fromkeys((step.agent, step.kind) for step in bench.steps):
+        steps = [s for s in bench.steps if (s.agent, s.kind) == (agent, kind)]
+        yield f"{agent}, {kind}", summarize(steps)
     shortest = 0
     for longest in LENGTHS:
         steps = [s for s in bench.steps if shortest < s.prompt_tokens <= longest]
@@ -780,16 +770,15 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--agents", nargs="+", choices=list(AGENTS), default=list(AGENTS)
     )
-    parser.add_argument("--steps", type=int, default=8, help="of each agent (8)")
-    parser.add_argument(
-        "--tokens", type=int, default=8_000, help="of the first prompt, about (8,000)"
-    )
-    parser.add_argument(
-        "--result-tokens", type=int, default=400, help="of each result (400)"
-    )
-    parser.add_argument(
-        "--reply-tokens", type=int, default=64, help="of each reply, at most (64)"
-    )
+    numbers = {
+        "--steps": (8, "of each agent"),
+        "--tokens": (8_000, "of the first prompt, about"),
+        "--result-tokens": (400, "of each result"),
+        "--reply-tokens": (64, "of each reply, at most"),
+    }
+    for name, (default, what) in numbers.items():
+        text = f"{what} ({default:,})"
+        parser.add_argument(name, type=int, default=default, help=text)
     parser.add_argument(
         "--restart",
         help="a shell command that restarts --url's server; one step follows",
@@ -802,13 +791,13 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     seed = options.seed or uuid.uuid4().hex
-    rows = [(options.url, options.api, options.model, options.key)]
+    asked = [(options.url, options.api, options.model, options.key)]
     if options.against:
         other = (options.against_api, options.against_model, options.against_key)
-        rows.append((options.against, *other))
+        asked.append((options.against, *other))
     benches = []
     try:
-        for url, api, model, key in rows:
+        for url, api, model, key in asked:
             server = Server(url, api=api, model=model, key=key)
             say(f"asks {server.url} ({server.model}), whose cache it fills")
             benches.append(Bench(server, max_tokens=options.reply_tokens))

@@ -100,10 +100,6 @@ class Subject:
             answer: Body = json.load(response)
         return answer
 
-    def empty_cache(self) -> None:
-        """Forget all KV and all transcripts."""
-        self.server.open("/v1/cache", method="DELETE").close()
-
     def wait_until_ready(self) -> None:
         """Return when the model is loaded, or raise when the server ended.
 
@@ -282,10 +278,6 @@ class Figures:
     parity_equal: int = 0
     parity_cached_share: float | None = None
 
-    @property
-    def has_parity(self) -> bool:
-        return self.parity_prompts > 0 and self.parity_equal == self.parity_prompts
-
 
 def decode_speed(reply: Reply) -> float | None:
     """Tokens a second of one reply, from its first token on; None of too few."""
@@ -435,17 +427,16 @@ class Measurement:
 
         warm = [self._subject.complete(ids, max_tokens) for ids in prompts]
         cold = []
-        for ids in prompts:
-            self._subject.empty_cache()
+        for ids in prompts:  # without KV and transcripts
+            self._server.open("/v1/cache", method="DELETE").close()
             cold.append(self._subject.complete(ids, max_tokens))
 
         figures = self.figures
         figures.parity_prompts = len(prompts)
-        figures.parity_equal = sum(
-            shown_reply(warm_answer) == shown_reply(cold_answer)
-            for warm_answer, cold_answer in zip(warm, cold, strict=True)
-        )
-        n_cached = sum(cached_tokens(answer) for answer in warm)
+        pairs = zip(map(shown_reply, warm), map(shown_reply, cold), strict=True)
+        figures.parity_equal = sum(one == other for one, other in pairs)
+        usages = [answer["usage"].get("prompt_tokens_details") or {} for answer in warm]
+        n_cached = sum(details.get("cached_tokens") or 0 for details in usages)
         figures.parity_cached_share = n_cached / max(1, sum(map(len, prompts)))
 
     def _have_conversations(self) -> None:
@@ -469,11 +460,6 @@ def shown_reply(answer: Body) -> tuple[str, str]:
     """The text of a completion, and why it ended."""
     choice = answer["choices"][0]
     return choice["text"], choice["finish_reason"]
-
-
-def cached_tokens(answer: Body) -> int:
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
 
 
 def make_program(n_lines: int) -> str:
@@ -637,13 +623,6 @@ def title_of(report: Body) -> str:
     )
 
 
-def print_table(report: Body, rows: Sequence[tuple[str, str]]) -> None:
-    table = Table("what", "measured", title=title_of(report))
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
 def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
     """Start a server, ask it, end it. Raises CannotAsk or OSError."""
     say("starting the server ...")
@@ -663,21 +642,16 @@ def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
     return figures, status
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="", help="repository, folder or demo")
     parser.add_argument("--quick", action="store_true", help="short prompts, a minute")
-    parser.add_argument(
-        "--out", type=Path, default=Path("machine-report.json"), help="the JSON file"
-    )
+    out = Path("machine-report.json")
+    parser.add_argument("--out", type=Path, default=out, help="the JSON file")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = read_arguments(arguments)
+    options = parser.parse_args(arguments)
     try:
         figures, status = measure(options.model, is_quick=options.quick)
     except KeyboardInterrupt:
@@ -693,9 +667,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(text + "\n")
     else:
-        print_table(report, rows_of(figures))
+        table = Table("what", "measured", title=title_of(report))
+        for row in rows_of(figures):
+            table.add_row(*row)
+        Console().print(table)
     say(f"written to {options.out}; to send it: the issue template 'Machine report'")
-    if not figures.has_parity and report["machine"]["gpu"] is None:
+    has_parity = 0 < figures.parity_prompts == figures.parity_equal
+    if not has_parity and report["machine"]["gpu"] is None:
         say("a warm reply differs from a cold one: please report it", style="red")
         return 1
     return 0

@@ -154,21 +154,18 @@ QUESTIONS: Final = (
 )
 
 
-def make_png(nonce: str) -> bytes:
-    """Squares of color, others for another nonce."""
-    squares = Image.frombytes("RGB", (8, 8), random.Random(nonce).randbytes(192))
-    file = io.BytesIO()
-    squares.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST).save(file, "PNG")
-    return file.getvalue()
-
-
 def read_image(path: str, nonce: str) -> str:
     """A data URL: of a file, or without a path of an image made for this nonce.
 
     Raises CannotAsk.
     """
     if not path:
-        kind, payload = "image/png", make_png(nonce)
+        # Squares of color, others for another nonce.
+        squares = Image.frombytes("RGB", (8, 8), random.Random(nonce).randbytes(192))
+        file = io.BytesIO()
+        size = (IMAGE_SIDE, IMAGE_SIDE)
+        squares.resize(size, Image.Resampling.NEAREST).save(file, "PNG")
+        kind, payload = "image/png", file.getvalue()
     else:
         kind = mimetypes.guess_type(path)[0] or "image/png"
         try:
@@ -412,22 +409,18 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def find_status_url(base_url: str) -> str:
-    """Where start-llm's status is, if LiteLLM beside it is asked; else empty."""
-    proxy_port = (read_settings().get("PROXY_PORT") or "").strip() or "4000"
-    parts = urllib.parse.urlsplit(base_url)
-    is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
-    is_proxy = is_local and str(parts.port) == proxy_port
-    return usual_place().url if is_proxy else ""
-
-
 def server_from(options: argparse.Namespace) -> Server:
     """Raises CannotAsk when nothing answers there."""
+    proxy_port = (read_settings().get("PROXY_PORT") or "").strip() or "4000"
+    parts = urllib.parse.urlsplit(options.base_url)
+    is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
+    is_proxy = is_local and str(parts.port) == proxy_port
     return Server(
         options.base_url,
         model=options.model,
         api_key=options.api_key,
-        status_url=find_status_url(options.base_url),
+        # Of LiteLLM beside start-llm it is start-llm's.
+        status_url=usual_place().url if is_proxy else "",
     )
 
 

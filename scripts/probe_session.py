@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 from agent_steps import Body, CannotAsk, Reply, make_words
 from chat import make_table
@@ -326,45 +326,38 @@ def summary(rows: Sequence[Row]) -> dict[str, bool]:
     return healthy
 
 
-def body_of(rows: Sequence[Row], server: Server) -> dict[str, Any]:
-    """All of it for --json."""
-    scenarios = summary(rows)
-    return {
-        "base_url": server.url,
-        "model": server.model,
-        "requests": [{**asdict(row), "verdict": row.verdict} for row in rows],
-        "scenarios": scenarios,
-        "healthy": all(scenarios.values()),
-    }
-
-
-def read_options() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument(
         "--head-chars", type=int, default=6_000, help="of the system prompt"
     )
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = read_options()
+    options = parser.parse_args()
     try:
         server = server_from(options)
         rows = play(server, options)
     except CannotAsk as error:
         print(error, file=sys.stderr)
         return 2
+    scenarios = summary(rows)
+    is_healthy = all(scenarios.values())
     if options.json:
-        print(json.dumps(body_of(rows, server), indent=2))
+        body = {
+            "base_url": server.url,
+            "model": server.model,
+            "requests": [{**asdict(row), "verdict": row.verdict} for row in rows],
+            "scenarios": scenarios,
+            "healthy": is_healthy,
+        }
+        print(json.dumps(body, indent=2))
     else:
         console = Console(highlight=False)
         show(rows, console, title=f"{server.model} at {server.url}")
-        for name, is_healthy in summary(rows).items():
-            word = "[green]healthy[/]" if is_healthy else "[bold red]NOT HEALTHY[/]"
+        for name, is_kept in scenarios.items():
+            word = "[green]healthy[/]" if is_kept else "[bold red]NOT HEALTHY[/]"
             console.print(f"{word}  {name}")
-    return 0 if all(summary(rows).values()) else 1
+    return 0 if is_healthy else 1
 
 
 if __name__ == "__main__":
