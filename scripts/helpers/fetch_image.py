@@ -29,30 +29,13 @@ MAX_REDIRECTS: Final = 3
 PORTS: Final = {"http": 80, "https": 443}
 # What IANA's registries of special-purpose addresses (and multicast) leave of the two internets.
 PUBLIC: Final = (ip_network("0.0.0.0/0"), ip_network("2000::/3"))
-SPECIAL: Final = tuple(
-    ip_network(network)
-    for network in (
-        "0.0.0.0/8",
-        "10.0.0.0/8",
-        "100.64.0.0/10",
-        "127.0.0.0/8",
-        "169.254.0.0/16",
-        "172.16.0.0/12",
-        "192.0.0.0/24",
-        "192.0.2.0/24",
-        "192.88.99.0/24",
-        "192.168.0.0/16",
-        "198.18.0.0/15",
-        "198.51.100.0/24",
-        "203.0.113.0/24",
-        "224.0.0.0/3",
-        # Of IPv6: what tunnels (6to4, Teredo) reach IPv4 by, and documentation.
-        "2001::/23",
-        "2001:db8::/32",
-        "2002::/16",
-        "3fff::/20",
-    )
-)
+# Of IPv6: what tunnels (6to4, Teredo) reach IPv4 by, and documentation.
+SPECIAL_NETWORKS: Final = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24
+192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24
+224.0.0.0/3 2001::/23 2001:db8::/32 2002::/16 3fff::/20
+"""
+SPECIAL: Final = tuple(map(ip_network, SPECIAL_NETWORKS.split()))
 
 
 def fetch(url: str) -> bytes:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GROUP: Final = re.compile(r"-- (.+)")
@@ -84,8 +83,7 @@ OTHER_DEFAULTS: Final = {
 }
 
 
-@dataclass(slots=True)
-class Setting:
+class Setting(NamedTuple):
     """A row of the table."""
 
     name: str
@@ -98,12 +96,7 @@ class Setting:
         return f"`{self.default}`" if self.default else "(empty)"
 
 
-@dataclass(slots=True)
-class Group:
-    """A table of settings under one heading."""
-
-    title: str
-    settings: list[Setting] = field(default_factory=list)
+Groups = dict[str, list[Setting]]  # a table for each title
 
 
 def load_schema() -> dict[str, dict[str, Any]]:
@@ -117,19 +110,18 @@ def load_schema() -> dict[str, dict[str, Any]]:
     return {name.upper(): schema for name, schema in fields.items()}
 
 
-def read_example(text: str) -> list[Group]:
+def read_example(text: str) -> Groups:
     """The groups of .env.example. Comments before a setting explain it."""
-    groups: list[Group] = []
+    groups: Groups = {}
     comments: list[str] = []
     for line in text.splitlines():
         comment = line.removeprefix("# ")
         if setting := SETTING.fullmatch(line):
-            name, default = setting.groups()
-            explanation = " ".join(comments)
-            groups[-1].settings.append(Setting(name, default, explanation))
+            *_, settings = groups.values()
+            settings.append(Setting(setting[1], setting[2], " ".join(comments)))
             comments = []
         elif title := GROUP.fullmatch(comment):
-            groups.append(Group(title[1].capitalize()))
+            groups[title[1].capitalize()] = []
             comments = []
         elif line.startswith("# "):
             comments.append(comment)
@@ -158,25 +150,19 @@ def describe_values(schema: dict[str, Any]) -> str:
     return " ".join([kind, *bounds])
 
 
-def make_markdown(groups: list[Group], schemas: dict[str, dict[str, Any]]) -> str:
+def make_markdown(groups: Groups, schemas: dict[str, dict[str, Any]]) -> str:
     """The document."""
+    settings = {row.name: row for rows in groups.values() for row in rows}
     lines = [HEADING]
-    for group in groups:
-        lines += [
-            f"## {group.title}",
-            "",
-            "| setting | default | values | what it does |",
-            "|---|---|---|---|",
-        ]
-        for setting in group.settings:
-            schema = schemas.get(setting.name)
+    heads = ("| setting | default | values | what it does |", "|---|---|---|---|")
+    for title, rows in groups.items():
+        lines += [f"## {title}", "", *heads]
+        for name, _, explanation in rows:
+            schema = schemas.get(name)
             values = describe_values(schema) if schema else "without effect"
-            lines.append(
-                f"| `{setting.name}` | {setting.shown_default} | {values}"
-                f" | {setting.explanation} |"
-            )
+            default = settings[name].shown_default
+            lines.append(f"| `{name}` | {default} | {values} | {explanation} |")
         lines.append("")
-    settings = {setting.name: setting for group in groups for setting in group.settings}
     lines.append(OTHER_DEFAULTS_HEADING)
     for name, (default_there, reason) in OTHER_DEFAULTS.items():
         default = settings[name].shown_default if name in schemas else "without effect"

@@ -13,23 +13,23 @@ EXIT STATUS  0 the pictures are there, 1 the page complains or is wider than the
 from __future__ import annotations
 
 import argparse
-import http.client
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import httpx
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import agent_steps
 from machine_report import running_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -73,12 +73,9 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
     *_, size, scheme = picture.stem.split("-")
     width, height = SIZES[size]
     is_phone = size == "phone"
-    context = browser.new_context(
-        viewport={"width": width, "height": height},
-        color_scheme=scheme,
-        is_mobile=is_phone,
-        device_scale_factor=2 if is_phone else 1,
-    )
+    window = {"width": width, "height": height}
+    scale = {"is_mobile": is_phone, "device_scale_factor": 2 if is_phone else 1}
+    context = browser.new_context(viewport=window, color_scheme=scheme, **scale)
     page = context.new_page()
     wrong: list[str] = []
 
@@ -128,40 +125,29 @@ def take_pictures(
 # A server with four agents --------------------------------------------------------------
 
 
-def ask(url: str, agent: Agent, messages: list[dict[str, str]]) -> str:
-    """The text of the next reply."""
-    body = {
-        "model": "demo",
-        "messages": messages,
-        "max_tokens": 96,
-        "seed": len(messages),
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "User-Agent": agent.user_agent},
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
-        reply = json.load(answer)["choices"][0]["message"]
-    return reply["content"] or "..."
-
-
 def work(url: str, agent: Agent, stop: threading.Event) -> None:
     """Send a conversation that grows by a file at every step, until `stop` is set."""
-    start = [{"role": "system", "content": INSTRUCTIONS}]
-    start.append({"role": "user", "content": agent.task})
+    start = [agent_steps.system(INSTRUCTIONS), agent_steps.user(agent.task)]
     messages = list(start)
-    try:
+    headers = {"User-Agent": agent.user_agent}
+    with httpx.Client(headers=headers, timeout=PATIENCE_SECONDS) as client:
         while not stop.is_set():
-            reply = ask(url, agent, messages)
-            file_text = f"line {len(messages)}: {agent.task}\n" * 4
-            messages.append({"role": "assistant", "content": reply})
-            messages.append({"role": "user", "content": f"The file:\n{file_text}"})
+            n_messages = len(messages)
+            body = {"model": "demo", "messages": messages, "max_tokens": 96}
+            body["seed"] = n_messages
+            try:
+                answer = client.post(f"{url}/v1/chat/completions", json=body)
+                reply = answer.json()["choices"][0]["message"]
+            except (httpx.HTTPError, LookupError, ValueError):
+                if stop.is_set():
+                    return
+                raise
+            file_text = f"line {n_messages}: {agent.task}\n" * 4
+            content = reply["content"] or "..."
+            messages.append({"role": "assistant", "content": content})
+            messages.append(agent_steps.user(f"The file:\n{file_text}"))
             if len(messages) > 16:
                 messages = list(start)
-    except (OSError, http.client.HTTPException, KeyError, ValueError):
-        if not stop.is_set():
-            raise
 
 
 @contextmanager
@@ -181,8 +167,8 @@ def agents_at_work(url: str) -> Iterator[None]:
             if time.monotonic() > ends:
                 raise TimeoutError("the agents got no answers")
             time.sleep(0.2)
-            with urllib.request.urlopen(f"{url}/v1/status", timeout=30) as answer:
-                n_answers = len(json.load(answer)["recent"])
+            status = httpx.get(f"{url}/v1/status", timeout=30).json()
+            n_answers = len(status["recent"])
         yield
     finally:
         stop.set()
@@ -220,11 +206,10 @@ def main() -> int:
         )
         return 2
 
+    outdir = DOCS if args.readme else args.outdir
     if args.readme:
-        outdir = DOCS
         problems = picture_for_readme()
     else:
-        outdir = args.outdir
         outdir.mkdir(parents=True, exist_ok=True)
         problems = take_pictures(args.url, outdir, Shot(ready=CONNECTED))
     print("\n".join(problems) or f"Pictures are in {outdir}")
