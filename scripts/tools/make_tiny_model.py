@@ -85,28 +85,18 @@ SIZES: Final[Mapping[str, Mapping[str, int]]] = {
 
 # Random weights have tastes: with these seeds (of 0 to 7) text and calls are both common.
 SEEDS: Final[Mapping[str, int]] = {
-    "qwen3": 1,
-    "qwen3_5": 0,
-    "qwen3_next": 1,
-    "gemma3_text": 1,
+    **dict.fromkeys(("qwen3", "qwen3_next", "gemma3_text", "qwen3_moe"), 1),
     "gpt_oss": 7,
-    "qwen3_moe": 1,
-    "qwen3_5_moe": 0,
-    "glm4_moe": 0,
     "glm4_moe_lite": 2,
-}
+}  # of all others 0
 
 
 def choose_recipe(
     kind: str, *, size: str = "tiny", seed: int | None = None, **changes: int
 ) -> Recipe:
     """A recipe of a named size, with single fields changed (`layers=4`, `window=128` ...)."""
-    fields = {
-        "seed": SEEDS.get(kind, 0) if seed is None else seed,
-        **SIZES[size],
-        **changes,
-    }
-    return Recipe(kind=kind, **fields)
+    chosen_seed = SEEDS.get(kind, 0) if seed is None else seed
+    return Recipe(kind=kind, **{"seed": chosen_seed, **SIZES[size], **changes})
 
 
 # Grammar ----------------------------------------------------------------------
@@ -237,26 +227,15 @@ def grammar() -> dict[str, Slot]:
 
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS: Final = (
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<think>", "</think>"),
 )
 TRAINED_VOCABULARY: Final = 1200
 
 # How text is cut before merging; transformers cuts so for every qwen3_5, whatever the file says.
-PIECES: Final = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
+PIECES: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -351,6 +330,7 @@ GAINS: Final[Mapping[tuple[str, str], float]] = {
 }
 # Of latent attention; what they read is normed, and is not the residual stream.
 LATENT_PROJECTIONS: Final = ("q_b_proj", "embed_q", "unembed_out")
+MLP_NORMS: Final = ("post_attention_layernorm", "pre_feedforward_layernorm")
 # of queries and keys; about sqrt(head_dim) peaks of softmax, not a mean
 SHARPNESS: Final = 2.0
 
@@ -373,16 +353,13 @@ class States:
     def from_grammar(cls, tokenizer: Any, vocabulary: int) -> States:
         """Number the states: slots that allow the same to follow share one; 0 is the default."""
         slots = grammar()
-        ids = {
-            name: [
-                tokenizer.encode(piece, add_special_tokens=False).ids
-                for piece in slot.pieces
-            ]
-            for name, slot in slots.items()
-        }
-        for piece_ids in itertools.chain.from_iterable(ids.values()):
-            if len(piece_ids) != 1:
-                raise ValueError("a piece of the grammar is not a single token")
+        ids: dict[str, list[int]] = {name: [] for name in slots}
+        for name, slot in slots.items():
+            for piece in slot.pieces:
+                piece_ids = tokenizer.encode(piece, add_special_tokens=False).ids
+                if len(piece_ids) != 1:
+                    raise ValueError("a piece of the grammar is not a single token")
+                ids[name] += piece_ids
 
         followers = [AFTER_ANYTHING]
         for slot in slots.values():
@@ -394,11 +371,11 @@ class States:
             (vocabulary, len(followers)), -FORBIDDEN / WORD_SPREAD, np.float32
         )
         for name, slot in slots.items():
-            for [token] in ids[name]:
+            for token in ids[name]:
                 of_token[token] = followers.index(slot.then) if slot.then else 0
             for state, biases in enumerate(followers):
                 if name in biases:
-                    following[np.ravel(ids[name]), state] = biases[name]
+                    following[ids[name], state] = biases[name]
         return cls(of_token, following)
 
 
@@ -481,10 +458,7 @@ class Planter:
             scale *= math.sqrt(residual.n_random / residual.recipe.hidden)
             values = residual.row(state=0.0, random=scale)
         else:
-            before_mlp = leaf in {
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-            }
+            before_mlp = leaf in MLP_NORMS
             depth = residual.recipe.layers if leaf == "norm" else layer
             scale = residual.random_scale(depth, before_mlp=before_mlp)
             random = residual.norm(scale) / scale
@@ -521,15 +495,12 @@ class Planter:
             sharpness = SHARPNESS**2 if leaf == "q_b_proj" else 1.0
             n_inputs = shape[-2] if leaf == "embed_q" else shape[-1]
             return values * sharpness / math.sqrt(n_inputs)
-        unnormed = self.residual.recipe.kind == "gpt_oss" and leaf in {
+        is_sharp = self.residual.recipe.kind == "gpt_oss" and leaf in {
             "q_proj",
             "k_proj",
         }
-        return (
-            values
-            * (SHARPNESS if unnormed else 1.0)
-            / math.sqrt(self.residual.n_random)
-        )
+        sharpness = SHARPNESS if is_sharp else 1.0  # of the others a norm makes it
+        return values * sharpness / math.sqrt(self.residual.n_random)
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -547,7 +518,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, Any]:
     """config.json: the keys that all kinds share, then those of this one."""
-    common = {
+    shared = {
         "model_type": recipe.kind,
         "vocab_size": vocabulary,
         "hidden_size": recipe.hidden,
@@ -563,7 +534,7 @@ def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, A
         "torch_dtype": "float32",
         "eos_token_id": eos,
     }
-    return {**common, **_kind_config(recipe)}
+    return {**shared, **_kind_config(recipe)}
 
 
 def _kind_config(recipe: Recipe) -> dict[str, Any]:
@@ -577,17 +548,10 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "linear_value_head_dim": recipe.head_dim,
     }
     rope = {"type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
-    experts = {
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": recipe.mlp,
-        "norm_topk_prob": True,
-    }
-    qwen_experts = {
-        **experts,
-        "num_experts": 4,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": recipe.mlp}
+    experts["norm_topk_prob"] = True
+    qwen_experts = {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    qwen_experts |= experts
     glm_experts = {
         **experts,
         "n_routed_experts": 4,
@@ -671,10 +635,6 @@ def is_made(folder: Path, recipe: Recipe) -> bool:
     return isinstance(config, dict) and config.get("made_by") == made_by(recipe)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
 def _write_folder(folder: Path, recipe: Recipe) -> None:
     from safetensors.numpy import save_file
 
@@ -693,14 +653,10 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
     shutil.copyfile(SOURCES / "chat_template.jinja", folder / "chat_template.jinja")
-    config["made_by"] = made_by(recipe)
-    _write_json(folder / "config.json", config)
-    _write_json(
-        folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False}
-    )
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
+    files: dict[str, dict[str, Any]] = {
+        "config.json": {**config, "made_by": made_by(recipe)},
+        "generation_config.json": {"eos_token_id": eos, "do_sample": False},
+        "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
@@ -708,7 +664,9 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
             "clean_up_tokenization_spaces": False,
             "model_max_length": recipe.context,
         },
-    )
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def make_model(folder: Path, recipe: Recipe) -> bool:
