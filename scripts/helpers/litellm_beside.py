@@ -91,20 +91,15 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
     Only for what LiteLLM makes a chat of: see litellm_gate.py.
     """
     names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
+    info = {"model_info": {"max_input_tokens": order.context_length}}
     rows = []
     for server in order.servers:
-        route = route_to(server, order.model_id)
-        rows += [
-            {
-                "model_name": plain_name(name),  # as the gate sends it to LiteLLM
-                "litellm_params": route,
-                "model_info": {"max_input_tokens": order.context_length},
-            }
-            for name in names
-        ]
+        route = {"litellm_params": route_to(server, order.model_id), **info}
+        # Names as the gate sends them to LiteLLM.
+        rows += [{"model_name": plain_name(name), **route} for name in names]
     for name, server in order.named_servers.items():
-        route = route_to(server, name)
-        rows.append({"model_name": plain_name(name), "litellm_params": route})
+        route = {"litellm_params": route_to(server, name)}
+        rows.append({"model_name": plain_name(name), **route})
     return rows
 
 
@@ -164,20 +159,15 @@ def settings_for(order: Order) -> dict[str, Any]:
             "max_body_bytes": order.max_body_bytes,
             "host_names": order.host_names,
             "cors_origins": re.findall("[^ ,]+", order.cors_origins.lower()),
-            "welcome": welcome_for(order),
+            "welcome": (
+                f"This is LiteLLM before start-llm, with the model {order.model_id}. "
+                f"OpenAI's clients take the base URL {order.proxy_url}/v1, for chats and "
+                f"responses; Anthropic's and Google's take {order.proxy_url}. "
+                f"People find the server's page at {order.servers[0]['url']}/"
+            ),
             "advice": order.advice,
         },
     }
-
-
-def welcome_for(order: Order) -> str:
-    """What stands at `/`."""
-    return (
-        f"This is LiteLLM before start-llm, with the model {order.model_id}. "
-        f"OpenAI's clients take the base URL {order.proxy_url}/v1, for chats and "
-        f"responses; Anthropic's and Google's take {order.proxy_url}. "
-        f"People find the server's page at {order.servers[0]['url']}/"
-    )
 
 
 def is_open(port: int, host: str = "127.0.0.1") -> bool:
@@ -373,21 +363,6 @@ def keep_small(log_file: Path) -> None:
                 os.truncate(log_file, 0)
 
 
-def wait_for_the_end(stop: threading.Event) -> None:
-    """Read stdin to its end, then set `stop`."""
-    # Not sys.stdin itself: its buffer would hold a lock at our own end.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    stop.set()
-
-
-def start_logging(level: str) -> None:
-    """A level and a sentence in each line: the server logs them as its own."""
-    # The reader may be gone with a server that was killed.
-    logging.raiseExceptions = False
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s")
-
-
 @contextmanager
 def folder_for(log_root: Path) -> Iterator[Path]:
     """LOG_ROOT, or where that cannot be written, a folder of its own inside."""
@@ -409,12 +384,22 @@ def main() -> None:
     line = sys.stdin.readline()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    threading.Thread(target=wait_for_the_end, args=(stop,), daemon=True).start()
+
+    def wait_for_the_end() -> None:
+        # Not sys.stdin itself: its buffer would hold a lock at our own end.
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     if not line:
         return
 
     order = Order.from_json(line)
-    start_logging(order.log_level)
+    # A level and a sentence in each line: the server logs them as its own. It may be
+    # gone, if it was killed.
+    logging.raiseExceptions = False
+    logging.basicConfig(level=order.log_level, format="%(levelname)s %(message)s")
     root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
     with folder_for(root) as folder:
         files = folder.resolve() / f"litellm-{order.proxy_port}"

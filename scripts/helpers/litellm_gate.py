@@ -306,22 +306,18 @@ class HeldBody:
             parts.append(part)
             self.n_bytes += len(part)
             self.of_all.n_bytes += len(part)
-            self._check()
+            if self.n_bytes > self.max_bytes:
+                limit = f"MAX_BODY_BYTES ({self.max_bytes} bytes)"
+                sentence = f"the body is larger than {limit}"
+                raise Refusal(413, sentence, code="request_too_large")
+            max_held_bytes = MAX_HELD_BODIES * self.max_bytes
+            if self.of_all.n_bytes > max_held_bytes:
+                sentence = (
+                    f"the bodies of other requests fill the {max_held_bytes} bytes that "
+                    "LiteLLM has for them: send it again in some seconds"
+                )
+                raise Refusal(503, sentence, code="queue_full", headers=SOON)
         return b"".join(parts)
-
-    def _check(self) -> None:
-        if self.n_bytes > self.max_bytes:
-            sentence = (
-                f"the body is larger than MAX_BODY_BYTES ({self.max_bytes} bytes)"
-            )
-            raise Refusal(413, sentence, code="request_too_large")
-        max_held_bytes = MAX_HELD_BODIES * self.max_bytes
-        if self.of_all.n_bytes > max_held_bytes:
-            sentence = (
-                f"the bodies of other requests fill the {max_held_bytes} bytes that "
-                "LiteLLM has for them: send it again in some seconds"
-            )
-            raise Refusal(503, sentence, code="queue_full", headers=SOON)
 
     def release(self) -> None:
         """It has been sent on, or nobody wants it any more."""
@@ -596,18 +592,16 @@ class Gate:
         except Fault as fault:
             raise Refusal(400, str(fault), parameter=fault.field or None) from None
 
-        self._check_model(google[1] if google else body.get("model"))
+        name = google[1] if google else body.get("model")
+        is_known = name is None or name in self.models or plain_name(name) in self.named
+        if self.models and not is_known:
+            sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
+            raise Refusal(404, sentence, parameter="model", code="model_not_found")
         if not google:
             refuse_stored(body)
             if body.get("model"):
                 mended = {**body, "model": plain_name(body["model"])}
         return payload if mended == body else json.dumps(mended).encode()
-
-    def _check_model(self, name: str | None) -> None:
-        is_known = name is None or name in self.models or plain_name(name) in self.named
-        if self.models and name is not None and not is_known:
-            sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
-            raise Refusal(404, sentence, parameter="model", code="model_not_found")
 
     async def _pass_on_safely(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let LiteLLM answer, also where it fails. Raises Refusal."""
@@ -639,8 +633,7 @@ class Gate:
         if path.startswith(UNSERVED_PATHS):
             raise self._refuse_path(path)
         if path.startswith("/v1/responses/") and method != "POST":
-            sentence = f"there is nothing at {path[:200]}: {self.advice['/v1/threads']}"
-            raise Refusal(404, sentence)
+            raise self._refuse_path(path, self.advice["/v1/threads"])
         try:
             await self.app(scope, receive, send)
         except HTTPException as error:  # of the router alone: routes answer theirs
@@ -654,8 +647,8 @@ class Gate:
             headers = {"allow": allowed}
             raise Refusal(405, f"{sentence}: {advice}", headers=headers) from None
 
-    def _refuse_path(self, path: str) -> Refusal:
-        advice = find_advice(path, self.advice)
+    def _refuse_path(self, path: str, advice: str = "") -> Refusal:
+        advice = advice or find_advice(path, self.advice)
         return Refusal(404, f"there is nothing at {path[:200]}: {advice}")
 
 
@@ -952,12 +945,6 @@ def read_error(response: httpx.Response) -> Mapping[str, str] | None:
 REPORTS: Final = "START_LLM_REPORTS"  # descriptor of a pipe to the server's log
 
 
-def report_line(line: str) -> None:
-    """Tell the server. It may be gone."""
-    with suppress(OSError):
-        os.write(int(os.environ[REPORTS]), f"{line}\n".encode())
-
-
 def install_gate() -> object:
     """Take the gate into LiteLLM's application, which runs by now. Returns a callback.
 
@@ -989,6 +976,12 @@ def install_gate() -> object:
 
     path = Path(os.environ["START_LLM_GATE"])
     settings = json.loads(path.read_text())["start_llm_gate"]
+
+    def report(line: str) -> None:
+        """Tell the server. It may be gone."""
+        with suppress(OSError):
+            os.write(int(os.environ[REPORTS]), f"{line}\n".encode())
+
     client = client_of_server()
     litellm.aclient_session = client
     servers = Replicas(
@@ -996,7 +989,7 @@ def install_gate() -> object:
         client,
         model_id=settings.pop("model_id"),
         assignments_file=path.with_suffix(".assignments"),
-        report=report_line,
+        report=report,
     )
     named = {
         name: Replicas([Replica(**server)], client, model_id=name)

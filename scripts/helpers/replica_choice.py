@@ -61,11 +61,7 @@ SESSION_HEADERS: Final = (
     b"x-litellm-session-id",
 )
 SESSION_FIELDS: Final = (
-    "session_id",
-    "conversation_id",
-    "thread_id",
-    "chat_id",
-    "prompt_cache_key",
+    *("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key"),
 )
 # In metadata.user_id of Claude Code: a field of JSON text, in older versions the end.
 CLAUDE_SESSION: Final = re.compile(
@@ -208,11 +204,8 @@ class Replicas:
             if server is not None and server.state in (UP, DRAINING):
                 return self._assign(conversation, server)
 
-        candidates = [
-            server
-            for server in self.servers
-            if server.state == UP and server.url not in without
-        ]
+        up = [server for server in self.servers if server.state == UP]
+        candidates = [server for server in up if server.url not in without]
         if not candidates:
             return None
         if not conversation:
@@ -251,25 +244,24 @@ class Replicas:
 
     def explain(self) -> str:
         """Why none can take a request."""
-        states = [
-            f"{server.url} {STATE_WORDS[server.state]}" for server in self.servers
-        ]
+        states = [f"{s.url} {STATE_WORDS[s.state]}" for s in self.servers]
         return f"no server can take this request now: {'; '.join(states)}"
 
     # -- how they are ------------------------------------------------------------------
 
     async def watch(self) -> None:
         """Look after the servers, for ever."""
+
+        async def watch_server(server: Replica) -> None:
+            while True:
+                await self.check(server)
+                self._save()
+                await anyio.sleep(CHECK_EVERY_SECONDS)
+
         self._load()
         async with anyio.create_task_group() as group:
             for server in self.servers:
-                group.start_soon(self._watch_server, server)
-
-    async def _watch_server(self, server: Replica) -> None:
-        while True:
-            await self.check(server)
-            self._save()
-            await anyio.sleep(CHECK_EVERY_SECONDS)
+                group.start_soon(watch_server, server)
 
     async def check(self, server: Replica) -> None:
         """Ask a server how it is. The only one is not asked: there is no other way."""
@@ -315,12 +307,8 @@ class Replicas:
             self.report(f"{level} {server.url} {STATE_WORDS[state]}")
         loads = self.count_conversations()
         rows = [
-            {
-                "url": server.url,
-                "state": server.state,
-                "sessions": loads[server.url],
-            }
-            for server in self.servers
+            {"url": s.url, "state": s.state, "sessions": loads[s.url]}
+            for s in self.servers
         ]
         text = json.dumps(rows)
         if text != self._reported:
@@ -342,10 +330,8 @@ class Replicas:
         if self.assignments_file is None or self._is_saved:
             return
         self._is_saved = True
-        rows = {
-            conversation: (assignment.url, round(assignment.used_at))
-            for conversation, assignment in self._assignments.items()
-        }
+        items = self._assignments.items()
+        rows = {conversation: (a.url, round(a.used_at)) for conversation, a in items}
         part = self.assignments_file.with_suffix(".part")
         with suppress(OSError):
             part.touch(mode=0o600)
