@@ -144,6 +144,8 @@ class Row:
 class Talk:
     """A conversation about nothing, which only the scenario changes."""
 
+    scenario: str
+    case: str
     server: Server
     words: random.Random  # that it is about
     messages: list[Body]
@@ -153,8 +155,7 @@ class Talk:
     # in its thinking has no words to send back, and what replaces it is not the past.
     n_continued: int = 0
     question_indexes: list[int] = field(default_factory=list)  # in messages
-    # The fields of a Row that each request gave.
-    row_fields: list[Body] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def ask(self, kind: str, *, at_least: int = 0, at_most: int | None = None) -> None:
         """Put the next question; the reply becomes part of the conversation."""
@@ -180,19 +181,29 @@ class Talk:
             result = {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}
             self.messages.append(result)
 
-        row = {
-            "what": kind,
-            "prompt": reply.n_prompt,
-            "cached": reply.n_cached or 0,
-            "at_least": max(0, at_least),
-            "at_most": reply.n_prompt - 1 if at_most is None else at_most,
-        }
-        self.row_fields.append(row)
+        row = Row(
+            scenario=self.scenario,
+            case=self.case,
+            what=kind,
+            prompt=reply.n_prompt,
+            cached=reply.n_cached or 0,
+            at_least=max(0, at_least),
+            at_most=reply.n_prompt - 1 if at_most is None else at_most,
+        )
+        self.rows.append(row)
         self.replies.append(reply)
 
-    def grow(self, kind: str) -> None:
-        """Ask once more; all that the request before sent should be cached."""
-        self.ask(kind, at_least=self.n_continued - SLACK)
+    def grow(self, n_requests: int) -> None:
+        """Ask so often; all that the request before sent should be cached."""
+        for _ in range(n_requests):
+            kind = "append" if self.replies else "cold"
+            self.ask(kind, at_least=self.n_continued - SLACK)
+
+    def ask_changed(self, kind: str, unchanged: Reply) -> None:
+        """Ask after a change: what stood before it is cached, and nothing behind it."""
+        end = unchanged.n_prompt + unchanged.n_out
+        self.ask(kind, at_least=unchanged.n_prompt - SLACK, at_most=end + SLACK)
+        self.grow(1)
 
 
 # Scenarios ---------------------------------------------------------------------------------------
@@ -200,36 +211,24 @@ class Talk:
 
 def growth(talk: Talk) -> None:
     """Requests that each append to the one before."""
-    talk.ask("cold")
-    for _ in range(N_GROWTH - 1):
-        talk.grow("append")
-
-
-def past(talk: Talk) -> None:
-    """What comes before a change: requests that only fill the cache."""
-    talk.ask("cold")
-    for _ in range(N_PAST - 1):
-        talk.grow("append")
+    talk.grow(N_GROWTH)
 
 
 def edit(talk: Talk) -> None:
     """The first word of the second question turns into its opposite."""
-    past(talk)
+    talk.grow(N_PAST)
 
     index = talk.question_indexes[1]
     question = talk.messages[index]
     changed_text = question["content"].replace("Keep", "Drop", 1)
     talk.messages[index] = {**question, "content": changed_text}
 
-    unchanged = talk.replies[0]
-    end = unchanged.n_prompt + unchanged.n_out
-    talk.ask("edit", at_least=unchanged.n_prompt - SLACK, at_most=end + SLACK)
-    talk.grow("append")
+    talk.ask_changed("edit", talk.replies[0])
 
 
 def insertion(talk: Talk) -> None:
     """A call and its result appear between the second question and its answer."""
-    past(talk)
+    talk.grow(N_PAST)
 
     function = {"name": "read", "arguments": '{"path":"ledger.txt"}'}
     calls = [{"id": "call_0001", "type": "function", "function": function}]
@@ -243,10 +242,7 @@ def insertion(talk: Talk) -> None:
         },
     ]
 
-    unchanged = talk.replies[1]
-    end = unchanged.n_prompt + unchanged.n_out
-    talk.ask("insert", at_least=unchanged.n_prompt - SLACK, at_most=end + SLACK)
-    talk.grow("append")
+    talk.ask_changed("insert", talk.replies[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +282,9 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
         words = random.Random(nonce)
         text = f"You keep the records of house {nonce}.\n\n{make_words(words, options.head_chars)}"
         system = {"role": options.role, "content": text}
-        talk = Talk(server, words, [system], stamp)
+        talk = Talk(name, case, server, words, [system], stamp)
         SCENARIOS[name].play(talk)
-        rows += [Row(scenario=name, case=case, **row) for row in talk.row_fields]
+        rows += talk.rows
     return rows
 
 
