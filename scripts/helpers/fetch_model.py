@@ -106,17 +106,10 @@ def complete(folder: Path) -> Path:
     """`folder`, if it has all that mlx-lm needs. Raises FetchError, saying what lacks."""
     with in_a_sentence(f"The model folder {folder} cannot be used"):
         index = folder / "model.safetensors.index.json"
-        listed = (
-            json.loads(index.read_bytes())["weight_map"].values()
-            if index.is_file()
-            else ()
-        )
-        needed = ("config.json", "model*.safetensors", *sorted(set(listed)))
-        lacks = [
-            name
-            for name in needed
-            if not any(file.is_file() for file in folder.glob(name))
-        ]
+        needed = ["config.json", "model*.safetensors"]
+        if index.is_file():
+            needed += sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        lacks = [n for n in needed if not any(f.is_file() for f in folder.glob(n))]
         if lacks:
             lack = ", ".join(lacks[:3])
             raise ValueError(

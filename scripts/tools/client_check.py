@@ -41,7 +41,6 @@ from capture_proxy import (
 )
 from clients import drive
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -195,6 +194,11 @@ class Row:
     def is_healthy(self) -> bool:
         return self.share is None or self.share >= HEALTHY_SHARE
 
+    def cells(self) -> list[str]:
+        share = "" if self.share is None else f"{self.share:.2%}"
+        cells = [self.talk, self.n_prompt, self.n_cached, self.n_known or "", share]
+        return [str(cell) for cell in (*cells, self.n_reply, self.n_calls)]
+
 
 def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
     """In the order of the requests, conversation by conversation."""
@@ -259,23 +263,6 @@ def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchan
     return [exchange for exchange in read_capture(path) if exchange.api]
 
 
-def table_of(name: str, rows: Sequence[Row]) -> Table:
-    names = ("talk", "prompt", "cached", "known", "share", "reply", "calls")
-    table = make_table(name, names)
-    for row in rows:
-        table.add_row(
-            str(row.talk),
-            str(row.n_prompt),
-            str(row.n_cached),
-            str(row.n_known or ""),
-            "" if row.share is None else f"{row.share:.2%}",
-            str(row.n_reply),
-            str(row.n_calls),
-            style="" if row.is_healthy else "red",
-        )
-    return table
-
-
 def verdict(rows: Sequence[Row], failed: Sequence[Exchange]) -> tuple[str, int]:
     """A sentence and the exit status."""
     judged = [row for row in rows if row.n_known]
@@ -296,7 +283,7 @@ def verdict(rows: Sequence[Row], failed: Sequence[Exchange]) -> tuple[str, int]:
     return f"HEALTHY: {counts}", 0
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Check a server's cache with a real client."
     )
@@ -307,11 +294,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10, help="longest turn")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
+    args = parser.parse_args(argv)
     if CLIENTS[args.name].missing():
         print(CLIENTS[args.name].how_to_install(), file=sys.stderr)
         return 2
@@ -333,7 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = {"client": args.name, "verdict": sentence, "requests": requests}
         print(json.dumps(result, indent=1))
     else:
-        Console().print(table_of(args.name, rows))
+        names = ("talk", "prompt", "cached", "known", "share", "reply", "calls")
+        table = make_table(args.name, names)
+        for row in rows:
+            table.add_row(*row.cells(), style="" if row.is_healthy else "red")
+        Console().print(table)
         print(sentence)
     return status
 
