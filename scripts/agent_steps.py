@@ -729,19 +729,13 @@ def print_table(bench: Bench) -> None:
     print(form.format(*heads))
     for name, row in rows_of(bench):
         read, speed = row["read_tokens"], row["tokens_per_second"]
-        print(
-            form.format(
-                name,
-                row["requests"],
-                f"{row['step_seconds_median']:.2f} s",
-                f"{row['step_seconds_worst']:.2f} s",
-                f"{row['first_token_seconds_median']:.2f} s",
-                f"{row['first_token_seconds_worst']:.2f} s",
-                "not said" if read is None else f"{read:,}",
-                f"{row['fewest_tokens']:,}",
-                "" if speed is None else f"{speed:.1f}",
-            )
-        )
+        step, first = "step_seconds", "first_token_seconds"
+        keys = (f"{step}_median", f"{step}_worst", f"{first}_median", f"{first}_worst")
+        seconds = [f"{row[key]:.2f} s" for key in keys]
+        read_text = "not said" if read is None else f"{read:,}"
+        speed_text = "" if speed is None else f"{speed:.1f}"
+        cells = (*seconds, read_text, f"{row['fewest_tokens']:,}", speed_text)
+        print(form.format(name, row["requests"], *cells))
 
 
 def print_report(benches: Sequence[Bench]) -> None:

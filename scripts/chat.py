@@ -87,18 +87,13 @@ def use_tool(name: str, arguments: str, root: Path) -> str:
 def _say_in_words(error: Exception, tool_name: str) -> str:
     """What went wrong, without the path: a small model copies it wrongly."""
     kind = "folder" if tool_name == "list_files" else "file"
-    match error:
-        case FileNotFoundError():
-            words = f"there is no such {kind}"
-        case NotADirectoryError():
-            words = "that is a file"
-        case IsADirectoryError():
-            words = "that is a folder"
-        case OSError(strerror=str(reason)):
-            words = reason
-        case _:
-            words = str(error)
-    return words
+    words: dict[type, str] = {
+        FileNotFoundError: f"there is no such {kind}",
+        NotADirectoryError: "that is a file",
+        IsADirectoryError: "that is a folder",
+    }
+    strerror = getattr(error, "strerror", None)
+    return words.get(type(error)) or strerror or str(error)
 
 
 # The server ----------------------------------------------------------------------------

@@ -249,11 +249,6 @@ class FirstToken:
     warm_seconds: float  # the median of the requests that followed
     warm_cached_share: float  # the least of them
 
-    @property
-    def prefill_speed(self) -> float:
-        """Tokens a second."""
-        return self.prompt_tokens / self.cold_seconds
-
 
 @dataclass(slots=True)
 class Figures:
@@ -587,18 +582,13 @@ def rows_of(figures: Figures) -> list[tuple[str, str]]:
     """The table, a row a figure."""
     rows = [("model ready after", f"{figures.load_seconds:.1f} s")]
     for first in figures.first_token:
+        speed = first.prompt_tokens / first.cold_seconds
+        cold = f"{first.cold_seconds:.2f} s ({speed:,.0f} tokens/s)"
+        rows.append((f"first token, cold, {first.prompt_tokens:,} tokens", cold))
         ratio = first.cold_seconds / first.warm_seconds
-        rows += [
-            (
-                f"first token, cold, {first.prompt_tokens:,} tokens",
-                f"{first.cold_seconds:.2f} s ({first.prefill_speed:,.0f} tokens/s)",
-            ),
-            (
-                "first token, warm, same conversation",
-                f"{first.warm_seconds:.2f} s (1/{ratio:.0f};"
-                f" {first.warm_cached_share:.1%} cached)",
-            ),
-        ]
+        share = f"(1/{ratio:.0f}; {first.warm_cached_share:.1%} cached)"
+        warm = f"{first.warm_seconds:.2f} s {share}"
+        rows.append(("first token, warm, same conversation", warm))
     for what, name, form in ROWS:
         value = getattr(figures, name)
         if name.endswith("_bytes") and value is not None:

@@ -439,12 +439,8 @@ def read_settings(env_file: Path, environ: Mapping[str, str]) -> dict[str, str]:
     Raises LaunchError.
     """
     written = read_env_file(env_file) if env_file.exists() else {}
-    settings = {**written, **environ}
-    return {
-        name: value.strip()
-        for name, value in settings.items()
-        if value and value.strip()
-    }
+    stripped = {n: (value or "").strip() for n, value in {**written, **environ}.items()}
+    return {name: value for name, value in stripped.items() if value}
 
 
 def read_env_file(env_file: Path) -> dict[str, str | None]:
@@ -547,13 +543,6 @@ class Server:
         """LiteLLM lists names alone."""
         return "id" in self.entry and "context_length" not in self.entry
 
-    @property
-    def efforts(self) -> tuple[str, ...]:
-        """Of thinking, as the model's template names them, the lowest first."""
-        report = self.status.get("model")
-        efforts = report.get("reasoning_efforts") if isinstance(report, dict) else None
-        return tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS
-
 
 def find_server(place: Place, proxy: Place) -> Server:
     """What answers there. `proxy` has the key for LiteLLM. Raises LaunchError."""
@@ -576,13 +565,15 @@ def find_target(server: Server, *, is_small: bool) -> Target:
     if not isinstance(context, int):
         raise LaunchError(f"{place.url} is no start-llm: it names no model.")
 
+    report = server.status.get("model")
+    efforts = report.get("reasoning_efforts") if isinstance(report, dict) else None
     return Target(
         url=place.url,
         key=place.key or NO_KEY,
         model=str(server.entry["id"]),
         context=context,
         is_small=is_small,
-        efforts=server.efforts,
+        efforts=tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS,
     )
 
 

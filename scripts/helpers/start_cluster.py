@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
@@ -99,16 +99,11 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
         metavar="IP,IP",
         help="addresses of the machines; the first is rank 0, which clients ask",
     )
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes on each host (1)"
-    )
-    parser.add_argument(
-        "--starting-port",
-        type=int,
-        default=32323,
-        metavar="N",
-        help="MLX's first port, one more for each rank (32323)",
-    )
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    text = "processes on each host (1)"
+    parser.add_argument("--ranks", default=1, help=text, **number)
+    text = "MLX's first port, one more for each rank (32323)"
+    parser.add_argument("--starting-port", default=32323, help=text, **number)
     return parser.parse_known_args(arguments)
 
 
