@@ -389,36 +389,36 @@ class Gate:
 
         Who leaves is noticed: then the connection to the server is closed.
         """
-        call = ServersCall(self.servers, "")
-        if self.servers.are_several:
-            conversation = conversation_by_headers(scope["headers"])
-            call = call._replace(conversation=conversation)
+        call = self._find_call(scope, None)
         is_unknown = self.servers.are_several and not call.conversation
         held_body = HeldBody(self.held_bytes, self.max_body_bytes)
         try:
             if scope["method"] == "POST" and (is_unknown or self.named):
-                call, receive = await self._read_call(call, scope, held_body, receive)
+                call, receive = await self._read_call(scope, held_body, receive)
             await self._exchange(scope, ClientBody(receive), send, call)
         finally:
             held_body.release()
 
     async def _read_call(
-        self, call: ServersCall, scope: Scope, held_body: HeldBody, receive: Receive
+        self, scope: Scope, held_body: HeldBody, receive: Receive
     ) -> tuple[ServersCall, Receive]:
-        """Who may answer, by the body too; and the body. Raises as HeldBody.read()."""
+        """Who may answer, and the body. Only what is returned holds that: it is let go."""
         payload = await held_body.read(receive)
-        servers = self._servers_for(scope["path"], payload)
-        conversation = call.conversation
-        if servers.are_several and not conversation:
-            conversation = conversation_by_body(payload)
-        receive = replaying(payload, receive, held_body.release)
-        return ServersCall(servers, conversation), receive
+        call = self._find_call(scope, payload)
+        return call, replaying(payload, receive, held_body.release)
 
-    def _servers_for(self, path: str, payload: bytes) -> Replicas:
-        """Those that serve the model that a body, or Google's path, names."""
-        google = GOOGLE_PATH.fullmatch(path)
-        name = google[1] if google else find_model(payload) if self.named else ""
-        return self.named.get(plain_name(name), self.servers)
+    def _find_call(self, scope: Scope, payload: bytes | None) -> ServersCall:
+        """Who may answer, by headers, path and, where it was read, the body."""
+        servers, conversation = self.servers, ""
+        if payload is not None:
+            google = GOOGLE_PATH.fullmatch(scope["path"])
+            name = google[1] if google else find_model(payload) if self.named else ""
+            servers = self.named.get(plain_name(name), self.servers)
+        if servers.are_several:
+            conversation = conversation_by_headers(scope["headers"])
+            if payload is not None and not conversation:
+                conversation = conversation_by_body(payload)
+        return ServersCall(servers, conversation)
 
     async def _exchange(
         self, scope: Scope, body: ClientBody, send: Send, call: ServersCall
@@ -540,7 +540,11 @@ class Gate:
         self, scope: Scope, payload: bytes, receive: Receive, send: Send
     ) -> None:
         """The same, of a body that was checked."""
-        call = self._call_for(scope, payload)
+        servers, conversation = self._find_call(scope, payload)
+        server = servers.choose(conversation)
+        if server is None:
+            raise refusal_for_none(servers)
+        call = ServerCall(server, servers, conversation)
         SERVER_CALL.set(call)
         answer = Answer(send, call)
         framing = (b"content-length", b"transfer-encoding")
@@ -566,18 +570,6 @@ class Gate:
                 await call.servers.note_refusal(call.server, call.conversation)
             refusal = explain_failure(call, scope["path"])
             await answer.end(refusal, scope["path"])
-
-    def _call_for(self, scope: Scope, payload: bytes) -> ServerCall:
-        """To which server a chat goes that LiteLLM makes. Raises Refusal."""
-        conversation = ""
-        servers = self._servers_for(scope["path"], payload)
-        if servers.are_several:
-            conversation = conversation_by_headers(scope["headers"])
-            conversation = conversation or conversation_by_body(payload)
-        server = servers.choose(conversation)
-        if server is None:
-            raise refusal_for_none(servers)
-        return ServerCall(server, servers, conversation)
 
     def _check_body(self, path: str, payload: bytes) -> bytes:
         """A body that LiteLLM reads in full. Raises Refusal."""
