@@ -135,9 +135,8 @@ def add_place_options(
 ) -> None:
     """The options for a server's URL and key, by these names."""
     usual = usual_place()
-    parser.add_argument(
-        url, default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
-    )
+    text = "with /v1 or without; default: as MLX_HOST and MLX_PORT say"
+    parser.add_argument(url, default=usual.url, help=text)
     parser.add_argument(
         key, default=usual.key or "unused", help="default: the first of API_KEY"
     )

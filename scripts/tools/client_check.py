@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         server = agent_steps.Server(args.url, model=args.model, key=args.key)
-        args.model = server.model
+        args.url, args.model = server.url, server.model
         with TemporaryDirectory(ignore_cleanup_errors=True) as room:
             # Of macOS's folder for temporary files, a client knows the other name.
             exchanges = have_session(args.name, args, Path(room).resolve())
