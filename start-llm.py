@@ -23145,8 +23145,10 @@ class ReplyGeneration:
         """Whether the reply repeats itself, and so ends here."""
         min_tokens = self._state.config.loop_guard_tokens
         min_repeats = MIN_REPEATS
+        advice = "LOOP_GUARD_TOKENS=0 lets it go on"
         if self._prepared.model.is_demo:
             min_tokens, min_repeats = DEMO_LOOP_TOKENS, DEMO_MIN_REPEATS
+            advice = "the demo's replies always do"
         if not min_tokens:
             return False
         n_passage = find_loop(
@@ -23155,9 +23157,10 @@ class ReplyGeneration:
         if n_passage:
             logger.warning(
                 "id=%s: the reply repeats a passage of %d tokens again and again: it"
-                " ends there, as cut (LOOP_GUARD_TOKENS=0 lets it go on)",
+                " ends there, as cut (%s)",
                 self._prepared.engine_request.request_id,
                 n_passage,
+                advice,
             )
         return n_passage > 0
 

@@ -151,7 +151,7 @@ def test_the_chat_suggests_only_what_the_demo_knows_where_it_was_started(tmp_pat
 # -- it stops when it repeats itself ---------------------------------------------------------------
 
 
-def test_a_demo_that_repeats_itself_is_stopped():
+def test_a_demo_that_repeats_itself_is_stopped(caplog):
     """One token is made certain at each step; other models go on to max_tokens.
 
     Without drafts, which write such a reply 32 tokens at a time until it is stopped.
@@ -163,3 +163,5 @@ def test_a_demo_that_repeats_itself_is_stopped():
     assert reply.finish_reason == "length"
     assert s.DEMO_LOOP_TOKENS <= reply.n_generated < 100
     assert served.state.stores.recent[-1]["finish"] == "repeated"
+    assert "repeats a passage" in caplog.text
+    assert "LOOP_GUARD_TOKENS" not in caplog.text  # it does not act on the demo
