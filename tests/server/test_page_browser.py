@@ -7,6 +7,7 @@ for what the page shows, never for a time.
 import os
 import shutil
 import threading
+from itertools import pairwise
 
 import pytest
 from nights import at_night
@@ -336,6 +337,29 @@ def test_a_conversation_is_one_row_with_its_newest_step(visit):
         first = page.locator(".request").first
         expect(first).to_contain_text("Fix the failing login test")
         expect(first.locator(".total")).to_contain_text("13 steps")
+
+
+def test_no_figure_sticks_out_of_its_card_nor_covers_another(visit):
+    body = idle_body()
+    steps = [
+        ended(f"s{n}", prefill=3600.0, decode=80.0, **whose("a")) for n in range(12)
+    ]
+    body["recent"] = [*steps, *(ended(f"t{name}", **whose(name)) for name in "bcd")]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#live")).to_contain_text("bar cut short · 12 steps")
+        assert page.evaluate(
+            "[...document.querySelectorAll('.total')]"
+            ".every(total => total.scrollWidth <= total.clientWidth)"
+        )
+        lefts_and_rights = page.evaluate(
+            "[...document.querySelectorAll('#scale span')]"
+            ".map(share => share.getBoundingClientRect())"
+            ".map(({left, right}) => [left, right])"
+        )
+        for (_, right), (left, _) in pairwise(lefts_and_rights):
+            assert right < left
 
 
 # -- what is in the cache --------------------------------------------------------------
