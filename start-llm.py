@@ -5150,10 +5150,8 @@ class Encoder:
         check_client = request.check_client if request else assume_client
         ids_of_parts = [np.empty(0, np.int32)]
         for part in self._parts_with_images(text, images):
-            check_client()
             if isinstance(part, str):
-                with self._reserve_long(part, check_client):
-                    ids_of_parts.append(self._encode_part(part))
+                ids_of_parts.append(self._encode_part(part, check_client))
             else:
                 ids_of_parts.append(part)
         return np.concatenate(ids_of_parts)
@@ -5162,16 +5160,21 @@ class Encoder:
         self, text: str, check_client: Callable[[], None] = assume_client
     ) -> TokenIds:
         """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        check_client()
-        with self._reserve_long(text, check_client):
-            return _tokenize(self.tokenizer, text, add_special_tokens=True)
+        return self._tokenize(self.tokenizer, text, check_client, adds_tokens=True)
 
-    def _reserve_long(
-        self, text: str, check_client: Callable[[], None]
-    ) -> AbstractContextManager[object]:
-        if len(text) <= _LONG_CHARACTERS:
-            return nullcontext()
-        return self._long_texts.reserve(1, check_client)
+    def _tokenize(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        check_client: Callable[[], None],
+        *,
+        adds_tokens: bool = False,
+    ) -> TokenIds:
+        """The tokens of a text, once no other long one is tokenized, if it is long."""
+        check_client()
+        is_long = len(text) > _LONG_CHARACTERS
+        with self._long_texts.reserve(1, check_client) if is_long else nullcontext():
+            return _tokenize(tokenizer, text, add_special_tokens=adds_tokens)
 
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
@@ -5202,12 +5205,14 @@ class Encoder:
             start = match.end()
         yield remove_breaks(text[start:])
 
-    def _encode_part(self, part: str) -> TokenIds:
+    def _encode_part(self, part: str, check_client: Callable[[], None]) -> TokenIds:
         """The tokens of a text without added tokens, or if it cannot be split, with."""
         if not self.can_split:
-            return _tokenize(self.tokenizer, part)
+            return self._tokenize(self.tokenizer, part, check_client)
         return self.memo.get_or_make(
-            part, lambda: _tokenize(self._piece_tokenizer, part), tenant=self.tenant
+            part,
+            lambda: self._tokenize(self._piece_tokenizer, part, check_client),
+            tenant=self.tenant,
         )
 
 
@@ -8468,8 +8473,10 @@ def cache_leaves(layer_caches: LayerCaches) -> list[Any]:
     """The leaves of all layers, in their order."""
     leaves: list[Any] = []
     for layer in layer_caches:
-        is_list = hasattr(layer, "caches")
-        leaves += cache_leaves(layer.caches) if is_list else [layer]
+        if hasattr(layer, "caches"):
+            leaves += cache_leaves(layer.caches)
+        else:
+            leaves.append(layer)
     return leaves
 
 
@@ -11551,15 +11558,19 @@ class DiskTier:
     # -- writing -----------------------------------------------------------------------
 
     def save_some(
-        self, *, is_busy: bool, running_bytes: int = 0, is_closing: bool = False
+        self,
+        *,
+        is_busy: bool,
+        count_running: Callable[[], int] = int,
+        is_closing: bool = False,
     ) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS.
 
         Returns False if it found nothing due. True: call again, as there is more to do,
         a file is being written, or, beside requests, it is not time to look yet.
 
-        `is_busy`: requests run, and wait for this. `running_bytes`: of KV that they
-        hold. `is_closing`: the server ends.
+        `is_busy`: requests run, and wait for this. `count_running`: the bytes of KV that
+        they hold. `is_closing`: the server ends.
         """
         began = self._clock()
         if is_busy and began < self._not_before:
@@ -11572,7 +11583,7 @@ class DiskTier:
             rest_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
             self._job = self._find_job(
                 rest_seconds=0.0 if is_closing else rest_seconds,
-                running_bytes=running_bytes,
+                running_bytes=count_running(),
             )
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
@@ -16776,6 +16787,8 @@ class DecodeBatch:
             agree=lockstep.agree if lockstep.n_ranks > 1 else None,
             tap=tap,
         )
+        held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._can_hold = held_state is not None
         for running in requests:
             running.num_computed_tokens = running.n_prompt
             running.batch = self
@@ -16803,12 +16816,13 @@ class DecodeBatch:
 
     def step(self) -> list[AcceptedTokens]:
         """Feed and report the next token of each request; returns what was accepted."""
-        n_pending = len(self._generator.pending_ids)
-        self._held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._held_rows = {
-            running: (row, running.num_computed_tokens - n_pending)
-            for row, running in enumerate(self.requests)
-        }
+        if self._can_hold:
+            n_pending = len(self._generator.pending_ids)
+            self._held_state = hold_recurrent_state(self._generator.layer_caches)
+            self._held_rows = {
+                running: (row, running.num_computed_tokens - n_pending)
+                for row, running in enumerate(self.requests)
+            }
         found = self._find_draft()
         rows = self._step_plain() if found is None else [self._step_with(*found)]
 
@@ -17453,13 +17467,15 @@ class Scheduler:
         self.exact_checks.pause()  # whoever is here is served first
         now = self._now()
         self._end_some(now)
-        self._admit_waiting(now)
+        if self.waiting:
+            self._admit_waiting(now)
 
         began = self._now()
         for batch in self._decoding_batches(now):
             self._decode(batch)
         self.policy.charge_decode(self._now() - began)
-        self._prefill_next(now)
+        if self.prefilling:
+            self._prefill_next(now)
 
     def _decoding_batches(self, now: float) -> list[DecodeBatch]:
         """The batches that go on: background ones wait while other prompts are read."""
@@ -17759,9 +17775,9 @@ class Scheduler:
         """
         pause_ends = self._now() + self.policy.pause_seconds
         pause_left: float | None = None
-        while self.prefilling:
-            in_front = without_background(self.prefilling, now)
-            candidates = in_front or self.prefilling
+        while prefilling := self.prefilling:
+            in_front = without_background(prefilling, now)
+            candidates = in_front or prefilling
             self.reader.estimate_speeds(candidates)
             is_decoding = bool(self._decoding_batches(now))
             # Those in the background wait for each slice anyway, short or long.
@@ -18040,10 +18056,10 @@ class Scheduler:
             return False
         files = self.disk.files
         try:
-            running_bytes = self.budget.running_bytes(self.running)
             return self.disk.save_some(
                 is_busy=self.is_busy,
-                running_bytes=running_bytes,
+                # Not at each step: it takes as long as the model has layers.
+                count_running=partial(self.budget.running_bytes, self.running),
                 is_closing=is_closing,
             )
         except Exception as error:
@@ -18741,6 +18757,8 @@ class Engine:
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
         tasks: list[_ModelTask] = []
+        if not wait_seconds and self._inbox.empty():
+            return tasks
         with suppress(queue.Empty):
             tasks.append(self._inbox.get(timeout=wait_seconds))
             while True:
