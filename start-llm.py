@@ -4025,12 +4025,12 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
 
     Those of notes that became a message of their own are not counted.
     """
-    found: Counter[str] = Counter()
+    rules: list[str] = []
     for message in messages:
-        found.update(message.dropped)
-        found.update(pinned.rule for pinned in message.pinned if not pinned.is_mode)
-        found.update(note.rule for note in message.notes)
-    return dict(sorted(found.items()))
+        rules += message.dropped
+        rules += [pinned.rule for pinned in message.pinned if not pinned.is_mode]
+        rules += [note.rule for note in message.notes]
+    return dict(sorted(Counter(rules).items()))
 
 
 def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
@@ -5160,21 +5160,16 @@ class Encoder:
         self, text: str, check_client: Callable[[], None] = assume_client
     ) -> TokenIds:
         """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        return self._tokenize(self.tokenizer, text, check_client, adds_tokens=True)
+        with self._reserve_long(text, check_client):
+            return _tokenize(self.tokenizer, text, add_special_tokens=True)
 
-    def _tokenize(
-        self,
-        tokenizer: Tokenizer,
-        text: str,
-        check_client: Callable[[], None],
-        *,
-        adds_tokens: bool = False,
-    ) -> TokenIds:
-        """The tokens of a text, once no other long one is tokenized, if it is long."""
+    def _reserve_long(
+        self, text: str, check_client: Callable[[], None]
+    ) -> AbstractContextManager[object]:
         check_client()
-        is_long = len(text) > _LONG_CHARACTERS
-        with self._long_texts.reserve(1, check_client) if is_long else nullcontext():
-            return _tokenize(tokenizer, text, add_special_tokens=adds_tokens)
+        if len(text) <= _LONG_CHARACTERS:
+            return nullcontext()
+        return self._long_texts.reserve(1, check_client)
 
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
@@ -5207,13 +5202,15 @@ class Encoder:
 
     def _encode_part(self, part: str, check_client: Callable[[], None]) -> TokenIds:
         """The tokens of a text without added tokens, or if it cannot be split, with."""
+
+        def tokenize() -> TokenIds:
+            tokenizer = self._piece_tokenizer if self.can_split else self.tokenizer
+            with self._reserve_long(part, check_client):
+                return _tokenize(tokenizer, part)
+
         if not self.can_split:
-            return self._tokenize(self.tokenizer, part, check_client)
-        return self.memo.get_or_make(
-            part,
-            lambda: self._tokenize(self._piece_tokenizer, part, check_client),
-            tenant=self.tenant,
-        )
+            return tokenize()
+        return self.memo.get_or_make(part, tokenize, tenant=self.tenant)
 
 
 def _tokenize(
@@ -6407,15 +6404,19 @@ class ChatTemplate:
         if "user" not in roles:
             return PromptPositions()
         *before_user, user_message = messages[: roles.index("user") + 1]
-        # why(L-108): where the words begin is found by rendering others in their place.
+        words = user_message["content"].strip()
+        rendered = text
+        if text.count(words) != 1:
+            # why(L-108): where they begin is found by rendering others in their place.
+            words = _NONCE
+            other_words = {**user_message, "content": words}
+            folded = _fold_messages([*before_user, other_words], self.traits)
+            with suppress(BadRequest):
+                rendered = self.render_text(folded, request)
+        head, found_words, _ = rendered.partition(words)
+        n_common = count_common(head, text) if found_words else 0
         # (White space before them is left out: it can be one token with them.)
-        other_words = {**user_message, "content": _NONCE}
-        folded = _fold_messages([*before_user, other_words], self.traits)
-        head = ""
-        with suppress(BadRequest):
-            head, found_words, _ = self.render_text(folded, request).partition(_NONCE)
-            head = head if found_words else ""
-        head_end = len(text[: count_common(head, text)].rstrip())
+        head_end = len(text[:n_common].rstrip())
         user_start = self.traits.user_start.search(text)
         if user_start and head_end <= user_start.end():
             head_end = user_start.start()  # nothing stands before the words
@@ -17775,9 +17776,9 @@ class Scheduler:
         """
         pause_ends = self._now() + self.policy.pause_seconds
         pause_left: float | None = None
-        while prefilling := self.prefilling:
-            in_front = without_background(prefilling, now)
-            candidates = in_front or prefilling
+        while self.prefilling:
+            in_front = without_background(self.prefilling, now)
+            candidates = in_front or self.prefilling
             self.reader.estimate_speeds(candidates)
             is_decoding = bool(self._decoding_batches(now))
             # Those in the background wait for each slice anyway, short or long.
@@ -18757,12 +18758,12 @@ class Engine:
 
     def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
         tasks: list[_ModelTask] = []
-        if not wait_seconds and self._inbox.empty():
+        if wait_seconds == 0 and self._inbox.empty():
             return tasks
         with suppress(queue.Empty):
-            tasks.append(self._inbox.get(timeout=wait_seconds))
             while True:
-                tasks.append(self._inbox.get_nowait())
+                tasks.append(self._inbox.get(timeout=wait_seconds))
+                wait_seconds = 0.0  # for others
         return tasks
 
     def _rest(
