@@ -16218,9 +16218,10 @@ class RequestHandle:
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
-        with suppress(queue.Empty):
+        try:
             return self._events.get(timeout=timeout)
-        return None
+        except queue.Empty:
+            return None
 
 
 # -- 2 policy --------------------------------------------------------------------------
@@ -18723,9 +18724,9 @@ class Engine:
             can_rest = not (has_more_to_do or scheduler.is_busy)
 
             self._sleep_if_due(scheduler, idle_seconds, can_rest=can_rest)
-            since_report = lockstep.now() - reported_at
-            if can_rest or since_report > REPORT_SECONDS:
-                reported_at = lockstep.now()
+            now = lockstep.now()
+            if can_rest or now - reported_at > REPORT_SECONDS:
+                reported_at = now
                 for task in (scheduler.hold_limit, scheduler.evict_idle):
                     self._faults.guard(task, on_error=lockstep.end_ranks_on)
                 self._faults.guard(partial(self._publish, scheduler))
