@@ -160,38 +160,31 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 # Memory of the machine --------------------------------------------------------
 
 
-class MemoryWatch:
-    """The most memory that was held while this thread looked."""
+@contextmanager
+def watched_memory(pid: int) -> Iterator[dict[str, int]]:
+    """The most bytes that were held meanwhile: of the process, wired, and swap added."""
+    most: dict[str, int] = {}
+    is_done = threading.Event()
+    process = psutil.Process(pid)
+    swap_at_start: int = psutil.swap_memory().used
 
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._swap_at_start: int = psutil.swap_memory().used
-        self.process_bytes = 0
-        self.wired_bytes: int | None = None  # only macOS tells
-        self.swap_bytes = 0
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        is_done = False
+    def watch() -> None:
         with suppress(psutil.Error):
-            while not is_done:
-                resident = self._process.memory_info().rss
-                self.process_bytes = max(self.process_bytes, resident)
-                wired = getattr(psutil.virtual_memory(), "wired", None)
-                if wired is not None:
-                    self.wired_bytes = max(self.wired_bytes or 0, wired)
-                added = psutil.swap_memory().used - self._swap_at_start
-                self.swap_bytes = max(self.swap_bytes, added)
-                is_done = self._is_done.wait(SAMPLE_SECONDS)
+            while not is_done.wait(SAMPLE_SECONDS if most else 0):
+                sizes = {"process": process.memory_info().rss}
+                sizes["swap"] = psutil.swap_memory().used - swap_at_start
+                with suppress(AttributeError):  # only macOS tells
+                    sizes["wired"] = psutil.virtual_memory().wired
+                for kind, nbytes in sizes.items():
+                    most[kind] = max(most.get(kind, 0), nbytes)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        is_done.set()
+        thread.join()
 
 
 # How much to ask --------------------------------------------------------------
@@ -619,16 +612,16 @@ def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
     began = time.perf_counter()
     with (
         running_server(model, LOG_PROMPT_TOKENS="true") as subject,  # for parity
-        MemoryWatch(subject.process.pid) as watch,
+        watched_memory(subject.process.pid) as most,
     ):
         load_seconds = time.perf_counter() - began
         figures = Measurement(subject, is_quick=is_quick).run()
         status = subject.server.get("/v1/status")
     figures.load_seconds = load_seconds
     figures.mlx_peak_bytes = status["memory"]["peak"]
-    figures.process_peak_bytes = watch.process_bytes
-    figures.wired_peak_bytes = watch.wired_bytes
-    figures.swap_added_bytes = watch.swap_bytes
+    figures.process_peak_bytes = most.get("process", 0)
+    figures.wired_peak_bytes = most.get("wired")
+    figures.swap_added_bytes = most.get("swap", 0)
     return figures, status
 
 

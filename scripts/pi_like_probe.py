@@ -275,7 +275,7 @@ def count_steps(
     """How far each counter went; None where the server shows none."""
     if old_counters is None or counters is None:
         return None
-    return {name: count - old_counters.get(name, 0) for name, count in counters.items()}
+    return {name: n - old_counters.get(name, 0) for name, n in counters.items()}
 
 
 def judge(
