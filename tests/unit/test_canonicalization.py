@@ -374,6 +374,20 @@ def test_telemetry_is_as_good_as_absent():
             assert names([said("system", head)]) == bare
 
 
+def test_a_section_that_comes_and_goes_is_as_good_as_absent():
+    """OpenClaw 2026.2.17 leaves it out, heading and all, when a sub-agent has finished."""
+    head = "- Inline buttons off.\n{}# Project Context\nx"
+    section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
+    group = f"## Group Chat Context\n{section}"
+    hello = said("user", "hello")
+    with_section = said("developer", head.format(group))
+    with_heading_only = said("developer", head.format("## Group Chat Context\n"))
+    without_section = said("developer", head.format(""))
+
+    assert names([with_section, hello]) == names([without_section, hello])
+    assert names([with_heading_only, hello]) != names([without_section, hello])
+
+
 def test_a_stamp_that_becomes_another_prefix_is_the_same_message():
     """OpenClaw 2026.9.6 sends what a sub-agent announces once stamped, and routed ever after."""
     stamped = f"[Fri 2026-11-20 14:20 UTC] {ANNOUNCED}"

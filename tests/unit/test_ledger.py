@@ -1379,6 +1379,17 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model):
         assert ids_of(draft) == ids_of(cold)
 
 
+def test_tools_of_a_conversation_are_of_the_session_that_used_them_last():
+    server = Server()
+    offered = [named("f")]
+    history = [SYSTEM, USER, asks("x"), result("r")]
+    for session in ("one", "two"):
+        server.draft(history, tools=offered, user=session)
+    server.planner.ledger.forget("one")
+    plan = server.draft([*history, FINE, NEXT], tools=[], user="two")
+    assert plan.tools == tuple(offered)
+
+
 def test_tools_that_do_not_fit_are_not_told_unasked(model):
     """Where the context is full a summary may be asked for without them: it must not be refused."""
     server = Server(model)

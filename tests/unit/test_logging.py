@@ -222,3 +222,23 @@ def ended_facts(**facts):
         "ttft_ms": 400,
         **facts,
     }
+
+
+def test_no_more_seconds_are_saved_than_have_passed_for_each_request_at_work(
+    monkeypatch,
+):
+    clock = 1000.0
+    monkeypatch.setattr(s.time, "monotonic", lambda: clock)
+    metrics = s.CacheMetrics()
+
+    clock += 10.0
+    metrics.observe(ended_facts(), saved_seconds=23.0, n_at_work=2)
+    of_two = metrics.totals()["saved_seconds"]
+    metrics.observe(ended_facts(), saved_seconds=23.0, n_at_work=1)
+    of_one = metrics.totals()["saved_seconds"]
+    clock += 30.0
+    metrics.observe(ended_facts(), saved_seconds=5.0, n_at_work=1)
+
+    assert of_two == 20.0
+    assert of_one == 20.0, "a counter never falls"
+    assert metrics.totals()["saved_seconds"] == 25.0

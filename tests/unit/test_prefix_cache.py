@@ -780,3 +780,22 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
 
     assert reuse.cached_tokens == (checkpoint or 0)
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
+
+
+def test_a_retreat_from_an_image_is_counted_once_by_the_request_that_retreats():
+    """Not by each entry that a lookup reads, nor by one that only asks."""
+    cache = make_cache()
+    text = np.arange(1, 501, dtype=np.int32)
+    tokens = s.inject_image_markers(text, slice(300, 500), digest="ab" * 32).tolist()
+    for _ in range(3):
+        row, _ = begin(cache, tokens)
+        advance(cache, row, 400)  # an image is read whole: this is a fault
+        row.filled = row.tokens[:400]
+        end(cache, row)
+
+    n_before = cache.metrics.snapshot()["vlm_retreat"]
+    found = cache.find(prompt_of(tokens))
+    assert found.cached_tokens == 300
+    assert cache.metrics.snapshot()["vlm_retreat"] == n_before
+    begin(cache, tokens)
+    assert cache.metrics.snapshot()["vlm_retreat"] == n_before + 1

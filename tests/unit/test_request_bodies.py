@@ -7,7 +7,7 @@ import re
 
 import pytest
 import start_llm as s
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
@@ -72,6 +72,7 @@ def mended(value):
 
 
 @given(json_values)
+@example("\ud83d \ude00 \\ud800")
 def test_a_body_is_what_the_standard_library_reads_with_lone_surrogates_replaced(value):
     for text in (json.dumps(value), json.dumps(value).replace("\\ud", "\\uD")):
         assert s.parse_json_body(text.encode()) == mended(json.loads(text))
