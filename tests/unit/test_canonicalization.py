@@ -460,20 +460,6 @@ def test_what_only_looks_like_a_field_is_text(role, text):
     assert turn.original["content"] == turn.canonical == text
 
 
-def test_each_of_several_blocks_is_found():
-    """Claude Code 2.1.328 begins its first user message with three reminders, a part each."""
-    blocks = [filled(REMINDER, f"state {n}") for n in range(3)]
-    for joint, gap in itertools.product(("\n", "", "\n\n"), ("", "\n")):
-        canonicalizer = canon(joint)
-        parts = [part(f"{block}{gap}") for block in blocks]
-        parts[-1] = part(f"{blocks[-1]}\n")
-        turn = canonicalizer.canonicalize(
-            said("user", [*parts, part("Read notes.txt")])
-        )
-        assert [note.text for note in turn.notes] == blocks
-        assert turn.canonical == "Read notes.txt"
-
-
 @pytest.mark.parametrize(
     "opening",
     [

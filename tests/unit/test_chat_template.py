@@ -4,7 +4,6 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 
@@ -164,22 +163,6 @@ def test_random_conversations_lose_nothing_and_are_remembered_right(
 def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     normalizer = tokenizer.backend_tokenizer.normalizer
     return normalizer.normalize_str(text) if normalizer else text
-
-
-def test_many_threads_get_the_same_tokens() -> None:
-    template = make_template(tiny_tokenizer())
-    template._encoder.memo.max_bytes = 9000
-    requests = [
-        chat([said("user", f"{n} " * 50), said("user", "again " * n)])
-        for n in range(16)
-    ]
-    wanted = [
-        make_template(tiny_tokenizer()).render_prompt(request) for request in requests
-    ]
-
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(3):
-            assert list(pool.map(template.render_prompt, requests)) == wanted
 
 
 def test_tokens_that_eat_spaces_are_left_to_the_tokenizer(
@@ -575,16 +558,6 @@ def test_a_switch_with_a_name_of_ours_is_no_crash(name: str) -> None:
 
 
 # -- switches -----------------------------------------------------------------------
-
-
-def test_past_thinking_stays_where_the_template_can() -> None:
-    messages = [*conversation()[:3], said("user", "more")]
-    model = "glm-4.7-flash/tiny"
-    preserving = template_of(model)
-    dropping = template_of(model, PRESERVE_THINKING="false")
-
-    assert "thought1" in preserving.render_prompt(chat(messages)).text
-    assert "thought1" not in dropping.render_prompt(chat(messages)).text
 
 
 @pytest.mark.parametrize(

@@ -1684,21 +1684,6 @@ def test_what_prompts_begin_with_is_counted_and_bounded():
     assert 3 < shown["heads"] < 20 and 3 < shown["tools"] < 20
 
 
-def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session():
-    server = Server(ledger_ttl_seconds=100.0)
-    ledger = server.planner.ledger
-    for n, session_id in enumerate(("one", "two")):
-        ledger.remember(
-            started(server, n, user=session_id), session_id=session_id, now=0.0
-        )
-    assert ledger.snapshot()["heads"] == ledger.snapshot()["tools"] == 2
-
-    ledger.forget("one")
-    assert ledger.snapshot()["heads"] == ledger.snapshot()["tools"] == 1
-    ledger.expire(101.0)
-    assert ledger.snapshot() == EMPTY
-
-
 def carried(server: Server, job: str, messages: list) -> s.PromptPlan:
     return server.draft([*messages, said("user", CARRIER.format(job))])
 

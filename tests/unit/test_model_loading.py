@@ -246,17 +246,6 @@ def test_the_smaller_of_model_and_setting_limits_the_context(tiny):
     assert model.family == "glm4"
 
 
-def test_an_unknown_type_is_named(copy):
-    for kind, reason in (
-        ("from_the_future", "Model type from_the_future not supported."),
-        ("../models/qwen3", "Model type ../models/qwen3 not supported."),
-    ):
-        edit_config(copy, model_type=kind)
-        refused = load_refusal(copy)
-        assert f"The model in {copy} cannot be loaded by mlx-lm 0." in refused
-        assert reason in refused
-
-
 class OwnCache(KVCache):  # type: ignore[misc]
     """A class that only one model knows."""
 

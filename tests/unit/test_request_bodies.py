@@ -539,13 +539,8 @@ def _merged_metadata(old, new):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"session_id": ""},
-        {"session_id": True},
-        {"session_id": ["x"]},
-        {"session_id": None},
-        {"metadata": "x"},
-        {"metadata": {"user_id": "somebody"}},
+        *({}, {"metadata": "x"}, {"metadata": {"user_id": "somebody"}}),
+        *({"session_id": value} for value in ("", True, ["x"], None)),
         {"extra_body": [1]},
     ],
 )
