@@ -2202,6 +2202,14 @@ def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 _MAX_UNKNOWN: Final = 16  # fields of a body that are looked at
 _MISSPELT_RATIO: Final = 0.9  # of difflib: Anthropic's `speed` is no `seed`
+_OTHER_NAMES: Final = {  # of other APIs
+    "system": "a system message",
+    "instructions": "a system message",
+    "max_output_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "stop": "stop_sequences",
+}
 
 
 class _TextPart(TypedDict):
@@ -2429,15 +2437,16 @@ def read_request(
 
 @lru_cache  # once for each name
 def _warn_of_unknown(model: type[RequestBody], name: str) -> None:
-    """Log a field on which nothing acts, if it is nearly one that acts: max_token."""
+    """Log a field on which nothing acts, if one that acts was meant: max_token."""
     places = (*_THINKING_PLACES, *_BUDGET_PLACES, *_SESSION_PLACES, *_USER_PLACES)
     names = {*model.model_fields, *SamplingParams.model_fields}
     names.update(place.partition(".")[0] for place in places)
     spelling = re.sub("[A-Z]", r"_\g<0>", name).lower()  # maxTokens
     near = get_close_matches(spelling, names, n=1, cutoff=_MISSPELT_RATIO)
-    if near and name not in names:
+    meant = _OTHER_NAMES.get(name) or "".join(near)
+    if meant and name not in names:
         logger.warning(
-            "%r in a request: nothing acts on it; did you mean %s?", name, near[0]
+            "%r in a request: nothing acts on it; did you mean %s?", name, meant
         )
 
 

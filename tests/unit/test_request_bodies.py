@@ -173,6 +173,9 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_noth
         (chat, "enable_thinkin", "enable_thinking"),
         (messages, "stop_sequence", "stop_sequences"),
         (messages, "metdata", "metadata"),
+        (chat, "system", "a system message"),
+        (chat, "stop_sequences", "stop"),
+        (messages, "stop", "stop_sequences"),
     ],
 )
 def test_a_misspelt_field_is_logged_once_with_the_name_that_was_meant(
