@@ -879,11 +879,6 @@ def test_a_carrier_ends_even_the_first_message():
     assert places([*ASKED, said("user", CARRIER)])[-1] == ("user", (), (CARRIER,))
 
 
-def test_system_messages_at_the_head_are_no_notes():
-    messages = [said("system", "a"), said("developer", "b"), said("user", "hello")]
-    assert [turn.role for turn in turns_of(messages)] == ["system", "developer", "user"]
-
-
 def test_a_message_that_says_more_than_a_note_is_a_turn():
     turns = turns_of([*STEP, said("user", [part(LATE), part("go on")])])
     assert [turn.role for turn in turns][-2:] == ["tool", "user"]

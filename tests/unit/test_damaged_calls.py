@@ -44,7 +44,6 @@ DAMAGED = FORMATS.keys() - {"glm", "mistral_11", "mistral_lists", "muse", "kimi_
 
 # -- mutations -------------------------------------------------------------------------
 
-Piece = tuple[str, bool]  # its text, and whether it is markup
 CHARACTERS = "\"'{}[],:;<>/=|\\ \nax1"
 
 

@@ -515,19 +515,6 @@ def test_the_source_of_a_failed_request_goes_though_it_was_split_meanwhile():
     check(cache, [])
 
 
-def test_a_failed_row_takes_its_branches_at_rest_with_it():
-    cache = make_cache()
-    prefix = list(range(1, 1001))
-    row, _ = begin(cache, [*prefix, 5, 5, 5])
-    advance(cache, row, 100_000)
-    converse(cache, [*prefix, *range(2000, 2100)], [1])
-    cache.drop(row.line)
-    assert not cache.entries
-
-    _, reuse = begin(cache, [*prefix, 6])
-    assert reuse.cached_tokens == 0
-
-
 @pytest.fixture
 def copies_left(monkeypatch):
     """A list with how many copies of KV are made until one fails; none does from 0 on down."""
