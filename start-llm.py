@@ -17870,7 +17870,9 @@ class Scheduler:
 
         They may be read with those that have come, if these have short rests to read.
         """
-        if self.running or not self.waiting or not self._can_pad:
+        if self.running or not self._can_pad:
+            return 0.0
+        if not 0 < len(self.waiting) < self.config.batch_max_rows:
             return 0.0
         rests = [
             handle.request.n_prompt - self._find_prefix(handle).cached_tokens
@@ -18719,7 +18721,6 @@ class Engine:
             wait_seconds = IDLE_SECONDS if can_rest else scheduler.idle_seconds
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._gather(scheduler)
-            self._n_waiting = len(scheduler.waiting)
             idle_seconds = 0.0
             if scheduler.is_busy:
                 scheduler.step()
@@ -18756,6 +18757,7 @@ class Engine:
         for task in self._tasks:
             task(scheduler)
         self._tasks = []
+        self._n_waiting = len(scheduler.waiting)
 
     def _gather(self, scheduler: Scheduler) -> None:
         """Wait for requests that are being prepared, if they may be read together."""

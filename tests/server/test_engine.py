@@ -451,6 +451,21 @@ def test_a_short_prompt_waits_for_one_that_is_being_prepared(
     assert ((2, 43) in calls) == (not is_refused)
 
 
+def test_what_waits_for_requests_being_prepared_is_queued(bench, monkeypatch):
+    monkeypatch.setattr(s, "GATHER_SHARE", 1e9)
+    monkeypatch.setattr(s, "MAX_GATHER_SECONDS", 2 * MAX_WAIT_SECONDS)
+    b = bench("qwen3", max_queued_requests=1)
+    b.engine._expected.add(-1)  # somebody prepares one
+    first = b.submit(prompts_of(40)[0])
+    b.engine.call(lambda _: None)  # that one has been taken from the inbox
+
+    with pytest.raises(s.Overloaded):
+        b.submit(prompts_of(44)[0])
+
+    b.engine._expected.clear()
+    b.finish(first)
+
+
 def test_a_failure_in_a_joint_call_is_tried_again_alone(bench):
     b = bench("qwen3")
     b.may_try_again = True

@@ -215,7 +215,8 @@ def test_a_call_cut_off_gives_what_was_read_or_stays_open(name, arguments, place
         assert reply.content == (None if reply.calls else text or None)
         return
     ((_, found),) = reply.calls
-    assert reply.content is None
+    is_half_a_tag = not arguments and text.endswith("\n<")  # that is text (`finish`)
+    assert reply.content == ("<" if is_half_a_tag else None)
     assert list(found) == list(arguments)[: len(found)]
     for key, value in list(found.items())[:-1]:
         assert value == arguments[key]
