@@ -23551,6 +23551,7 @@ def models_body(state: ServerState) -> JsonObject:
         "owned_by": "start-llm",
         "context_length": model.max_context_tokens,
         "max_model_len": model.max_context_tokens,  # the same, as vLLM calls it
+        "input_modalities": ["text"] if model.vision is None else ["text", "image"],
     }
     return {"object": "list", "data": [entry]}
 

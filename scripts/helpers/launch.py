@@ -85,6 +85,7 @@ class Target:
     is_small: bool = False  # the model wants a short system prompt
     small_model: str = ""  # for sub-agents and the like; empty: `model`
     efforts: tuple[str, ...] = USUAL_EFFORTS  # of its thinking, the lowest first
+    inputs: tuple[str, ...] = ("text",)  # and "image", where the model sees
 
     @property
     def output(self) -> int:
@@ -278,7 +279,7 @@ def describe_model(target: Target) -> Json:
         "id": target.model,
         "name": target.model,
         "reasoning": True,
-        "input": ["text"],
+        "input": target.inputs,
         "contextWindow": target.context,
         "maxTokens": target.output,
     }
@@ -304,7 +305,13 @@ def set_up_pi(target: Target, folder: str) -> Setup:
 
 def set_up_opencode(target: Target, _folder: str) -> Setup:
     limit = {"context": target.context, "output": target.output}
-    model = {"tool_call": True, "reasoning": True, "limit": limit}
+    model = {
+        "tool_call": True,
+        "reasoning": True,
+        "attachment": "image" in target.inputs,
+        "modalities": {"input": target.inputs, "output": ["text"]},
+        "limit": limit,
+    }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
@@ -574,6 +581,7 @@ def find_target(server: Server, *, is_small: bool) -> Target:
         context=context,
         is_small=is_small,
         efforts=tuple(efforts) if isinstance(efforts, list) else USUAL_EFFORTS,
+        inputs=tuple(server.entry.get("input_modalities", ("text",))),
     )
 
 

@@ -270,6 +270,22 @@ def test_a_client_is_given_url_key_model_and_context(desk, port, name):
     assert list(desk.home.iterdir()) == list(desk.temporary.iterdir()) == []  # after it
 
 
+@pytest.mark.parametrize("name", ["pi", "openclaw", "opencode"])
+def test_a_client_is_told_whether_the_model_sees(desk, name):
+    """Else it leaves images out, or tells its model that it cannot send them."""
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+    entry = {**ENTRY, "input_modalities": ["text", "image"]}
+
+    for is_seeing, model in ((False, ENTRY), (True, entry)):
+        answers = {**ANSWERS, "/v1/models": (200, {"data": [model]})}
+        assert desk.launch_at(answers, name).returncode == 0
+        record = desk.read_record()
+        texts = [*record["environment"].values(), *record["files"].values()]
+        text = "".join("".join(texts).split())
+        assert ('"input":["text","image"]' in text) == is_seeing
+        assert ('"input":["text"]' in text) != is_seeing
+
+
 def test_files_that_clients_read_exist_while_they_run_and_are_private(desk):
     desk.install(
         "openclaw",

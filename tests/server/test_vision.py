@@ -258,6 +258,8 @@ def test_what_the_server_says_of_images(seeing):
     status = httpx.get(f"{seeing.url}/v1/status").json()
     assert status["counters"]["vlm_tower_runs"] >= 1
     assert status["memory"]["features"] > 0
+    (model,) = httpx.get(f"{seeing.url}/v1/models").json()["data"]
+    assert model["input_modalities"] == ["text", "image"]
 
     body = {"messages": [SYSTEM, picture_message("what is on this", B)], "tools": TOOLS}
     explanation = httpx.post(f"{seeing.url}/v1/cache/explain", json=body).json()
