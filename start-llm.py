@@ -15248,6 +15248,7 @@ class DraftBudget:
 
         a plain step            + 0.01
         a step with a draft     + tokens - what it cost
+        until the next launch   - what it cost
         what is fed again       + 1 - what the step cost
         a guess of an end       - what it cost
         a copy of another y     - 0.2
@@ -15363,9 +15364,13 @@ class Drafter:
             n_draft=n_draft, n_accepted=n_accepted, seconds=seconds
         )
 
-    def learn_again(self, seconds: float) -> None:
-        """What was right of a draft was fed again, and gave one token."""
-        self.budget.charge(seconds, n_tokens=1)
+    def learn_more(self, seconds: float, *, n_tokens: int) -> None:
+        """After its step a draft has cost more time, which gave so many tokens.
+
+        What was right is fed again, and gives one. And the next step is launched only
+        when the draft is known: until then the device has nothing to do.
+        """
+        self.budget.charge(seconds, n_tokens=n_tokens)
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
         """What comes before a token that may end the reply, or a part of an image."""
@@ -15755,10 +15760,10 @@ class GuessDrafter(Drafter):
             self._guesser.count_gain(n_tokens=1 + n_accepted, seconds=seconds)
         return is_counted
 
-    def learn_again(self, seconds: float) -> None:
+    def learn_more(self, seconds: float, *, n_tokens: int) -> None:
         """Count it among the steps of DRAFT_MODEL, too."""
-        super().learn_again(seconds)
-        self._guesser.count_gain(n_tokens=1, seconds=seconds)
+        super().learn_more(seconds, n_tokens=n_tokens)
+        self._guesser.count_gain(n_tokens=n_tokens, seconds=seconds)
 
 
 # region EXACT CHECKS ==========================================================
@@ -16784,6 +16789,8 @@ class DecodeBatch:
         # Whose draft was wrong, so that what is being computed feeds tokens again.
         self._wrong_drafter: Drafter | None = None
         self._last_drafter: Drafter | None = None
+        self._draft_ended_at = 0.0  # the last step with one
+        self._draft_seconds = 0.0  # that it took, if it was the last step of all
 
         rows = [running.request.key.tokens[-1:] for running in requests]
         if joint_caches is None:
@@ -16827,6 +16834,7 @@ class DecodeBatch:
 
     def step(self) -> list[AcceptedTokens]:
         """Feed and report the next token of each request; returns what was accepted."""
+        self._charge_gap(time.monotonic() - self._draft_ended_at)
         if self._can_hold:
             n_pending = len(self._generator.pending_ids)
             self._held_state = hold_recurrent_state(self._generator.layer_caches)
@@ -16863,6 +16871,13 @@ class DecodeBatch:
                 return drafter, draft
         return None
 
+    def _charge_gap(self, seconds: float) -> None:
+        """Since a draft was known, nothing was launched: that is a part of its cost."""
+        if self._last_drafter is not None and self._draft_seconds:
+            # More was something else's: a slice of a prompt, for example.
+            gap_seconds = min(seconds, self._draft_seconds)
+            self._last_drafter.learn_more(gap_seconds, n_tokens=0)
+
     def _wait_for_y(self) -> int:
         """The id of y, when it is computed."""
         self._launched_at = -math.inf
@@ -16879,11 +16894,14 @@ class DecodeBatch:
         # have been done long ago, or had something else to do.
         has_waited = ended - began > began - self._launched_at
         if len(rows) == 1 and has_waited:
+            seconds = ended - self._launched_at
             if self._wrong_drafter is not None:
-                self._wrong_drafter.learn_again(ended - began)
+                self._wrong_drafter.learn_more(seconds, n_tokens=1)
             else:
                 for drafter in self.requests[0].drafters:
-                    drafter.budget.learn_plain(ended - began)
+                    drafter.budget.learn_plain(seconds)
+        self._charge_gap(ended - began)
+        self._draft_seconds = 0.0
         self._wrong_drafter = self._last_drafter if has_pending else None
         self._launched_at = ended
         return rows
@@ -16900,6 +16918,8 @@ class DecodeBatch:
         self._last_drafter = drafter
         self._wrong_drafter = None
         self._launched_at = -math.inf
+        self._draft_ended_at = began + seconds
+        self._draft_seconds = seconds
         return tokens
 
     def read_held_state(

@@ -37,6 +37,29 @@ def test_a_model_that_drafts_for_itself_is_always_right(make_drafting, rng):
     assert n_drafted == n_right > 150
 
 
+def test_until_the_next_step_is_launched_a_draft_costs(
+    make_drafting, monkeypatch, rng
+):
+    """Nothing is launched before it is known."""
+    drafting = make_drafting("model", DENSE)
+    b = drafting.start()
+    steps, gaps = [], []
+
+    def learn(drafter, *, n_draft, n_accepted, seconds):
+        steps.append(seconds)
+        return True
+
+    monkeypatch.setattr(s.GuessDrafter, "learn", learn)
+    monkeypatch.setattr(
+        s.GuessDrafter, "learn_more", lambda _, gap, *, n_tokens: gaps.append(gap)
+    )
+    b.ask(drafting.prompt(rng), n=40)
+
+    assert len(steps) > 5
+    assert len(gaps) >= len(steps) - 1
+    assert all(gap > 0 for gap in gaps)
+
+
 def test_a_long_conversation_is_followed_at_its_end(make_drafting, monkeypatch):
     monkeypatch.setattr(s, "_MAX_TAIL_TOKENS", 64)
     monkeypatch.setattr(s, "_MAX_READ_TOKENS", 16)
