@@ -37,9 +37,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(make_drafting, rng):
     assert n_drafted == n_right > 150
 
 
-def test_until_the_next_step_is_launched_a_draft_costs(
-    make_drafting, monkeypatch, rng
-):
+def test_until_the_next_step_is_launched_a_draft_costs(make_drafting, monkeypatch, rng):
     """Nothing is launched before it is known."""
     drafting = make_drafting("model", DENSE)
     b = drafting.start()
