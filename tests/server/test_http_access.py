@@ -530,7 +530,7 @@ def test_a_request_after_another_is_no_part_of_it():
 
 def test_a_model_is_found_by_the_name_of_its_repository(monkeypatch):
     name = "maker/Größe 4bit"
-    model = SimpleNamespace(model_id=name, max_context_tokens=8)
+    model = SimpleNamespace(model_id=name, max_context_tokens=8, vision=None)
     monkeypatch.setattr(s.Engine, "model", model)
     with listening() as port:
         url = f"http://localhost:{port}/v1"
