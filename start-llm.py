@@ -16789,8 +16789,8 @@ class DecodeBatch:
         # Whose draft was wrong, so that what is being computed feeds tokens again.
         self._wrong_drafter: Drafter | None = None
         self._last_drafter: Drafter | None = None
-        self._draft_ended_at = 0.0  # the last step with one
-        self._draft_seconds = 0.0  # that it took, if it was the last step of all
+        self._draft_ended_at = 0.0  # when the last step with a draft did
+        self._draft_seconds = 0.0  # that the last step took; 0.0: it had no draft
 
         rows = [running.request.key.tokens[-1:] for running in requests]
         if joint_caches is None:
