@@ -75,7 +75,7 @@ def pytest_configure(config):
         nights.is_night = True
         if not config.getoption("--hypothesis-profile"):
             hypothesis.settings.load_profile("night")
-    if not config.getoption("numprocesses", None):
+    if config.getoption("collectonly") or not config.getoption("numprocesses", None):
         gc.disable()  # until all is collected
         load_start_llm()
 
