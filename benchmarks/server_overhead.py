@@ -87,7 +87,9 @@ class InProcess:
 
     def __init__(self, folder: Path, log_root: str) -> None:
         self._server = start_llm()
-        config = self._server.Config(model_path=str(folder), log_root=log_root)
+        config = self._server.Config(
+            model_path=str(folder), log_root=log_root, cache_disk="off"
+        )
         self._state = self._server.build_state(config)
         self._state.engine.start()
         while self._state.engine.state == "loading":
