@@ -19428,7 +19428,7 @@ def escape_json(text: str) -> str:
 # written twice, costs nothing where it is certain what is meant.
 #
 # To add a syntax, add a row to CALL_SYNTAXES, whose key is a part of the family's name.
-# MODEL LOADING or mlx-lm must set tool_call_start (not for <tool_call>), and `prefix`
+# MODEL LOADING or mlx-lm must set tool_call_start (not for <tool_call>), and `opening`
 # must begin with it; CALL_START has that tag, too. In CALL ARGUMENTS add an end tag
 # after JSON to _JSON_PARTS and _CALL_END, tags around arguments to _LATE_TAG. To add a
 # foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser reads it.
@@ -19440,13 +19440,35 @@ def escape_json(text: str) -> str:
 # -- 1 tables --------------------------------------------------------------------------
 
 
+class CallSyntax(NamedTuple):
+    """One way to write a call.
+
+    It is written by `opening`, `key_spelling` and `end_spelling`, which are texts, and
+    read by `head` and `tags`, which are patterns.
+    """
+
+    marker: str  # in each chat template that tells a model to write so
+    opening: str  # how a forced call begins, for str.format()
+    # A pattern: from the name, in some syntaxes from the tag before it, to the
+    # arguments; of JSON arguments it takes the first {. The group that has the name of
+    # the syntax is the name of the tool.
+    head: str
+    # Matches the beginning of a call whose tag was left out; "": models do not do that.
+    # NAMES in it is replaced by the names of the tools.
+    untagged_call: str = ""
+    tags: ArgumentTags | None = None  # None: the arguments are JSON
+    # How a forced call ends; a line break stands for any white space. None: calls of
+    # this syntax are not written by a grammar.
+    end_spelling: str | None = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArgumentTags:
     """The tags before and after the values of a call, which are bare text.
 
     Qwen's:
 
-        key, gap               <parameter=path>\n
+        key, value_start       <parameter=path>\n
         before_close, close    a.md\n</parameter>\n
         inner_end, outer_end   </function>\n</tool_call>    either may be left out
 
@@ -19455,11 +19477,11 @@ class ArgumentTags:
     """
 
     # What opens a value.
-    key: str  # with NAME in the place of the argument's name
-    name: str = r"""[^<>\n"']{1,200}"""  # of an argument
+    key: str  # with KEY_NAME in the place of the argument's name
+    key_name: str = r"""[^<>\n"']{1,200}"""
     key_start: str  # how `key` begins: what may follow a closing tag
     key_spelling: str  # as a forced call has it
-    gap: str = ""  # after `key`: what is no part of the value
+    value_start: str = ""  # after `key`: what is no part of the value
 
     # What is in it.
     is_on_lines: bool = False  # a value has lines of its own
@@ -19469,30 +19491,12 @@ class ArgumentTags:
     # What ends it, and the call.
     before_close: str = ""  # what is no part of the value, either
     close: str
-    # The only end if the gap has a group `cdata`: <![CDATA[, after which no other tag
-    # means anything.
+    # The only end if `value_start` has a group `cdata`: <![CDATA[, after which no other
+    # tag means anything.
     cdata_close: str = NO_PATTERN
     inner_end: str = NO_PATTERN  # of the two end tags of a call the first
     outer_end: str
     next_call: str  # how another call begins
-
-
-class CallSyntax(NamedTuple):
-    """One way to write a call."""
-
-    marker: str  # in each chat template that tells a model to write so
-    prefix: str  # how a call begins, for str.format()
-    # A pattern, from the name, in some syntaxes from the tag before it, to the
-    # arguments; of JSON arguments it takes the first {. The group with the name of the
-    # syntax is the name of the tool.
-    name: str
-    # Matches the beginning of a call whose tag was left out; "": models do not do that.
-    # NAMES in it is replaced by the names of the tools.
-    untagged_call: str = ""
-    tags: ArgumentTags | None = None  # None: the arguments are JSON
-    # How a forced call ends; a line break stands for any white space. None: calls of
-    # this syntax are not written by a grammar.
-    end_spelling: str | None = ""
 
 
 class ForeignFormat(NamedTuple):
@@ -19503,14 +19507,14 @@ class ForeignFormat(NamedTuple):
     string_mark: str = ""  # before and after a string, as Gemma has it
     is_json: bool = False  # a list of calls, and no end tag
     is_python: bool = False  # a list of calls
-    # mlx-lm's parser reads all others, and overlooks what is damaged. So their tags are
-    # counted: those of an argument, and what else is `markup`, where the group `call` is
-    # that of a call. In a value there may be none.
+    # mlx-lm's parser reads all others, and overlooks what is damaged. So for some of
+    # them these patterns tell how many arguments and calls there are. In a value there
+    # may be none of their tags.
     argument_tag: str = ""
-    markup: str = NO_PATTERN
+    call_tag: str = NO_PATTERN
+    other_tag: str = ""
 
 
-HERMES_START: Final = "<tool_call>"  # JSON follows, or another syntax
 MISTRAL_START: Final = "[TOOL_CALLS]"  # older templates print a list of calls after it
 # Without that tag: read[ARGS]{ or read[CALL_ID]aB3dE6gH9[ARGS]{
 _MISTRAL_UNTAGGED_CALL: Final = r"NAMES (?: \[CALL_ID\] \w{1,40}+ )? \[ARGS\]"
@@ -19518,14 +19522,15 @@ _MISTRAL_UNTAGGED_CALL: Final = r"NAMES (?: \[CALL_ID\] \w{1,40}+ )? \[ARGS\]"
 CALL_SYNTAXES: Final = {  # in the order in which they are tried
     "qwen": CallSyntax(
         marker="<function=",
-        prefix="<tool_call>{gap}<function={name}>{gap}",
-        name=r"<function= (?P<qwen> [^\s<>]{1,200} ) >",
+        opening="<tool_call>{gap}<function={name}>{gap}",
+        head=r"<function= (?P<qwen> [^\s<>]{1,200} ) >",
         untagged_call=r"<function= NAMES > (?= \s{0,40} <(?: parameter= | /function> ))",
         tags=ArgumentTags(
-            key=r"""<parameter (?: = | [ ]name= ) ["']? NAME ["']? >""",
+            key=r"""<parameter (?: = | [ ]name= ) ["']? KEY_NAME ["']? >""",
             key_start="<parameter[= ]",
             key_spelling="<parameter={key}>\n",
-            gap=r"\n | (?=.)",  # waits for the next letter: a line break may come
+            # It waits for the next letter: a line break may come.
+            value_start=r"\n | (?=.)",
             is_on_lines=True,
             element_names="function|parameter",
             before_close=r"\n?",
@@ -19538,23 +19543,23 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "glm": CallSyntax(
         marker="<arg_key>",
-        prefix="<tool_call>{name}{gap}{first_tag}",  # or `read` might become `reader`
+        opening="<tool_call>{name}{gap}{first_tag}",  # or `read` might become `reader`
         # JSON only where the tag came before
-        name=r"""
+        head=r"""
             (?P<glm> [^\s<>{}[\]"]{1,200} ) \s*
             (?= <arg_key> | </tool_call> | (?<= <tool_call> [^{]{0,600} ) \{ )
         """,
         tags=ArgumentTags(
             # why(L-82): these tags come twice, or not at all
             key=r"""
-                (?: <arg_key> \s* ){1,3} NAME
+                (?: <arg_key> \s* ){1,3} KEY_NAME
                 (?: (?: \s* </arg_key> ){1,3} | (?= \s* <arg_value> ) )
             """,
-            name="[^<]{1,200}?",
+            key_name="[^<]{1,200}?",
             key_start=r"<arg_key | <tool_call>\w",
             key_spelling="<arg_key>{key}</arg_key>{gap}<arg_value>",
             # Without <arg_value> no comma, colon or quoted tag begins the value.
-            gap=r"""
+            value_start=r"""
                 \s* (?: <arg_value> | (?= [^<\s"'`,;:] | ["'`][^<] ) )
             """,
             element_names="arg_key",
@@ -19567,13 +19572,13 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "minimax": CallSyntax(  # one <minimax:tool_call> has several calls
         marker="<invoke name=",
-        prefix='<minimax:tool_call>\n<invoke name="{name}">\n',
-        name=r"""<invoke[ ]name="? (?P<minimax> [^\s<>"]{1,200} ) "?>""",
+        opening='<minimax:tool_call>\n<invoke name="{name}">\n',
+        head=r"""<invoke[ ]name="? (?P<minimax> [^\s<>"]{1,200} ) "?>""",
         untagged_call=r"""
             <invoke[ ]name="? NAMES "?> (?= \s{0,40} <(?: parameter[ ] | /invoke> ))
         """,
         tags=ArgumentTags(
-            key=r"""<parameter[ ]name="? NAME "?>""",
+            key=r"""<parameter[ ]name="? KEY_NAME "?>""",
             key_start="<parameter[ ]",
             key_spelling='<parameter name="{key}">',
             element_names="invoke|parameter",
@@ -19586,10 +19591,10 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "harmony": CallSyntax(  # gpt-oss
         marker="<|channel|>",
-        prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
         # `++` and the bounds: what is no header must not be tried from each of its
         # letters (L-88). The channel may come after the recipient, too.
-        name=r"""
+        head=r"""
             (?: <\|channel\|> [^<]{0,40}? )?
             \s* to= (?: functions\. )? (?P<harmony> [\w.-]{1,200}+ )
             (?: [^{<] | <\|c ){0,99}+         # <|c: <|channel|>, <|constrain|>json
@@ -19602,10 +19607,10 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "mistral": CallSyntax(  # several calls may follow one [TOOL_CALLS]
         marker="[ARGS]",
-        prefix="[TOOL_CALLS]{name}{gap}",
+        opening="[TOOL_CALLS]{name}{gap}",
         # why(L-90): from version 11 of the format on; that version has an id, too.
         # After its tag a name may stand without [ARGS].
-        name=r"""
+        head=r"""
             (?: \[TOOL_CALLS\] \s* (?P<mistral> [^\s[\]{}]{1,200}+ )
                 (?: \[CALL_ID\] \w{1,40}+ )? (?: \[ARGS\] )?
               | (?P<mistral> [^\s[\]{}]{1,200}+ )
@@ -19616,9 +19621,9 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "kimi": CallSyntax(
         marker="<|tool_call_begin|>",
-        prefix="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
+        opening="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
         "<|tool_call_argument_begin|>",
-        name=r"""
+        head=r"""
             (?: <\|tool_calls?_section_begin\|> \s* )?  # only before the first call
             <\|tool_call_begin\|> \s*
             (?: functions\. )? (?P<kimi> [^\s<>{}]{1,200}? ) : \d{1,6}
@@ -19633,14 +19638,14 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "minicpm": CallSyntax(
         marker="<param name=",
-        prefix='<function name="{name}">',
-        name=r"""<function \s{1,9} name="? (?P<minicpm> [^\s<>"]{1,200}+ ) "? \s{0,9} >""",
+        opening='<function name="{name}">',
+        head=r"""<function \s{1,9} name="? (?P<minicpm> [^\s<>"]{1,200}+ ) "? \s{0,9} >""",
         tags=ArgumentTags(
-            key=r"""<param[ ]name="? NAME "?>""",
+            key=r"""<param[ ]name="? KEY_NAME "?>""",
             key_start="<param[ ]",
             key_spelling='<param name="{key}">',
             # Without <![CDATA[ the value begins where it cannot become that.
-            gap=r"""
+            value_start=r"""
                 \s* (?: (?P<cdata> <!\[CDATA\[ )
                       | (?= [^\s<] | <[^!] | <![^\[] | <!\[[^C] ) )
             """,
@@ -19656,8 +19661,8 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
     ),
     "hermes": CallSyntax(  # its marker is in the templates of qwen and glm, too
         marker="<tool_call>",
-        prefix='<tool_call>{gap}{{"name": {json_name}, "arguments":',
-        name=r"""
+        opening='<tool_call>{gap}{{"name": {json_name}, "arguments":',
+        head=r"""
             \{ \s* "name" \s* : \s* "(?P<hermes> [^"\\]{1,200} )" \s*
             (?: , \s* "arguments" \s* : \s* \{
               | (?= \} ) )               # a call without arguments
@@ -19675,10 +19680,10 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
 CALL_START: Final = compile_pattern(
     r"""
         (?: \s+ )?  # any number: \s* would be 400 at most
-        FENCE? (?: (?: <(?:minimax:)?tool_call> \s* ){1,2} )? NAME
+        FENCE? (?: (?: <(?:minimax:)?tool_call> \s* ){1,2} )? HEAD
     """,
     FENCE=FENCE_START,
-    NAME="|".join(syntax.name for syntax in CALL_SYNTAXES.values()),
+    HEAD="|".join(syntax.head for syntax in CALL_SYNTAXES.values()),
 )
 
 FOREIGN_SYNTAX: Final = "foreign"  # in the place of a key of CALL_SYNTAXES
@@ -19699,17 +19704,19 @@ FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
     "<longcat_tool_call>": ForeignFormat(
         opening="{name}\n",
         argument_tag="<longcat_arg_key>",
-        markup=r"ARGUMENT | </?longcat_\w+>",
+        other_tag=r"</?longcat_\w+>",
     ),
     # Muse Spark    <atem:function_calls><atem:invoke name="read"><atem:parameter ...
     "<atem:function_calls>": ForeignFormat(
         argument_tag=r"<atem:parameter\b",
-        markup=r"ARGUMENT | (?P<call> <atem:invoke\b ) | </?atem:\w",
+        call_tag=r"<atem:invoke\b",
+        other_tag=r"</?atem:\w",
     ),
     # Kimi K3    <|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument ...
     "<|open|>tools<|sep|>": ForeignFormat(
         argument_tag=r"<\|open\|>argument\b",
-        markup=r"ARGUMENT | (?P<call> <\|open\|>call\b ) | <\|(?: open | close | sep )\|>",
+        call_tag=r"<\|open\|>call\b",
+        other_tag=r"<\|(?: open | close | sep )\|>",
     ),
 }
 
@@ -19746,17 +19753,43 @@ class ToolCallFormat(NamedTuple):
         """
         text = template.replace("\\n", "\n")  # as it stands in Jinja's strings
         start = tokenizer.tool_call_start
-        end = tokenizer.tool_call_end or "\0"
-        if not start and HERMES_START in text:
-            start = HERMES_START
+        if not start and "<tool_call>" in text:
+            start = "<tool_call>"
         if not start:
             return None
 
-        syntax = _find_syntax(text, start, family)
-        if syntax == FOREIGN_SYNTAX:
-            return cls(start, end, FOREIGN_SYNTAX, parse=tokenizer.tool_parser)
+        syntaxes = [
+            name
+            for name, syntax in CALL_SYNTAXES.items()
+            if syntax.opening.startswith(start) and syntax.marker in text
+        ]
+        # Of several that of the model's family counts ("glm" in "glm4"), or the first.
+        syntax = min(
+            syntaxes, key=lambda name: name not in family, default=FOREIGN_SYNTAX
+        )
         gap = regex.search(r"(?<=<tool_call>|</arg_key>)\n|\[CALL_ID\]|\[ARGS\]", text)
-        return cls(start, end, syntax, gap[0] if gap else "", tokenizer.tool_parser)
+        return cls(
+            start,
+            tokenizer.tool_call_end or "\0",
+            syntax,
+            gap=gap[0] if gap else "",
+            parse=tokenizer.tool_parser,
+        )
+
+    def opening(self, name: str, parameters: Schema) -> str:
+        """How a call of a tool begins.
+
+        To force it, the reply is made to begin so. It ends where one of the model's own
+        tokens ends, so that the model goes on as it would by itself.
+        """
+        if self.is_foreign:
+            return self.start + self.foreign.opening.format(name=name)
+        return CALL_SYNTAXES[self.syntax].opening.format(
+            name=name,
+            json_name=json.dumps(name, ensure_ascii=False),
+            gap=self.gap,
+            first_tag="<arg_key>" if parameters.get("required") else "",
+        )
 
     def untagged_pattern(self, tools: Sequence[Tool]) -> str | None:
         """What begins a call of one of `tools` if the model left out the tag (L-82).
@@ -19769,50 +19802,6 @@ class ToolCallFormat(NamedTuple):
         if not names or not syntax.untagged_call:
             return None
         return f"(?x:{fill_pattern(syntax.untagged_call, NAMES=any_of(names))})"
-
-
-def _find_syntax(template: str, start: str, family: str) -> str:
-    """The syntax of a template whose calls begin with `start`.
-
-    If there are several, that of the model's family counts, or else the first.
-    """
-    syntaxes = [
-        name
-        for name, syntax in CALL_SYNTAXES.items()
-        if syntax.prefix.startswith(start) and syntax.marker in template
-    ]
-    for name in syntaxes:
-        if name in family:  # "glm" in "glm4"
-            return name
-    return syntaxes[0] if syntaxes else FOREIGN_SYNTAX
-
-
-def tool_call_prefixes(
-    tool_format: ToolCallFormat, tools: Sequence[Tool], *, name: str | None = None
-) -> list[str]:
-    """What a call begins with, of each tool, or of the one called `name`.
-
-    To force a call, the reply is made to begin with one of them. They end where one of
-    the model's own tokens ends, so that it goes on as it would by itself.
-    """
-    if not tool_format.is_foreign:
-        prefix = CALL_SYNTAXES[tool_format.syntax].prefix
-    elif opening := tool_format.foreign.opening:
-        prefix = tool_format.start + opening
-    else:
-        return [tool_format.start]
-
-    prefixes = []
-    for tool_name, parameters in parameters_by_name(tools).items():
-        if name in (None, tool_name):
-            tool_prefix = prefix.format(
-                name=tool_name,
-                json_name=json.dumps(tool_name, ensure_ascii=False),
-                gap=tool_format.gap,
-                first_tag="<arg_key>" if parameters.get("required") else "",
-            )
-            prefixes.append(tool_prefix)
-    return prefixes
 
 
 # region CALL ARGUMENTS ========================================================
@@ -19830,15 +19819,13 @@ def tool_call_prefixes(
 #     \n</parameter>                     "
 #     \n</function>\n</tool_call>        }                          by ReplyReader
 #
-# Two readers with one interface: `read` again and again, until `is_done`: the call has
-# ended (JSON in the place of tags ends with its bracket).
-#
 #  1 JsonArguments     JSON, mended: models write a comma too many or too few, quotes and
 #                      line breaks in strings, Python's words, and forget the last
 #                      bracket. Broken are single quotes, .5, NaN, TRUE, a line break in
 #                      a key, a key of over 999 letters, an unknown member after the
 #                      arguments
-#  2 TaggedArguments   values between tags, each read by a TaggedValue
+#  2 TaggedArguments   a tag, its value, a tag ... A TaggedValue reads each value; where
+#                      JSON stands in the place of the tags, a JsonArguments does
 #
 # Where two patterns are tried one after another, the first has no match at all: a match
 # that is partial waits for more text. So any chunking gives the same.
@@ -19853,6 +19840,22 @@ def tool_call_prefixes(
 # Thread   any; pure
 
 
+class _Reader:
+    """Reads from the front of the unread text of a call.
+
+    `read()` again and again, until it `is_done`; take_end_token() where the end tag of
+    the call comes as a token.
+    """
+
+    is_done = False  # what it reads has ended, or is broken
+    is_broken = False  # some of what was written cannot be read
+
+    def _break(self) -> str:
+        """Nobody can tell what was meant: nothing more is emitted."""
+        self.is_done = self.is_broken = True
+        return ""
+
+
 # -- 1 JSON ----------------------------------------------------------------------------
 
 NUMBER: Final = r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?"
@@ -19862,9 +19865,13 @@ CHARACTER: Final = r"""(?x:
   | \\u (?i: (?! d[89a-f] ) [0-9a-f]{4} )                             # \u00e9
   | \\u (?i: d[89ab][0-9a-f]{2} ) \\u (?i: d[c-f][0-9a-f]{2} )        # \ud83d\ude00
 )"""
+# Members of a call that are no arguments: {"name": "read", "arguments": {}, "id": "1"}
+OTHER_MEMBERS: Final = ("id", "type", "index", "call_id", "tool_call_id")
 # Parts of the patterns below. KEY has its quotes. END_TAG ends a call whose last
 # brackets were forgotten. STUCK is a model that is caught in blanks.
 _JSON_PARTS: Final = {
+    "NUMBER": NUMBER,
+    "CHARACTER": CHARACTER,
     "KEY": f'"{CHARACTER}{{0,999}}"',
     "END_TAG": r"""
         </ (?: (?: minimax: )? tool_call | function | invoke ) >
@@ -19882,7 +19889,7 @@ _NEXT_VALUE: Final = r"""
 _NEXT: Final = {
     bracket: compile_pattern(
         r"""
-        (?P<lead> \s* ) (?: [,;] (?P<gap> \s* ) )*+
+        (?P<lead> \s* ) (?: [,;] (?P<after_comma> \s* ) )*+
         (?: MEMBER | (?P<close> [}\]] ) | (?P<end> (?= END_TAG ) ) )
         """,
         MEMBER=fill_pattern(member, VALUE=_NEXT_VALUE, **_JSON_PARTS),
@@ -19894,14 +19901,15 @@ _NEXT: Final = {
     }.items()
 }
 
-_CHARACTERS: Final = compile_pattern(f"{CHARACTER}+")
-# Whether a quote ends a string, in an object or an array: models leave quotes inside a
-# string as they are (L-86). What follows decides. If it `breaks`, nobody can tell; if
-# nothing matches, the quote is inside, as in print("hi") and f("a", "b").
-_QUOTE: Final = {
+# What comes next in a string, in an object or an array: `text`; or the quote that ends
+# it. Models leave quotes inside a string as they are (L-86), so what follows decides. If
+# it `breaks`, nobody can tell; if nothing matches, the quote is inside, as in
+# print("hi") and f("a", "b").
+_STRING_PART: Final = {
     "}": compile_pattern(
         r"""
-        " (?: (?P<breaks>
+        (?P<text> CHARACTER+ )
+      | " (?: (?P<breaks>
                   STUCK
                 | \s* :                                 # "x, "n": 5    it ended a key
                 | \s* [,;] \s* :                        # "x",: 5
@@ -19916,7 +19924,8 @@ _QUOTE: Final = {
     ),
     "]": compile_pattern(
         r"""
-        " (?: (?P<breaks> STUCK | \s* : )
+        (?P<text> CHARACTER+ )
+      | " (?: (?P<breaks> STUCK | \s* : )
             | (?= \s* (?: [}\],;"] | END_TAG ) ) )      # "hi", 5    "hi"]
         """,
         **_JSON_PARTS,
@@ -19926,7 +19935,7 @@ _QUOTE: Final = {
 # After the arguments: other members of the call, brackets, and the end of the call.
 _CALL_END: Final = compile_pattern(
     r"""
-    (?: \s* [}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) " \s* :
+    (?: \s* [}\]]? \s* , \s* " (?: OTHER_MEMBER ) " \s* :
         \s* (?: " CHARACTER{0,99} " | (?: NUMBER | null ) (?= [\s,}\]</] ) ) )*+
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
     (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{<\w] )
@@ -19935,8 +19944,8 @@ _CALL_END: Final = compile_pattern(
         (?: \s* <\|tool_calls?_section_end\|>
           | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) ) )
     """,
-    CHARACTER=CHARACTER,
-    NUMBER=NUMBER,
+    OTHER_MEMBER="|".join(OTHER_MEMBERS),
+    **_JSON_PARTS,
 )
 # Without the tag the call has ended, too, if a text follows (L-82), and no argument.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""
@@ -19949,23 +19958,26 @@ _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""
       | (?<= \s ) (?: [,;:]            # }\n, "n": 5, a late argument
           | ["'] \s* [^\s,}\]] ) )     # } "Done."        not  } ", "n": 5
 """)
-
 # An argument after the end of its call: that came too early.
 _LATE_MEMBER: Final = r"""
     \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]    # , "n": 5
   | \s* [,;:] \s* \w{0,99} ["']? \s* :                    # , n": 5
 """
-_LATE_TAG: Final = r"""
-    (?: [^<]{0,99}+ </(?: function | tool_call | invoke | minimax:tool_call )> ){0,9}
-    [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
-"""
 
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORD: Final = regex.compile(rf"{NUMBER}|true|false|null")
-_CLOSERS: Final = {"{": "}", "[": "]"}
 
 
-class JsonArguments:
+@dataclass
+class _OpenBracket:
+    """An object or an array that has not ended."""
+
+    closer: str
+    is_empty: bool = True
+    keys: set[str] = field(default_factory=set)
+
+
+class JsonArguments(_Reader):
     """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     late_argument: Any = compile_pattern(_LATE_MEMBER)
@@ -19981,15 +19993,11 @@ class JsonArguments:
 
         In the place of tags, the end of the call is not read.
         """
-        self.is_done = False  # the call has ended, or is broken
-        self.is_broken = False  # some of what was written cannot be read
         self._unread = unread
         self._place = place
-        self._closers = ["}"]  # of all brackets that are open, outermost first
-        self._used_keys: list[set[str]] = [set()]  # of the objects among them
-        self._is_first = True  # nothing has come after the innermost bracket
-        self._has_object = False  # inside: if a bracket is missing, it may be there
+        self._open = [_OpenBracket("}")]  # outermost first
         self._is_in_string = False
+        self._has_object = False  # inside: if a bracket is missing, it may be there
 
     def take_end_token(self) -> bool:
         """The end tag comes as a token. False: it is part of a string."""
@@ -19998,8 +20006,8 @@ class JsonArguments:
     def read(self) -> str:
         """What more is certain of the arguments, as JSON without the last bracket."""
         json_text = ""
-        while self._closers and not self.is_done:
-            part = self._read_string() if self._is_in_string else self._read_value()
+        while self._open and not self.is_done:
+            part = self._read_string() if self._is_in_string else self._read_next()
             if part is None:  # the next text decides
                 return json_text
             json_text += part
@@ -20007,82 +20015,71 @@ class JsonArguments:
             self._read_end_of_call()
         return json_text
 
-    def _break(self) -> str:
-        self.is_done = self.is_broken = True
-        return ""
-
-    def _read_value(self) -> str | None:
+    def _read_next(self) -> str | None:
         """Read the next member, item or bracket; of a string its quote alone."""
-        match = self._unread.match_next(_NEXT[self._closers[-1]])
+        innermost = self._open[-1]
+        match = self._unread.match_next(_NEXT[innermost.closer])
         if match is None:
             return self._break()
         if match.partial:
             return None
-        json_text: str = match["lead"]
-        if match["close"] is not None:
-            return self._close(match["close"], json_text)
-        if match["end"] is not None:
-            return self._close_at_end(has_comma=match["gap"] is not None)
 
-        if not self._is_first:
-            json_text += ","
-        self._is_first = False
-        json_text += match["gap"] or ""
-        if self._closers[-1] == "}":
-            key = json.loads(match["key"])
-            if key in self._used_keys[-1]:  # of two values JSON keeps one
+        if match["close"] is not None:
+            self._open.pop()
+            if match["close"] != innermost.closer:
                 return self._break()
-            self._used_keys[-1].add(key)
+            lead: str = match["lead"]
+            return lead + match["close"] if self._open else lead
+        if match["end"] is not None:
+            # The last bracket was forgotten: {"path": "a.md"</tool_call>. If an inner one
+            # may have been, or a member after { or a comma, nobody knows.
+            has_ended = match["after_comma"] is None and not innermost.is_empty
+            if not has_ended or len(self._open) > 1 or self._has_object:
+                return self._break()
+            self._open.clear()
+            return ""
+        return self._begin_value(match)
+
+    def _begin_value(self, match: Any) -> str:
+        """Take what begins a member or an item, up to its first quote or bracket."""
+        innermost = self._open[-1]
+        json_text: str = match["lead"] + ("" if innermost.is_empty else ",")
+        json_text += match["after_comma"] or ""
+        innermost.is_empty = False
+        if innermost.closer == "}":
+            key = json.loads(match["key"])
+            if key in innermost.keys:  # of two values JSON keeps one
+                return self._break()
+            innermost.keys.add(key)
             json_text += match["key"] + match["colon"]
 
         if match["word"] is not None:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
             return json_text + word if _JSON_WORD.fullmatch(word) else self._break()
         bracket: str = match["open"]
-        self._is_in_string = bracket == '"'
-        if not self._is_in_string:
-            self._closers.append(_CLOSERS[bracket])
-            self._used_keys.append(set())
-            self._is_first = True
+        if bracket == '"':
+            self._is_in_string = True
+        else:
+            self._open.append(_OpenBracket("}" if bracket == "{" else "]"))
             self._has_object |= bracket == "{"
         return json_text + bracket
-
-    def _close(self, bracket: str, lead: str = "") -> str:
-        if bracket != self._closers.pop():
-            return self._break()
-        self._used_keys.pop()
-        self._is_first = False
-        return lead + bracket if self._closers else lead
-
-    def _close_at_end(self, *, has_comma: bool) -> str:
-        """The call ends, and a bracket was forgotten: {"path": "a.md"</tool_call>
-
-        Of two nobody knows which. After { or a comma a member may have been.
-        """
-        is_last = self._closers == ["}"] and not self._has_object
-        return (
-            self._break()
-            if has_comma or self._is_first or not is_last
-            else self._close("}")
-        )
 
     def _read_string(self) -> str | None:
         """Read on in the string: its text, its end, or what JSON would escape."""
         unread = self._unread
-        match = unread.match_next(_CHARACTERS)
-        if match is not None:
-            return None if match.partial else str(match[0])
-        match = unread.match_next(_QUOTE[self._closers[-1]])
-        if match is not None and match.partial:
+        match = unread.match_next(_STRING_PART[self._open[-1].closer])
+        if match is None:
+            character = unread.text[0]
+            if character == "\0":  # why(L-86): what is cut in a string is not closed
+                return self._break()
+            unread.text = unread.text[1:]
+            return escape_json(character)
+        if match.partial:
             return None
-        if match is not None:
-            self._is_in_string = False
-            return '"' if match["breaks"] is None else self._break()
-        character = unread.text[0]
-        if character == "\0":  # why(L-86): what is cut in a string is not closed
-            return self._break()
-        unread.text = unread.text[1:]
-        return escape_json(character)
+        if match["text"] is not None:
+            return str(match["text"])
+        self._is_in_string = False
+        return '"' if match["breaks"] is None else self._break()
 
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
@@ -20105,19 +20102,22 @@ class JsonArguments:
 
 # -- 2 tags ----------------------------------------------------------------------------
 
+# A value ends
+#
+#     closed     at its closing tag, if a key's tag or the end of the call follows
+#     unclosed   at the end of the call, or at the tag of another key
+#
+# Other tags of a call in it may be text, or one of them was its true end, damaged or out
+# of place (L-133). Text is what is quoted, stands inside a line, or belongs to an element
+# of XML that begins and ends in the value: _inner_tag(). Where none of this holds, and
+# where a tag is at an edge of the value (_edge_tag), the call is broken.
+
 
 def _parts_of(tags: ArgumentTags, keys: Iterable[str] = ()) -> dict[str, str]:
-    """Of the patterns below: the tags; KEY is that of one of these `keys`."""
-    return {
-        "KEY": fill_pattern(tags.key, NAME=any_of(keys)),
-        "KEY_START": tags.key_start,
-        "BEFORE_CLOSE": tags.before_close,
-        "CLOSE": tags.close,
-        "INNER_END": tags.inner_end,
-        "OUTER_END": tags.outer_end,
-        "NEXT_CALL": tags.next_call,
-        "ELEMENT": tags.element_names,
-    }
+    """Parts of the patterns below: the tags by field, but KEY, of one of these `keys`."""
+    parts = {name.upper(): part for name, part in vars(tags).items()}
+    parts["KEY"] = fill_pattern(tags.key, KEY_NAME=any_of(keys))
+    return parts
 
 
 @lru_cache
@@ -20128,18 +20128,17 @@ def _next_tag(tags: ArgumentTags) -> Any:
     here, perhaps with half a tag; neither, go on to the next tag.
     """
     parts = _parts_of(tags)
-    parts["ANY_KEY"] = fill_pattern(tags.key, NAME=f"(?P<key> {tags.name} )")
+    parts["KEY"] = fill_pattern(tags.key, KEY_NAME=f"(?P<key> {tags.key_name} )")
     return compile_pattern(
         r"""
         \s*
-        (?: ANY_KEY GAP                          # <parameter=path> and a line break
+        (?: KEY VALUE_START                      # <parameter=path> and a line break
           | INNER_END                            # </function>
           | (?P<end> OUTER_END | \0              # </tool_call>
                    | </[\w:]{0,20} (?= \0 )      # </tool_c, where the reply is cut
                    | (?= NEXT_CALL ) ) )         # <tool_call>
         """,
         **parts,
-        GAP=tags.gap,
     )
 
 
@@ -20187,39 +20186,39 @@ def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) 
     """A tag of a call that is in a value, of a tool with these keys.
 
     Its groups: `opens` and `closes`, the name of an element of XML; `loose`: unless it
-    closes an element, the value may have ended before it.
+    closes an element, the value may have ended before it. That is
 
-        loose, unless a quote is at it      "a</function>\\n"       at an edge of a line
-        or a blank before it                "a<param name='n'>b"   of a key, anywhere
-        if is_on_lines, unless quoted       "a <parameter=n>\\n"    of a key, at an edge
+        a</function>\\n        a closing tag at an edge of a line
+        a<param name='n'>b    the tag of a key, anywhere
+        a <parameter=n>\\n     if is_on_lines: the tag of a key at an edge of a line
 
-    Unless is_on_lines, a line begins after > and ends before < [ { / 0-9, too.
+    but none with a quote beside it, and of the first two none after a blank. Unless
+    is_on_lines, a line begins after > and ends before < [ { / 0-9, too.
     """
     parts = _parts_of(tags, keys)
     parts["KEY"] += f"|{tags.stray_tag}"
     parts["UNQUOTED"] = rf"""(?<! (?<! {tags.close} ) ["'`] )"""
     if is_on_lines:
-        parts["START"], parts["END"] = "^", r"[ \t]*+ $"
+        parts["START"] = "^"
+        parts["END"] = r"[ \t]*+ $"
         loose_key = r"UNQUOTED (?: START [ \t]*+ KEY | KEY END )"
     else:
-        parts["START"], parts["END"] = (
-            r"^ | (?<= > )",
-            r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )",
-        )
+        parts["START"] = r"^ | (?<= > )"
+        parts["END"] = r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )"
         loose_key = r"UNQUOTED (?<! [ \t] ) KEY"
     return compile_pattern(
         r"""(?m)
         # A tag that begins a line, and opens an element:    <function=f> b
-        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT ) (?= [\s>/=] )
+        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT_NAMES ) (?= [\s>/=] )
         (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
         # The tag of a key:    "a<parameter=n>"
       | (?P<loose> LOOSE_KEY (?! ["'`] ) )
         # A whole element in a line, which is text:    <function>f</function>
-      | <(?P<element> ELEMENT ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
+      | <(?P<element> ELEMENT_NAMES ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
         # A closing tag:    "a</function>"
       | (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
             (?: START | (?= CLOSER END ) ) )?
-        </(?P<closes> ELEMENT ) (?= [\s>/=] )
+        </(?P<closes> ELEMENT_NAMES ) (?= [\s>/=] )
         """,
         **parts,
         LOOSE_KEY=fill_pattern(loose_key, **parts),
@@ -20231,13 +20230,16 @@ def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) 
 def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
     """A closing tag at the start of a value, or an opening one at its end.
 
-    Either may be the tag before or after it. So may that around the call be at both.
+        </parameter>\\nx    may close the value itself
+        x\\n<function=f>    may be the next tag, out of place
+
+    So may the tag around the call be, whichever it is, at both.
     """
     outer_name = tags.outer_end.strip("</>")
     return compile_pattern(
         r"""
         \A \s* (?: CLOSE | OUTER_TAG )
-      | (?: <ELEMENT (?: [\s=] [^<>]* )? > | OUTER_TAG ) \s* \Z
+      | (?: <ELEMENT_NAMES (?: [\s=] [^<>]* )? > | OUTER_TAG ) \s* \Z
         """,
         **_parts_of(tags),
         OUTER_TAG=f"<{'' if reads_end_token else '/?'}{outer_name}>",
@@ -20245,9 +20247,13 @@ def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
 
 
 _JSON_START: Final = compile_pattern(r"\s* \{")
+_LATE_TAG: Final = r"""
+    (?: [^<]{0,99}+ </(?: function | tool_call | invoke | minimax:tool_call )> ){0,9}
+    [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
+"""
 
 
-class TaggedArguments:
+class TaggedArguments(_Reader):
     """Reads arguments between tags: a tag, then its value, if it has one, and so on.
 
     In the place of the tags a model may write all arguments as one JSON object.
@@ -20264,40 +20270,31 @@ class TaggedArguments:
         start: str,
         end_tag: str,
     ) -> None:
-        """`schema`: of the tool. `end_tag`: what may come as a token.
+        """`schema`: of the tool. `start`: what was read of the call.
 
-        `start`: what was read of the call.
+        `end_tag`: what may come as a token, and is read as \\0 then.
         """
-        self.is_done = False
-        self.is_broken = False
-        # The end tag is a token, and read as \0; its letters are text. Until one of
-        # these tokens is a quotation.
-        self._reads_end_token = unread.has_tokens and end_tag == tags.outer_end
+        # Another tag than this syntax has comes as text, whatever its tokens are.
+        unread.has_tokens = unread.has_tokens and end_tag == tags.outer_end
         self._unread = unread
         self._tags = tags
         self._schema = schema
-        self._used_keys: set[str] = set()
         self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
-        self._has_json = False  # in the place of tags
-        self._has_tag = False  # something of the arguments has come
-        self._has_end_tag = False  # one after which the call may end
         self._tag_again = self._find_tag_again(start)
+        # What has come:
+        self._used_keys: set[str] = set()
+        self._has_json = False  # in the place of tags
+        self._has_end_tag = False  # one after which the call may end
 
     def _find_tag_again(self, text: str) -> Any:
         """The pattern of the tag at the end of a text: it may come twice (L-197)."""
         tags = regex.findall(r"<[^<>]+>(?=\s*\Z)", text)
-        gap = self._tags.gap if self._tags.is_on_lines else ""
-        return compile_pattern(rf"\s* (?: {any_of(tags)} ) (?: {gap} )")
+        line_break = self._tags.value_start if self._tags.is_on_lines else ""
+        return compile_pattern(rf"\s* (?: {any_of(tags)} ) (?: {line_break} )")
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. False: it is part of a value.
-
-        Then its letters are an end from now on.
-        """
-        if self._value is None or self._value.take_end_token():
-            return True
-        self._reads_end_token = False
-        return False
+        """The end tag comes as a token. False: it is part of a value."""
+        return self._value is None or self._value.take_end_token()
 
     def read(self) -> str:
         """What more is certain, as JSON without the last bracket."""
@@ -20326,8 +20323,9 @@ class TaggedArguments:
         match = self._unread.match_next(_next_tag(self._tags))
         if match is not None and match.partial:
             return None
-        if match is None and not self._has_tag and self._unread.match_next(_JSON_START):
-            self._has_tag = self._has_json = True
+        has_begun = self._used_keys or self._has_json or self._has_end_tag
+        if match is None and not has_begun and self._unread.match_next(_JSON_START):
+            self._has_json = True
             self._value = JsonArguments(self._unread, place="tags")
         elif match is None:  # </function>\nDone.    broken: {"path": "a"} Done.
             self.is_done = True
@@ -20335,9 +20333,9 @@ class TaggedArguments:
         elif match["end"] is not None:
             self.is_done = True
             # <function=read><tool_call>: of its arguments nothing has come
-            self.is_broken = not (match["end"].strip("\0") or self._has_tag)
+            self.is_broken = not (match["end"].strip("\0") or has_begun)
         elif match["key"] is None:  # a closing tag, but not the last
-            self._has_tag = self._has_end_tag = True
+            self._has_end_tag = True
         else:
             return self._begin_value(match)
         return ""
@@ -20346,10 +20344,8 @@ class TaggedArguments:
         """Take the tag of a key; returns what it is in JSON."""
         key = match["key"].strip()
         if self._has_json or key in self._used_keys:  # JSON keeps one value
-            self.is_done = self.is_broken = True
-            return ""
+            return self._break()
         separator = ", " if self._used_keys else ""
-        self._has_tag = True
         self._used_keys.add(key)
         self._tag_again = self._find_tag_again(match[0])
         self._value = TaggedValue(
@@ -20359,18 +20355,13 @@ class TaggedArguments:
             self._schema.member(key).types,
             is_cdata=match.groupdict().get("cdata") is not None,
             is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
-            reads_end_token=self._reads_end_token,
         )
         return f"{separator}{to_json(key)}: "
 
 
 @dataclass
-class TaggedValue:
-    """Reads a value up to the tag that ends it. A string is emitted as it grows.
-
-    Tags of a call may be in it, if it is certain that it did not end there (L-133):
-    _inner_tag() tells. An element of XML that was opened is closed before the value is.
-    """
+class TaggedValue(_Reader):
+    """Reads a value up to the tag that ends it. A string is emitted as it grows."""
 
     unread: UnreadText
     tags: ArgumentTags
@@ -20378,24 +20369,22 @@ class TaggedValue:
     types: set[str]  # empty: any
     is_cdata: bool
     is_on_lines: bool  # it began on a line of its own
-    reads_end_token: bool
 
     def __post_init__(self) -> None:
-        self.is_done = False
-        self.is_broken = False
         self._is_string = self.types == {"string"}
         self._parts: list[str] = []  # of its text
+        # Of the tags of a call in it:
         self._n_noted = 0  # parts whose tags were noted
         self._n_open: Counter[str] = Counter()  # elements of XML, by name
         self._has_loose_tag = False
-        self._find_end()
 
-    def _find_end(self) -> None:
-        self._end = _value_end(
+    @property
+    def _end(self) -> Any:
+        return _value_end(
             self.tags,
             self.keys,
             is_cdata=self.is_cdata,
-            reads_end_token=self.reads_end_token,
+            reads_end_token=self.unread.has_tokens,
         )
 
     def take_end_token(self) -> bool:
@@ -20406,8 +20395,7 @@ class TaggedValue:
         match = self._end.search(self.unread.text + "\0")
         if match is not None and match.lastgroup == "closed":
             return True
-        self.reads_end_token = False
-        self._find_end()
+        self.unread.has_tokens = False
         return False
 
     def read(self) -> str:
@@ -20456,30 +20444,31 @@ class TaggedValue:
 
     def _close(self, *, n_closing: int) -> str:
         """Its end as JSON text; "" if nobody can tell whether it is one."""
-        self.is_done = True
         value = "".join(self._parts)
         with suppress(RepeatedKey):
             if self._has_ended(value, n_closing=n_closing):
+                self.is_done = True
                 return '"' if self._is_string else value_as_json(value, self.types)
-        self.is_broken = True
-        return ""
+        return self._break()
 
     def _has_ended(self, value: str, *, n_closing: int) -> bool:
         """Whether a value ends where it seems to, and did not end before.
 
-        `n_closing`: its closing tags. If none came, there may be no tag in the value. If
-        it is blank, one must have come: of two, the first may be the value.
+        `n_closing`: its closing tags. If it is blank, one must have come: of two, the
+        first may be the value.
         """
-        has_tag = "<" in value or value.rstrip().endswith(">")
-        if not value.strip() or (has_tag and not n_closing):
+        if not value.strip():
             return n_closing == 1
+        has_tag = "<" in value or value.rstrip().endswith(">")
+        if has_tag and not n_closing:
+            return False
         if self.is_cdata:
             return True
         is_string = not self.types or "string" in self.types
         if not is_string and (has_tag or not n_closing):
             # In an integer such as five</parametr> the next value may be.
             return not value_as_json(value, self.types).startswith('"')
-        edge_tag = _edge_tag(self.tags, reads_end_token=self.reads_end_token)
+        edge_tag = _edge_tag(self.tags, reads_end_token=self.unread.has_tokens)
         is_open = any(self._n_open.values()) or self._has_loose_tag
         return not is_open and edge_tag.search(value) is None
 
@@ -20489,13 +20478,14 @@ class TaggedValue:
 # what only mlx-lm's parser reads.
 #
 #     text after the start tag    call:read{path:<|"|>a.md<|"|>}<tool_call|>Done.
-#     body, read_whole_calls()    ------------------------------
+#     body                        ------------------------------
 #     rest                                                             -----
 #
-#  1 JSON       a list of calls, or one
-#  2 Python     LFM2's list
-#  3 Gemma      and FunctionGemma
-#  4 Body       BodyReader finds where the body ends, read_whole_calls() reads it
+#  1 Body       BodyReader finds where the body ends
+#  2 Calls      read_whole_calls() reads it, by one of these or mlx-lm's parser:
+#  3 JSON       a list of calls, or one
+#  4 Python     LFM2's list
+#  5 Gemma      and FunctionGemma
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
 # with fewer arguments than were written. Nor has one that calls a tool nobody offered
@@ -20503,6 +20493,151 @@ class TaggedValue:
 #
 # Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
+
+
+# -- 1 body ----------------------------------------------------------------------------
+
+
+class _BodySyntax(NamedTuple):
+    """How the end of a body is found. All but `quote` are patterns.
+
+    [{"name": "read", "arguments": {"path": "a.md"}}]}</tool_call>, "n": 5
+    body                                             tail         late argument
+    """
+
+    quote: str  # before and after a string, in which other marks are text
+    marks: Any  # what is looked at: quotes, brackets, the end tag, and escapes
+    tail: Any  # is no text of the reply's
+    late_argument: Any
+
+
+# After calls in JSON: brackets too many, then the tag; if it was forgotten, other text.
+_JSON_TAIL: Final = r"""
+    (?: \s* [}\]]{1,99}+ )?+ (?: \s* </tool_call> | (?= \s* (?: [^\s<}\]] | <[^/] | </[^t] ) ) )
+"""
+_LATE_JSON: Final = r"""
+    [\s}\],;]{0,99}+
+    (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '               # "n":  'n':
+      | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )  # n":  , n:
+    \s{0,9} :
+"""
+
+
+@lru_cache
+def _body_syntax(tool_format: ToolCallFormat, *, is_last: bool) -> _BodySyntax:
+    foreign = tool_format.foreign
+    quote = foreign.string_mark
+    marks = "END_TAG | QUOTE" if quote else "END_TAG"
+    tail = "END_TAG?"
+    late_argument = NO_PATTERN
+    if foreign.is_json or not tool_format.is_foreign:
+        quote = '"'
+        marks = r'\\(?s:.) | ["\[\]{}] | END_TAG'
+        tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
+        late_argument = _LATE_JSON
+    elif quote:
+        late_argument = r"\s* (?: [,}\]] | [^<]{0,99}+ QUOTE )"
+    elif foreign.argument_tag:
+        late_argument = rf"[^<]{{0,99}}+ {foreign.argument_tag}"
+    parts = {
+        "END_TAG": regex.escape(tool_format.end),
+        "QUOTE": regex.escape(quote),
+        "CHARACTER": CHARACTER,
+    }
+    return _BodySyntax(
+        quote,
+        marks=compile_pattern(marks, **parts),
+        tail=compile_pattern(tail, **parts),
+        late_argument=compile_pattern(
+            NO_PATTERN if is_last else late_argument, **parts
+        ),
+    )
+
+
+class BodyReader:
+    """Finds where a body ends, in an unread text that grows; reads each letter once.
+
+    Calls in JSON end with their last bracket, others with the end tag. In a string of
+    JSON, and between Gemma's marks, an end tag that is no token is a quotation; in
+    Python and elsewhere the first one ends the body.
+    """
+
+    def __init__(
+        self, tool_format: ToolCallFormat, unread: UnreadText, *, is_last: bool
+    ) -> None:
+        """`unread` begins with the start tag, or a call without it.
+
+        `is_last`: the client is given no more calls, so an argument after the end is not
+        looked for; the end tag still is.
+        """
+        self._end_tag = tool_format.end
+        self._syntax = _body_syntax(tool_format, is_last=is_last)
+        self._unread = unread
+        start = rf"(?:\s*{FENCE_START})?(?:\s*{regex.escape(tool_format.start)})?"
+        self._start: int = regex.match(start, unread.text).end()  # of the body
+        self._end: int | None = None
+        # Up to this position the text was read, and there it is:
+        self._position = self._start
+        self._depth = 0  # in so many brackets
+        self._is_in_string = False
+
+    def take_end_token(self) -> bool:
+        """The end tag comes as a token. The first one ends the body.
+
+        Always False: the caller adds the tag to the unread text; take() cuts it off.
+        """
+        if self._end is None:
+            self._end = len(self._unread.text)
+        return False
+
+    def take(self) -> str | None:
+        """Take the body, with the tags around it; None: the next text decides.
+
+        Returns "" if an argument follows the end: so it came too early.
+        """
+        text = self._unread.text
+        may_grow = not self._unread.is_complete
+        if self._end is None:
+            self._find_end(text)
+        if self._end is None and may_grow:
+            return None
+        if self._end is None:  # up to an end tag that looked quoted, or the reply's end
+            body, _, _ = text[self._start :].partition(self._end_tag)
+            self._end = self._start + len(body.removesuffix("\0"))
+
+        tail = self._syntax.tail.match(text, self._end, partial=may_grow)
+        if tail is not None and tail.partial:
+            return None
+        rest = text[tail.end() if tail else self._end :]
+        late_argument = self._syntax.late_argument.match(rest, partial=may_grow)
+        if late_argument is not None and late_argument.partial:
+            return None
+        self._unread.text = rest
+        return text[self._start : self._end] if late_argument is None else ""
+
+    def _find_end(self, text: str) -> None:
+        """Read on, up to the last bracket, or an end tag that is in no string."""
+        for match in self._syntax.marks.finditer(text, self._position, partial=True):
+            if match.partial:  # half an escape, half a tag, or nothing
+                self._position = match.start()
+                return
+            self._position = match.end()
+            mark = match[0]
+            if mark == self._syntax.quote:
+                self._is_in_string = not self._is_in_string
+            elif self._is_in_string or mark.startswith("\\"):
+                continue
+            elif mark == self._end_tag:
+                self._end = match.start()
+                return
+            else:
+                self._depth += 1 if mark in "[{" else -1
+                if self._depth == 0:
+                    self._end = match.end()
+                    return
+
+
+# -- 2 calls ---------------------------------------------------------------------------
 
 
 class WholeCall(NamedTuple):
@@ -20513,7 +20648,58 @@ class WholeCall(NamedTuple):
     call_id: str | None = None
 
 
-# -- 1 JSON ----------------------------------------------------------------------------
+def read_whole_calls(
+    tool_format: ToolCallFormat, body: str, tools: Sequence[Tool]
+) -> list[WholeCall]:
+    """The calls of a body; none if it is empty, or one of them cannot be read.
+
+    the body is read by       if it begins with
+    _MarkedCalls              the start tag of a format with a `string_mark`
+    load_value()              { or [{
+    _parse_python_calls()     the start tag of LFM2
+    mlx-lm's parser           anything else
+    """
+    if not body:
+        return []
+    foreign = tool_format.foreign
+    mark = foreign.string_mark
+    try:
+        if mark:
+            offered = parameters_by_name(tools)
+            return _MarkedCalls(body, mark=mark, offered=offered).read()
+        if _OBJECT_OR_LIST.match(body):
+            parsed = load_value(body)
+        elif foreign.is_python:
+            return _parse_python_calls(body)
+        else:
+            parsed = tool_format.parse(body, list(tools))
+        calls = [_parse_json_call(call) for call in as_list(parsed)]
+        return calls if _has_all(calls, foreign, body) else []
+    # Ours raise ValueError, TypeError, RecursionError, RepeatedKey; mlx-lm's anything.
+    except Exception:  # noqa: BLE001
+        return []
+
+
+def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
+    """Whether all tags of a body were read, which mlx-lm's parser may overlook."""
+    if not foreign.argument_tag:
+        return True
+    markup = compile_pattern(
+        "(?P<argument> ARGUMENT ) | (?P<call> CALL ) | OTHER",
+        ARGUMENT=foreign.argument_tag,
+        CALL=foreign.call_tag,
+        OTHER=foreign.other_tag,
+    )
+    tags = [tag.lastgroup for tag in markup.finditer(body)]
+    n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
+    return (
+        tags.count("call") <= len(calls)
+        and tags.count("argument") <= n_arguments
+        and not any(markup.search(call.arguments) for call in calls)
+    )
+
+
+# -- 3 JSON ----------------------------------------------------------------------------
 
 # Calls in JSON that CALL_START does not fit: a list, members in another order, or
 # arguments that are a string.
@@ -20527,9 +20713,6 @@ WHOLE_JSON_START: Final = compile_pattern(
 _OBJECT_OR_LIST: Final = regex.compile(r"\s*(?:\{|\[\s*\{)")
 # As Mistral's templates want them.
 _CALL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
-_KNOWN_MEMBERS: Final = {
-    *("name", "arguments", "id", "type", "index", "call_id", "tool_call_id"),
-}
 
 
 def _parse_json_call(call: Any) -> WholeCall:
@@ -20540,8 +20723,9 @@ def _parse_json_call(call: Any) -> WholeCall:
     """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError(call)
-    known = _KNOWN_MEMBERS if "arguments" in call else {"name"}
-    if not call.keys() <= known:  # an argument, perhaps: {"name": "get", "id": 7}
+    # Without "arguments" any member may be one: {"name": "get", "id": 7}
+    others = OTHER_MEMBERS if "arguments" in call else ()
+    if not call.keys() <= {"name", "arguments", *others}:
         raise ValueError(call)
     arguments = call.get("arguments")
     if isinstance(arguments, str):
@@ -20555,7 +20739,7 @@ def _parse_json_call(call: Any) -> WholeCall:
     return WholeCall(call["name"], to_json(arguments), call_id if is_id else None)
 
 
-# -- 2 Python --------------------------------------------------------------------------
+# -- 4 Python --------------------------------------------------------------------------
 
 _STRING_OR_WORD: Final = re.compile(
     rf"{PYTHON_STRING.pattern}|\b(?P<word>true|false|null)\b"
@@ -20579,11 +20763,9 @@ def _parse_python_calls(text: str) -> list[WholeCall]:
         n_calls = sum(isinstance(node, ast.Call) for node in ast.walk(element))
         if not isinstance(call, ast.Call) or call.args or n_calls != 1:
             raise ValueError(text)
-        arguments: dict[str, Any] = {}
-        for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in arguments:
-                raise ValueError(text)
-            arguments[keyword.arg] = python_literal(keyword.value)
+        arguments = {part.arg: python_literal(part.value) for part in call.keywords}
+        if None in arguments or len(arguments) < len(call.keywords):
+            raise ValueError(text)  # **{"n": 1}, or a key that comes twice
         written = ast.get_source_segment(source, element) or ""
         name = written.partition("(")[0].rstrip()
         calls.append(WholeCall(name, to_json(arguments)))
@@ -20606,7 +20788,7 @@ def _as_python(part: re.Match[str]) -> str:
     return re.sub(r"(?s)\\?[\r\n]|\\.", escape, part[0])
 
 
-# -- 3 Gemma ---------------------------------------------------------------------------
+# -- 5 Gemma ---------------------------------------------------------------------------
 
 _BARE_KEY: Final = r"[\w.$@/-]+"
 _AFTER_VALUE: Final = r"(?= \s* (?: [,}\]] | \Z ) )"
@@ -20642,17 +20824,18 @@ class _MarkedCalls:
         self._text = text
         self._position = 0
         self._offered = offered
-        schemas = map(SchemaPart.of_tool, offered.values())
-        half = len(mark) // 2
         self._parts = {
             "MARK": regex.escape(mark),
             "BARE_KEY": _BARE_KEY,
             "NUMBER": NUMBER,
             "AFTER_VALUE": _AFTER_VALUE,
         }
-        # What makes of one text two, between which a mark was damaged: a.md<|,n:5
+        # A text in which these are may be two, between which a mark was damaged: half of
+        # a mark, and a key of some tool, as in a.md<|,n:5
+        half = len(mark) // 2
         halves = any_of([mark[:half], mark[-half:]])  # <| and |>
         self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
+        schemas = map(SchemaPart.of_tool, offered.values())
         keys = any_of(chain.from_iterable(schema.keys for schema in schemas))
         self._key_like = regex.compile(rf"[^a-zA-Z_](?:{keys})\W{{0,3}}:")
 
@@ -20725,13 +20908,13 @@ class _MarkedCalls:
         Tried in turn: <|"|>a.md<|"|>  {a:1}  [1,2]  "a.md"  'a.md'  5  true  a.md
         """
         types = schema.types
-        is_text = not types or "string" in types
         if match := self._take(
             r"\s* MARK ( (?: (?! MARK ) (?s:.) )*+ ) MARK AFTER_VALUE"
         ):
             text = match[1]
             if self._tag_like.search(text) and self._key_like.search(text):
                 raise ValueError(text)
+            is_text = not types or "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
         if types != {"string"} and (bracket := self._take(r"\s* [\[{]")):
             is_array = bracket[0].endswith("[")
@@ -20767,187 +20950,6 @@ class _MarkedCalls:
         if is_two or text.count('"') == 1:  # <|"|>a.md"
             raise ValueError(text)
         return value_as_json(text, types)
-
-
-# -- 4 body ----------------------------------------------------------------------------
-
-
-class _BodySyntax(NamedTuple):
-    """How the end of a body is found. All but `quote` are patterns.
-
-    [{"name": "read", "arguments": {"path": "a.md"}}]}</tool_call>, "n": 5
-    body                                             tail         late argument
-    """
-
-    quote: str  # before and after a string, in which other marks are text
-    marks: Any  # what is looked at: quotes, brackets, the end tag, and escapes
-    tail: Any  # is no text of the reply's
-    late_argument: Any
-
-
-# After calls in JSON: brackets too many, then the tag; if it was forgotten, other text.
-_JSON_TAIL: Final = r"""
-    (?: \s* [}\]]{1,99}+ )?+ (?: \s* </tool_call> | (?= \s* (?: [^\s<}\]] | <[^/] | </[^t] ) ) )
-"""
-_LATE_JSON: Final = r"""
-    [\s}\],;]{0,99}+
-    (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '               # "n":  'n':
-      | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )  # n":  , n:
-    \s{0,9} :
-"""
-
-
-@lru_cache
-def _body_syntax(tool_format: ToolCallFormat) -> _BodySyntax:
-    foreign = tool_format.foreign
-    quote, marks, tail, late = "", "END_TAG", "END_TAG?", NO_PATTERN
-    if foreign.is_json or not tool_format.is_foreign:
-        quote, marks, late = '"', r'\\(?s:.) | ["\[\]{}] | END_TAG', _LATE_JSON
-        tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
-    elif foreign.string_mark:
-        quote, marks = foreign.string_mark, "END_TAG | MARK"
-        late = r"\s* (?: [,}\]] | [^<]{0,99}+ MARK )"
-    elif foreign.argument_tag:
-        late = rf"[^<]{{0,99}}+ {foreign.argument_tag}"
-    parts = {
-        "END_TAG": regex.escape(tool_format.end),
-        "MARK": regex.escape(quote),
-        "CHARACTER": CHARACTER,
-    }
-    sources = (marks, tail, late)
-    return _BodySyntax(quote, *(compile_pattern(source, **parts) for source in sources))
-
-
-class BodyReader:
-    """Finds where a body ends, in an unread text that grows; reads each letter once.
-
-    Calls in JSON end with their last bracket, others with the end tag. In a string of
-    JSON, and between Gemma's marks, an end tag that is no token is a quotation; in
-    Python and elsewhere the first one ends the body.
-    """
-
-    def __init__(
-        self, tool_format: ToolCallFormat, unread: UnreadText, *, is_last: bool
-    ) -> None:
-        """`unread` begins with the start tag, or a call without it.
-
-        `is_last`: the client is given no more calls, so an argument after the end is not
-        looked for; the end tag still is.
-        """
-        self._end_tag = tool_format.end
-        self._unread = unread
-        self._is_last = is_last
-        start = rf"(?:\s*{FENCE_START})?(?:\s*{regex.escape(tool_format.start)})?"
-        self._start: int = regex.match(start, unread.text).end()  # of the body
-        self._end: int | None = None
-        self._syntax = _body_syntax(tool_format)
-        self._position = self._start  # up to it the text was read
-        self._depth = 0  # of brackets
-        self._is_in_string = False
-
-    def take_end_token(self) -> bool:
-        """The end tag comes as a token. The first one ends the body.
-
-        Always False: the caller adds the tag to the unread text; take() cuts it off.
-        """
-        if self._end is None:
-            self._end = len(self._unread.text)
-        return False
-
-    def take(self) -> str | None:
-        """Take the body, with the tags around it; None: the next text decides.
-
-        Returns "" if an argument follows the end: so it came too early.
-        """
-        text = self._unread.text
-        may_grow = not self._unread.is_complete
-        if self._end is None:
-            self._find_end(text)
-        if self._end is None and may_grow:
-            return None
-        end = self._end
-        if end is None:  # up to an end tag that looked quoted, or to the reply's end
-            body, _, _ = text[self._start :].partition(self._end_tag)
-            end = self._start + len(body.removesuffix("\0"))
-
-        tail = self._syntax.tail.match(text, end, partial=may_grow)
-        if tail is not None and tail.partial:
-            return None
-        rest = text[tail.end() if tail else end :]
-        late_argument = None
-        if not self._is_last:
-            late_argument = self._syntax.late_argument.match(rest, partial=may_grow)
-        if late_argument is not None and late_argument.partial:
-            return None
-        self._unread.text = rest
-        return text[self._start : end] if late_argument is None else ""
-
-    def _find_end(self, text: str) -> None:
-        """Read on, up to the last bracket, or an end tag that is in no string."""
-        for match in self._syntax.marks.finditer(text, self._position, partial=True):
-            if match.partial:  # half an escape, half a tag, or nothing
-                self._position = match.start()
-                return
-            self._position = match.end()
-            mark = match[0]
-            if mark == self._syntax.quote:
-                self._is_in_string = not self._is_in_string
-            elif self._is_in_string or mark.startswith("\\"):
-                continue
-            elif mark == self._end_tag:
-                self._end = match.start()
-                return
-            else:
-                self._depth += 1 if mark in "[{" else -1
-                if self._depth == 0:
-                    self._end = match.end()
-                    return
-
-
-def read_whole_calls(
-    tool_format: ToolCallFormat, body: str, tools: Sequence[Tool]
-) -> list[WholeCall]:
-    """The calls of a body; none if it is empty, or one of them cannot be read.
-
-    the body is read by       if it begins with
-    _MarkedCalls              the start tag of a format with a `string_mark`
-    load_value()              { or [{
-    _parse_python_calls()     the start tag of LFM2
-    mlx-lm's parser           anything else
-    """
-    foreign = tool_format.foreign
-    if not body:
-        return []
-    offered = parameters_by_name(tools)
-    try:
-        if foreign.string_mark:
-            mark = foreign.string_mark
-            return _MarkedCalls(body, mark=mark, offered=offered).read()
-        if _OBJECT_OR_LIST.match(body):
-            parsed = load_value(body)
-        elif foreign.is_python:
-            return _parse_python_calls(body)
-        else:
-            parsed = tool_format.parse(body, list(tools))
-        calls = [_parse_json_call(call) for call in as_list(parsed)]
-        return calls if _has_all(calls, foreign, body) else []
-    # Ours raise ValueError, TypeError, RecursionError, RepeatedKey; mlx-lm's anything.
-    except Exception:  # noqa: BLE001
-        return []
-
-
-def _has_all(calls: list[WholeCall], foreign: ForeignFormat, body: str) -> bool:
-    """Whether all tags of a body were read, which mlx-lm's parser may overlook."""
-    markup = compile_pattern(
-        foreign.markup, ARGUMENT=f"(?P<argument> {foreign.argument_tag} )"
-    )
-    tags = [tag.lastgroup for tag in markup.finditer(body)]
-    n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
-    return (
-        tags.count("call") <= len(calls)
-        and tags.count("argument") <= n_arguments
-        and not any(markup.search(call.arguments) for call in calls)
-    )
 
 
 # region REPLY READER ==========================================================
@@ -21780,7 +21782,7 @@ def call_forms(
     for tool_name, parameters in parameters_by_name(tools).items():
         if name not in (None, tool_name):
             continue
-        (opening,) = tool_call_prefixes(tool_format, tools, name=tool_name)
+        opening = tool_format.opening(tool_name, parameters)
         form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
         try:
             if len(json.dumps(parameters)) > MAX_GRAMMAR_CHARACTERS:

@@ -152,8 +152,7 @@ def test_calls_come_back_as_they_were_made(name, data, cuts, answer):
     reply = read(name, cut(text, cuts))
 
     assert reply == Reply(calls, answer or None, "why")
-    prefixes = s.tool_call_prefixes(format_of(name), TOOLS, name=calls[0][0])
-    assert written[0].startswith(tuple(prefixes))
+    assert written[0].startswith(format_of(name).opening(calls[0][0], {}))
 
 
 @given(
@@ -1191,17 +1190,17 @@ def test_a_name_of_python_may_have_a_dash():
 
 def test_a_forced_call_begins_with_the_beginning_of_a_call():
     """Tools whose names begin with another's are told apart by what follows."""
-    tools = [tool("read", {"required": ["n"]}), tool("read_file", {})]
 
-    def prefixes(name, tool_name=None):
-        return s.tool_call_prefixes(format_of(name), tools, name=tool_name)
+    def openings(name):
+        tool_format = format_of(name)
+        read_opening = tool_format.opening("read", {"required": ["n"]})
+        return [read_opening, tool_format.opening("read_file", {})]
 
-    assert prefixes("qwen", "read") == ["<tool_call>\n<function=read>\n"]
-    assert prefixes("hermes")[1] == '<tool_call>\n{"name": "read_file", "arguments":'
-    assert prefixes("glm") == ["<tool_call>read<arg_key>", "<tool_call>read_file"]
-    assert prefixes("glm_lines") == [
+    assert openings("qwen")[0] == "<tool_call>\n<function=read>\n"
+    assert openings("hermes")[1] == '<tool_call>\n{"name": "read_file", "arguments":'
+    assert openings("glm") == ["<tool_call>read<arg_key>", "<tool_call>read_file"]
+    assert openings("glm_lines") == [
         "<tool_call>read\n<arg_key>",
         "<tool_call>read_file\n",
     ]
-    assert prefixes("qwen", "other") == []
-    assert prefixes("muse") == ["<atem:function_calls>"]
+    assert openings("muse") == ["<atem:function_calls>"] * 2

@@ -421,7 +421,7 @@ def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end():
     ):
         assert read_in_any_pieces(bracketed, text) == reply
     assert read(bracketed, ["[[read write]]"], max_calls=1).calls == [read_call]
-    assert s.tool_call_prefixes(bracketed, TOOLS) == ["[["]
+    assert bracketed.opening("read", {}) == "[["
 
 
 def test_a_foreign_format_without_an_end_ends_with_the_reply():
@@ -508,8 +508,7 @@ def test_a_real_templates_calls_are_read_back(name):
     reply = read_in_any_pieces(tool_format, text, in_reasoning=opened)
     assert reply == Reply(REAL_CALLS, "I look.", answer.get("reasoning_content"))
     for tool_name in ("write", "read"):
-        (opening,) = s.tool_call_prefixes(tool_format, TOOLS, name=tool_name)
-        assert opening in text
+        assert tool_format.opening(tool_name, {}) in text
 
 
 def test_a_gemma_templates_calls_are_read_back():
@@ -530,6 +529,4 @@ def test_a_gemma_templates_calls_are_read_back():
     text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
 
     assert read_in_any_pieces("gemma", text) == Reply([("read", arguments)])
-    assert text.startswith(
-        s.tool_call_prefixes(format_of("gemma"), TOOLS, name="read")[0]
-    )
+    assert text.startswith(format_of("gemma").opening("read", {}))
