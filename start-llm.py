@@ -15118,66 +15118,38 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 
 
 # region DRAFTS ================================================================
-# Several tokens a step: where a reply repeats what stands in its conversation already,
-# or a smaller model or the model's own head (DRAFT_MODEL) can tell what follows.
+# Several tokens a step (speculative decoding): where a reply repeats what stands in its
+# conversation already, or where a smaller model or a head of the model (DRAFT_MODEL)
+# can guess what follows.
 #
 #     history  ... def read(path): return open(path).read() ... def read(path):
 #              [ six tokens ] [ what followed ]             [ the same six ] y ...
 #
 # y is the token sampled last, which is not fed yet. A draft follows y. Both are fed in
-# one call of the model, and each token of the draft counts as far as it is the one that
-# would have been sampled in its place. So a reply is the same with drafts and without,
-# greedy or not, and so is its KV. Only the time differs: a call of 32 tokens may take
-# as long as one of a single token, or as 27 of them. That is measured.
+# one call of the model, and each token of the draft is accepted as far as it is the one
+# that would have been sampled in its place. So a reply is the same with drafts and
+# without, greedy or not, and so is its KV. Only the time differs: a call of 32 tokens
+# may take as long as one of a single token, or as 27 of them. That is measured.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
-# is sampled in a step of its own (AcceptedTokens).
+# is sampled in a step of its own, so that the state before it is known. After a wrong
+# draft, recurrent layers are put back; what was right of it is *pending*, and is fed
+# again in the next step (SAMPLING, TokenGenerator).
 #
-#     DraftBudget    an account: whether there may be a draft, and how long (L-224)
-#     CopyDrafter    what followed the last tokens before; it is asked first
-#     GuessDrafter   what a Guesser says, of which there is one for all requests:
-#       DraftModel     a smaller model. A draft need not be accepted, so of a long
-#                      conversation it reads the tail only: its KV has a bound.
-#       DraftHead      a head of the model (UPSTREAM, "heads"). It reads the model's own
-#                      states, of the reply, not of the prompt (L-230); Gemma 4's
-#                      assistant reads the model's own KV, too.
+#  1 Account   DraftCosts: what steps take. DraftBudget: whether there may be a draft,
+#              and how long (L-224).
+#  2 Drafters  A Drafter finds the drafts of one request.
+#  3 Copies    CopyDrafter, which is asked first: what followed the last tokens when they
+#              stood there before.
+#  4 Guesses   GuessDrafter: what a Guesser names, of which there is one for all requests:
+#                DraftModel   a smaller model. A draft need not be accepted, so of a long
+#                             conversation it reads the tail only: its KV has a bound.
+#                DraftHead    a head of the model (UPSTREAM, "heads"). It reads the
+#                             model's own states, of the reply, not of the prompt
+#                             (L-230); Gemma 4's assistant reads the model's KV, too.
 #
 # Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING, SAMPLING
 # Thread   model; mlx
-
-# Copies: the last 6 tokens stood somewhere before; near the last copy 3 are enough.
-_MATCH_TOKENS: Final = 6
-_NEAR_MATCH_TOKENS: Final = 3
-_NEAR_TOKENS: Final = 64  # from where the last copy ended
-_MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
-_ROOM_TOKENS: Final = 4096  # that a full history grows by
-_SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
-
-# Lengths: the usual one, and that after a draft that was right to its end. With y before
-# them, copies take calls of 16 and 32 tokens. A model's are shorter, since each of their
-# tokens takes a call of it.
-_COPY_LENGTHS: Final = (15, 31)
-_MODEL_LENGTHS: Final = (4, 7)
-_HEAD_LENGTHS: Final = (1, 3)
-
-# An account of plain steps: what it begins with, what is spent, what it earns.
-_FIRST_BALANCE: Final = 8.0
-_FIRST_GUESS_BALANCE: Final = 1.0  # of DRAFT_MODEL, if it has yet to gain anything
-_WAIT_COST: Final = 0.2  # of waiting for a y that is not the copy's
-_ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
-_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_JUDGED_STEPS: Final = 100  # of DRAFT_MODEL; then the log says whether it pays
-_MAX_RISE: Final = 2.0  # times the mean, that a new value counts at most
-_MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then plain ones are measured again
-_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
-
-# What DRAFT_MODEL reads.
-_MAX_TAIL_TOKENS: Final = 8192  # of a conversation, by a model
-_MAX_HEAD_TOKENS: Final = 4096  # of a reply, by a head
-_FEW_TOKENS: Final = MAX_STATES  # that it reads and guesses after, in the same step
-_MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
-_MAX_READ_COST: Final = 256.0  # of reading in a reply, in plain steps
-_MAX_PENDING_TOKENS: Final = 8  # to be fed again, with which a head may draft
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
@@ -15186,14 +15158,22 @@ def can_draft(layer_caches: LayerCaches) -> bool:
     return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
 
-# -- 1 whether a draft pays ------------------------------------------------------------
+# -- 1 account -------------------------------------------------------------------------
+#
+# A step that feeds one token is a *plain* step. Costs are counted in plain steps.
+
+_FIRST_BALANCE: Final = 8.0  # that a reply may lose before it has gained anything
+_ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_MAX_RATIO: Final = 2.0  # of a new value to the mean, and of the mean to a new value
+_MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then plain ones are measured again
+_STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 
 class DraftCosts:
     """Seconds of a step by the tokens that are fed in it, on this machine and model.
 
-    A step that feeds one token is a *plain* step. why(L-231): the machine does other
-    things, too, now and then for long.
+    why(L-231): the machine does other things, too, now and then for long.
     """
 
     def __init__(self) -> None:
@@ -15212,13 +15192,13 @@ class DraftCosts:
         if self._n_steps[n_fed] == 1:  # it may have compiled kernels
             return False
 
-        # Something else may hold a step up, for a hundred times as long: this one, or
-        # the one that the mean began with.
-        mean = min(self._seconds.get(n_fed, seconds), _MAX_RISE * seconds)
-        seconds = min(seconds, _MAX_RISE * mean)
+        # Something else may have held up this step, or the one that the mean began
+        # with, for a hundred times as long: the larger counts as twice the other.
+        mean = min(self._seconds.get(n_fed, seconds), _MAX_RATIO * seconds)
+        seconds = min(seconds, _MAX_RATIO * mean)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
         self._n_since_plain = 0 if n_fed == 1 else self._n_since_plain + 1
-        if 1 in self._seconds:  # the machine was busy then: a plain step takes no more
+        if 1 in self._seconds:  # a plain step takes no longer than one that feeds more
             self._seconds[1] = min(self._seconds[1], self._seconds[n_fed])
         if self._n_steps.total() >= _STEPS_KEPT and self.is_known:
             self._seconds = {1: self._seconds[1]}
@@ -15232,12 +15212,20 @@ class DraftCosts:
     def can_pay(self, n_draft: int) -> bool:
         """Whether a draft of this length would pay if it were right to its end.
 
-        That is believed until two steps have counted: one alone may have been held up.
+        That is believed until two steps have counted, the second and the third: one
+        alone may have been held up.
         """
         n_fed = n_draft + 1
         if self._n_steps[n_fed] < 3:
             return True
         return self.in_plain_steps(self._seconds[n_fed]) < n_fed
+
+
+class DraftGain(TypedDict):
+    """What drafts gave and took: they pay if `tokens` exceed `plain_steps`."""
+
+    tokens: int  # of steps with a draft; without, each would take a plain step
+    plain_steps: float  # that take as long as those steps, and finding the drafts
 
 
 class DraftBudget:
@@ -15246,12 +15234,15 @@ class DraftBudget:
     Drafts may lose what they have gained, and a hundredth of the time. `balance` counts
     that in plain steps; there is no draft while it is below 0:
 
-        a plain step            + 0.01
-        a step with a draft     + tokens - what it cost
-        until the next launch   - what it cost
-        what is fed again       + 1 - what the step cost
-        a guess of an end       - what it cost
-        a copy of another y     - 0.2
+        learn_plain   a plain step                          + 0.01
+        learn         a step with a draft                   + its tokens - what it took
+        charge        from this step to the next launch     - what it took
+                      a step that feeds pending tokens      + 1 - what it took
+                      a guess that begins with an end       - what it took
+        add           a copy that begins with another y     - 0.2
+
+    For example, a step with a draft of 15 takes 1.2 plain steps. If 9 were right it gave
+    10 tokens: + 8.8; if none was: - 0.2.
     """
 
     def __init__(
@@ -15265,6 +15256,7 @@ class DraftBudget:
         """`lengths`: the usual one, and that after a draft that was right to its end."""
         self.costs = costs
         self.balance = first_balance
+        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}
         self._max_balance = max_balance
         self._lengths = lengths
         self._length = lengths[0]  # of the next draft
@@ -15277,37 +15269,48 @@ class DraftBudget:
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
         self.costs.measure(1, seconds)
-        self._add(_ALLOWANCE)
+        self.add(_ALLOWANCE)
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """A step with a draft took so long, and so much of it was accepted.
 
-        What it took is a cost of the length that was chosen, even if it was cut short.
-        The first step of a length is not counted; whether this one is.
+        It is measured by the length that was chosen, even if the draft was cut short.
         """
-        is_counted = self.costs.measure(self._length + 1, seconds)
-        if is_counted:
+        if self.costs.measure(self._length + 1, seconds):
             self.charge(seconds, n_tokens=1 + n_accepted)
         usual, long = self._lengths
         was_right = n_accepted == n_draft
         self._length = long if was_right and self.costs.can_pay(long) else usual
-        return is_counted
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
-        """Time was spent for so many tokens of the reply."""
-        # Where more is usual, `can_pay` allows no draft: something else held this up.
-        cost = min(self.costs.in_plain_steps(seconds), self._length + 1)
-        self._add(n_tokens - cost)
+        """Drafts took time, which gave so many tokens of the reply.
 
-    def _add(self, plain_steps: float) -> None:
+        Time goes by after a step with a draft, too. The next step is launched only when
+        its draft is known: until then the device has nothing to do. And what is pending
+        is fed again, in a step that gives one token.
+        """
+        plain_steps = self.costs.in_plain_steps(seconds)
+        self.gain["tokens"] += n_tokens
+        self.gain["plain_steps"] += plain_steps
+        # Where more is usual, `can_pay` allows no draft: something else held this up.
+        self.add(n_tokens - min(plain_steps, self._length + 1))
+
+    def add(self, plain_steps: float) -> None:
+        """Add to the balance, or take from it."""
         self.balance = min(self.balance + plain_steps, self._max_balance)
 
 
-# -- 2 copies --------------------------------------------------------------------------
+# -- 2 drafters ------------------------------------------------------------------------
+
+_ROOM_TOKENS: Final = 4096  # that a full history grows by
 
 
 class Drafter:
-    """Drafts for one request, as long as they pay."""
+    """Finds drafts for one request, as long as they pay.
+
+    Before each step it is asked (`follow`, then `draft`); if its draft was fed, it is
+    told how much of it was right (`learn`).
+    """
 
     def __init__(
         self,
@@ -15330,7 +15333,7 @@ class Drafter:
 
     @property
     def _history(self) -> TokenIds:
-        """What came before the reply, and the reply so far."""
+        """What came before the reply, and the reply so far; y comes after it."""
         return self._buffer[: self._n_history]
 
     def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
@@ -15348,36 +15351,42 @@ class Drafter:
     ) -> list[int]:
         """What may follow y, at most `max_tokens`; [] if nothing would pay.
 
-        y comes after the history; `wait_for_y` returns it, once `generator` has it.
+        `wait_for_y` returns y, once `generator` has it. Meanwhile nothing is launched,
+        so that y is waited for only where a draft is likely.
         """
         raise NotImplementedError
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
-        """A step with a draft took so long, and so much of it was accepted.
-
-        Whether it is counted: the first step of a length may have compiled kernels.
-        """
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """A step with a draft took so long, and so much of it was accepted."""
         self._metrics.bump("draft_steps")
         self._metrics.bump("draft_tokens", n_draft)
         self._metrics.bump("draft_tokens_accepted", n_accepted)
-        return self.budget.learn(
-            n_draft=n_draft, n_accepted=n_accepted, seconds=seconds
-        )
-
-    def learn_more(self, seconds: float, *, n_tokens: int) -> None:
-        """After its step a draft has cost more time, which gave so many tokens.
-
-        What was right is fed again, and gives one. And the next step is launched only
-        when the draft is known: until then the device has nothing to do.
-        """
-        self.budget.charge(seconds, n_tokens=n_tokens)
+        self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
-        """What comes before a token that may end the reply, or a part of an image."""
+        """What comes before a token that may end the reply, or that is no text."""
         for place, token_id in enumerate(token_ids):
-            if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
+            # Below 0 are markers of images, and what parts two conversations.
+            if token_id < 0 or token_id in self._end_ids:
                 return token_ids[:place]
         return token_ids
+
+
+# -- 3 copies --------------------------------------------------------------------------
+#
+# A copy begins where the last 6 tokens of the history stood before. Near the end of the
+# last copy 3 are enough, for a text that is written again with a change:
+#
+#     before     ... a b c d e f g h i ...
+#     reply      ... a b c d X f g h          the copy ended after d; f g h: i may follow
+
+_MATCH_TOKENS: Final = 6
+_NEAR_MATCH_TOKENS: Final = 3
+_NEAR_TOKENS: Final = 64  # from where the last copy ended
+_COPY_LENGTHS: Final = (15, 31)  # with y, calls of 16 and 32 tokens
+_WAIT_COST: Final = 0.2  # plain steps, of waiting for a y that is not the copy's
+_MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
+_SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 
 
 class CopyDrafter(Drafter):
@@ -15428,19 +15437,18 @@ class CopyDrafter(Drafter):
         if len(y_and_draft) < 2:
             return []
         if y_and_draft[0] != wait_for_y():
-            self.budget.balance -= _WAIT_COST
+            self.budget.add(-_WAIT_COST)
             return []
         return y_and_draft[1:]
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Remember where the copy ended, too."""
         self._copy_end = self._copy_start + 1 + n_accepted
-        return super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
     def _find_copy(self, n_tokens: int) -> list[int]:
-        """What follows the history, if this goes on as it did before; [] if unknown."""
+        """What followed the last tokens of the history before; [] if it is unknown."""
         history = self._history
-        # Near its end the last copy may go on, after something that was changed in it.
         low = max(0, self._copy_end - _NEAR_TOKENS)
         near = history[low : self._copy_end + _NEAR_TOKENS]
         starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], near)
@@ -15450,11 +15458,12 @@ class CopyDrafter(Drafter):
             starts = _starts_after(history[-_MATCH_TOKENS:], history)
             if not starts.size:
                 return []
-            # The newest with so many tokens after it, or what is repeated goes on.
+            # The newest with so many tokens after it; else the newest of all.
             long_enough = starts[starts <= len(history) - n_tokens]
             start = int((long_enough if long_enough.size else starts)[-1])
         self._copy_start = start
         copied = history[start : start + n_tokens]
+        # If it reaches the end of the history, the reply repeats itself: a b a b a ...
         return self._before_end(np.resize(copied, n_tokens).tolist())
 
 
@@ -15463,22 +15472,29 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
     n_last = len(last)
     if len(tokens) <= n_last:
         return np.empty(0, np.intp)
+    # By two tokens, since one may be frequent.
     is_last = tokens[n_last - 1 : -1] == last[-1]
     is_second_last = tokens[n_last - 2 : -2] == last[-2]
     starts = np.flatnonzero(is_last & is_second_last) + n_last
-    for back in range(2, n_last):
-        starts = starts[tokens[starts - 1 - back] == last[-1 - back]]
+    for back in range(3, n_last + 1):
+        starts = starts[tokens[starts - back] == last[-back]]
     return starts
 
 
-# -- 3 guesses -------------------------------------------------------------------------
+# -- 4 guesses -------------------------------------------------------------------------
 
+# Shorter than copies, since each of their tokens takes a call of the model or head.
+_MODEL_LENGTHS: Final = (4, 7)
+_HEAD_LENGTHS: Final = (1, 3)
+_FIRST_GUESS_BALANCE: Final = 1.0  # plain steps: it has yet to gain anything
+_JUDGED_STEPS: Final = 100  # plain steps; then the log says whether it pays
 
-class DraftGain(TypedDict):
-    """Whether DRAFT_MODEL pays: it does if `tokens` exceed `plain_steps`."""
-
-    tokens: int  # of replies, from steps with a draft of it; each has a plain step else
-    plain_steps: float  # that take as long as these steps, with reading and drafting
+_MAX_TAIL_TOKENS: Final = 8192  # that a model has KV of
+_MAX_HEAD_TOKENS: Final = 4096  # that a head has KV of
+_FEW_TOKENS: Final = MAX_STATES  # read in the step that guesses; a head's are no more
+_MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
+_MAX_READ_COST: Final = 256.0  # of reading in a reply, in plain steps
+_MAX_PENDING_TOKENS: Final = 8  # with which a head may draft: they are fed with it
 
 
 class Guesser:
@@ -15513,7 +15529,6 @@ class Guesser:
             first_balance=_FIRST_GUESS_BALANCE,
             max_balance=_FIRST_BALANCE,
         )
-        self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}  # since the start
         self._is_judged = False
         self._path = loaded.path
         self._max_kv_tokens = max_kv_tokens
@@ -15545,8 +15560,8 @@ class Guesser:
             self.forget()
             self._tenant = tenant
         n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
-        n_now = len(past) - self._start
-        if not n_kept or n_now - n_kept > n_readable or n_now > self._max_kv_tokens:
+        n_kv = len(past) - self._start  # if it goes on
+        if not n_kept or n_kv - n_kept > n_readable or n_kv > self._max_kv_tokens:
             self.forget()
             self._start = max(0, len(past) - n_readable)
             self._layer_caches = self._make_cache()
@@ -15555,13 +15570,13 @@ class Guesser:
 
         unread_ids = past[self._start + n_kept :]
         if len(unread_ids) > _FEW_TOKENS:
-            part_ids = unread_ids[:-1][:_MAX_READ_TOKENS]
-            self._propose(part_ids, 1, generator)
+            part_ids = unread_ids[:-1][:_MAX_READ_TOKENS]  # without y
+            self._read_and_guess(part_ids, 1, generator)
             evaluate_caches(self._layer_caches)  # and no logits
             self._read_ids = past[self._start :][: n_kept + len(part_ids)]
             return []
 
-        guesses: Any = self._propose(unread_ids, n_tokens, generator)
+        guesses: Any = self._read_and_guess(unread_ids, n_tokens, generator)
         guessed_ids: list[int] = guesses[0].tolist()
         self._cut(n_tokens - 1)
         self._read_ids = past[self._start :]
@@ -15572,11 +15587,9 @@ class Guesser:
         self._layer_caches = []
         self._read_ids = self._read_ids[:0]
 
-    def count_gain(self, *, n_tokens: int, seconds: float) -> None:
-        """Add tokens, and what they took; the log says once whether that pays."""
-        gain = self.gain
-        gain["tokens"] += n_tokens
-        gain["plain_steps"] += self.budget.costs.in_plain_steps(seconds)
+    def judge(self) -> None:
+        """Write into the log, once, whether the guesses pay."""
+        gain = self.budget.gain
         if self._is_judged or gain["plain_steps"] < _JUDGED_STEPS:
             return
         self._is_judged = True
@@ -15594,12 +15607,12 @@ class Guesser:
         for leaf in cache_leaves(self._layer_caches):
             leaf.trim(n_tokens)
 
-    def _propose(
+    def _read_and_guess(
         self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
     ) -> mx.array:
         """The most probable tokens `(1, n_tokens)` after those that it reads.
 
-        KV has then all but the last one proposed.
+        KV has then all but the last guess.
         """
         raise NotImplementedError
 
@@ -15619,28 +15632,29 @@ class DraftModel(Guesser):
         )
 
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
-        """Half its bound, if the tail has tokens of its vocabulary only: no images.
+        """Half its bound, so that it has room to go on.
 
-        What is pending is fed first: a draft would add to it at each step.
+        0 where the tail has images, or tokens that it does not know; and while tokens
+        are pending: a draft would add to them at each step.
         """
         tail = past[-_MAX_TAIL_TOKENS:]
         is_known = tail.min() >= 0 and tail.max() < self._loaded.vocab_size
         return _MAX_TAIL_TOKENS // 2 if is_known and not generator.pending_ids else 0
 
-    def _propose(
+    def _read_and_guess(
         self,
         token_ids: TokenIds,
         n_tokens: int,
         generator: TokenGenerator,  # noqa: ARG002 - it reads tokens alone
     ) -> mx.array:
         tokens = mx.array(token_ids)[None]
-        proposed: list[mx.array] = []
-        while len(proposed) < n_tokens:
+        guesses: list[mx.array] = []
+        while len(guesses) < n_tokens:
             logits = self._loaded.model(tokens, cache=self._layer_caches)
             known_logits = logits[:, -1:, : self._loaded.vocab_size]
             tokens = mx.argmax(known_logits, axis=-1)
-            proposed.append(tokens)
-        return mx.concatenate(proposed, axis=1)
+            guesses.append(tokens)
+        return mx.concatenate(guesses, axis=1)
 
 
 class DraftHead(Guesser):
@@ -15654,7 +15668,7 @@ class DraftHead(Guesser):
     """
 
     def __init__(self, loaded: LoadedDraftHead) -> None:
-        self.head = loaded.head
+        self._head = loaded.head
         super().__init__(
             loaded,
             loaded.head.make_cache,
@@ -15666,21 +15680,21 @@ class DraftHead(Guesser):
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:  # noqa: ARG002 - any
         """As many as there are states, if little is pending.
 
-        What is pending is missing in the model's KV.
+        None may be if the head reads the model's KV, which lacks what is pending.
         """
-        max_pending = 0 if self.head.reads_model_kv else _MAX_PENDING_TOKENS
+        max_pending = 0 if self._head.reads_model_kv else _MAX_PENDING_TOKENS
         if len(generator.pending_ids) > max_pending:
             return 0
         n_states = sum(states.shape[1] for states in generator.states)
         return min(n_states, _FEW_TOKENS)
 
-    def _propose(
+    def _read_and_guess(
         self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
     ) -> mx.array:
-        reads_model_kv = self.head.reads_model_kv
-        return self.head.draft(
+        reads_model_kv = self._head.reads_model_kv
+        return self._head.draft(
             mx.array(token_ids)[None],
-            mx.concatenate([*generator.states], axis=1)[:, -len(token_ids) :],
+            mx.concatenate(generator.states, axis=1)[:, -len(token_ids) :],
             generator.layer_caches if reads_model_kv else self._layer_caches,
             n_tokens=n_tokens,
         )
@@ -15741,40 +15755,36 @@ class GuessDrafter(Drafter):
         if draft:
             return draft
 
-        guesser.count_gain(n_tokens=0, seconds=seconds)
         if guessed_ids:
             self.budget.charge(seconds)
-        else:
-            self._read_cost += self.budget.costs.in_plain_steps(seconds)
+        else:  # it was reading, which has a bound of its own, and no part in the balance
+            read_cost = self.budget.costs.in_plain_steps(seconds)
+            self._read_cost += read_cost
+            self.budget.gain["plain_steps"] += read_cost
+        guesser.judge()
         return []
 
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> bool:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of DRAFT_MODEL."""
         self._metrics.bump("draft_model_tokens", n_draft)
         self._metrics.bump("draft_model_tokens_accepted", n_accepted)
-        seconds += self._drafting_seconds
-        is_counted = super().learn(
-            n_draft=n_draft, n_accepted=n_accepted, seconds=seconds
+        super().learn(
+            n_draft=n_draft,
+            n_accepted=n_accepted,
+            seconds=seconds + self._drafting_seconds,
         )
-        if is_counted:
-            self._guesser.count_gain(n_tokens=1 + n_accepted, seconds=seconds)
-        return is_counted
-
-    def learn_more(self, seconds: float, *, n_tokens: int) -> None:
-        """Count it among the steps of DRAFT_MODEL, too."""
-        super().learn_more(seconds, n_tokens=n_tokens)
-        self._guesser.count_gain(n_tokens=n_tokens, seconds=seconds)
+        self._guesser.judge()
 
 
 # region EXACT CHECKS ==========================================================
-# With EXACT_CHECKS=N, every Nth warm reply is computed again without the cache, while
-# nothing else is to do.
+# With EXACT_CHECKS=N, every Nth *warm* reply, whose prompt was partly cached, is computed
+# again without the cache, while nothing else is to do.
 #
 #     it is generated    its log-probabilities are noted at the last position of the
 #                        prompt, and after 1, 2, 4 ... 128 tokens of the reply
-#     it rests           prompt and reply wait here, as long as the cache has their KV
-#     nobody waits       they are read from the first token on, slice by slice; then the
-#                        reply, token by token, as it was generated
+#     it has ended       prompt and reply wait here, as long as the cache has their KV
+#     nobody waits       the prompt is read from its first token on, slice by slice;
+#                        then the reply, token by token, as it was generated
 #
 # A request that comes is served first: what was read so far is dropped, and is read
 # from its beginning later.
@@ -15785,46 +15795,46 @@ class GuessDrafter(Drafter):
 # Uses     CONFIG, LOGGING, API TYPES, KV STATE, PREFIX CACHE, MODEL LOADING
 # Thread   model, mlx
 
-# Tokens of the reply before it, ascending.
-CHECKED_POSITIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-CHECKED_TOKENS: Final = 20  # of a position, the most probable ones
-MAX_DIFFERENCE: Final = 1e9  # that is reported; JSON has no infinity
+# After so many tokens of the reply, ascending.
+_CHECKED_POSITIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+_CHECKED_TOKENS: Final = 20  # at each position, the most probable ones
+_MAX_DIFFERENCE: Final = 1e9  # that is reported; JSON has no infinity
 CHECK_AFTER_SECONDS: Final = 5.0  # without requests
 CHECK_SLICE_SECONDS: Final = 0.1  # for which a request that comes then may wait
-MAX_UNCHECKED: Final = 8  # replies that wait; then the oldest is dropped
+_MAX_UNCHECKED: Final = 8  # replies that wait; then the oldest is dropped
 
 
 class NotedLogprobs(NamedTuple):
-    """Log-probabilities of the most probable tokens in one place."""
+    """Log-probabilities of the most probable tokens at one position."""
 
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
 
     def difference(self, logprobs: mx.array) -> float:
-        """The largest difference to other ones, `(vocab,)`; a NaN is MAX_DIFFERENCE."""
+        """The largest difference to other ones, `(vocab,)`; a NaN is _MAX_DIFFERENCE."""
         others = np.array(logprobs.astype(mx.float32))[self.ids]
         largest = float(np.abs(others - self.values).max())
-        return MAX_DIFFERENCE if math.isnan(largest) else min(largest, MAX_DIFFERENCE)
+        return _MAX_DIFFERENCE if math.isnan(largest) else min(largest, _MAX_DIFFERENCE)
 
 
 @dataclass(eq=False, slots=True)
 class WarmReply:
-    """What is compared of a reply whose prompt was partly cached."""
+    """What is compared of a warm reply."""
 
     prompt_ids: TokenIds
-    entry: CacheEntry  # has its KV
+    entry: CacheEntry  # has the KV of prompt and reply
     owner: RequestOwner
-    reply_ids: list[int] = field(default_factory=list)  # up to the last that is noted
+    reply_ids: list[int] = field(default_factory=list)  # as far as they are compared
     noted: dict[int, NotedLogprobs] = field(default_factory=dict)  # by position
 
     def note(self, token_id: int, logprobs: mx.array) -> None:
-        """Note from what a token was sampled, `(vocab,)`, if its place is compared."""
+        """Note what a token was sampled from, `(vocab,)`, if its position is compared."""
         position = len(self.reply_ids)
-        if position > CHECKED_POSITIONS[-1]:
+        if position > _CHECKED_POSITIONS[-1]:
             return
-        if position in CHECKED_POSITIONS:
+        if position in _CHECKED_POSITIONS:
             values = np.array(logprobs.astype(mx.float32))
-            ids = np.argsort(values)[-CHECKED_TOKENS:]
+            ids = np.argsort(values)[-_CHECKED_TOKENS:]
             self.noted[position] = NotedLogprobs(ids, values[ids])
         self.reply_ids.append(token_id)
 
@@ -15843,15 +15853,18 @@ class ExactChecks:
         self.worst = 0.0  # difference of a log-probability, of all that were checked
         self.unchecked: list[WarmReply] = []  # the oldest first
         self._metrics = metrics
-        self._n_warm = 0
-        self._reading: Generator[None] | None = None  # the oldest one
         self._model = loaded.model
+        self._n_warm = 0
+        self._reading: Generator[None] | None = None  # the check of the oldest one
 
     def choose(
         self, match: PrefixMatch, entry: CacheEntry, key: TokenKey
     ) -> WarmReply | None:
-        """What is to be noted of a reply; None: it is not the Nth warm one."""
-        if not self.every or not match.cached_tokens:
+        """What is to be noted of a reply; None: it is not the Nth warm one.
+
+        Not where `every` is 0.
+        """
+        if not match.cached_tokens:
             return None
         self._n_warm += 1
         if self._n_warm % self.every:
@@ -15861,7 +15874,7 @@ class ExactChecks:
     def add(self, reply: WarmReply) -> None:
         """Have a reply checked that has ended well; none is being checked now."""
         del reply.reply_ids[max(reply.noted) + 1 :]
-        self.unchecked = [*self.unchecked, reply][-MAX_UNCHECKED:]
+        self.unchecked = [*self.unchecked, reply][-_MAX_UNCHECKED:]
 
     def pause(self) -> None:
         """Drop what was read of the reply that is being checked."""
@@ -15879,8 +15892,8 @@ class ExactChecks:
         ]
         self.pause()
 
-    def keep(self, entries: Sequence[CacheEntry]) -> None:
-        """Forget the replies whose KV the cache does not have any more."""
+    def forget_evicted(self, entries: Sequence[CacheEntry]) -> None:
+        """Forget the replies whose KV is not in `entries`, all of the cache."""
         kept = [reply for reply in self.unchecked if reply.entry in entries]
         if len(kept) < len(self.unchecked):
             self.unchecked = kept
@@ -15902,7 +15915,7 @@ class ExactChecks:
             self._reading = self._check(reply, slice_tokens)
         try:
             next(self._reading)
-        except BaseException as end:
+        except BaseException as end:  # it was read to its end, or cannot be
             self.unchecked.pop(0)
             self._reading = None
             mx.clear_cache()
@@ -15913,15 +15926,15 @@ class ExactChecks:
     def _check(self, reply: WarmReply, slice_tokens: int) -> Generator[None]:
         """Compute a reply again, and note how much it differs."""
         layer_caches = make_prompt_cache(self._model)
-        prompt, last = reply.prompt_ids[:-1], reply.prompt_ids[-1:]  # by itself: L-11
-        for start in range(0, len(prompt), slice_tokens):
-            tokens = prompt[start : start + slice_tokens]
+        prompt_ids = reply.prompt_ids[:-1]  # the last is fed by itself (L-11)
+        for start in range(0, len(prompt_ids), slice_tokens):
+            tokens = prompt_ids[start : start + slice_tokens]
             self._model(mx.array(tokens)[None], cache=layer_caches)
             evaluate_caches(layer_caches)
             yield
 
         worst = 0.0
-        fed = last
+        fed = reply.prompt_ids[-1:]
         for position, token_id in enumerate(reply.reply_ids):
             logits = self._model(mx.array(fed)[None], cache=layer_caches)[0, -1]
             if position in reply.noted:
@@ -16876,7 +16889,7 @@ class DecodeBatch:
         if self._last_drafter is not None and self._draft_seconds:
             # More was something else's: a slice of a prompt, for example.
             gap_seconds = min(seconds, self._draft_seconds)
-            self._last_drafter.learn_more(gap_seconds, n_tokens=0)
+            self._last_drafter.budget.charge(gap_seconds)
 
     def _wait_for_y(self) -> int:
         """The id of y, when it is computed."""
@@ -16896,7 +16909,7 @@ class DecodeBatch:
         if len(rows) == 1 and has_waited:
             seconds = ended - self._launched_at
             if self._wrong_drafter is not None:
-                self._wrong_drafter.learn_more(seconds, n_tokens=1)
+                self._wrong_drafter.budget.charge(seconds, n_tokens=1)
             else:
                 for drafter in self.requests[0].drafters:
                     drafter.budget.learn_plain(seconds)
@@ -18128,7 +18141,7 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
-        self.exact_checks.keep(self.cache.entries)
+        self.exact_checks.forget_evicted(self.cache.entries)
         ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.loaded.vision is not None and ttl_seconds:
             self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
@@ -18875,7 +18888,7 @@ class Engine:
         if scheduler.exact_checks.n_checked:
             report["exact_worst"] = scheduler.exact_checks.worst
         if scheduler.draft_model is not None:
-            gain = scheduler.draft_model.gain
+            gain = scheduler.draft_model.budget.gain
             plain_steps = round(gain["plain_steps"], 1)
             report["draft_model"] = {**gain, "plain_steps": plain_steps}
         self.report = report

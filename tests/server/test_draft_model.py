@@ -45,12 +45,12 @@ def test_until_the_next_step_is_launched_a_draft_costs(make_drafting, monkeypatc
 
     def learn(drafter, *, n_draft, n_accepted, seconds):
         steps.append(seconds)
-        return True
+
+    def charge(budget, seconds, *, n_tokens=0):
+        gaps.append(seconds)
 
     monkeypatch.setattr(s.GuessDrafter, "learn", learn)
-    monkeypatch.setattr(
-        s.GuessDrafter, "learn_more", lambda _, gap, *, n_tokens: gaps.append(gap)
-    )
+    monkeypatch.setattr(s.DraftBudget, "charge", charge)
     b.ask(drafting.prompt(rng), n=40)
 
     assert len(steps) > 5
@@ -232,7 +232,7 @@ def test_where_drafts_do_not_pay_it_rests(
                 output_ids.append(6)
 
     assert n_least <= n_drafts <= n_most
-    gain = counting.draft_model.gain
+    gain = counting.draft_model.budget.gain
     assert (gain["tokens"] > gain["plain_steps"]) == (n_right > 0)
     assert gain["plain_steps"] == pytest.approx(2.1 * n_drafts, rel=0.1)
     for n_fed in (8, 5, 3) * 12:  # its own seconds count

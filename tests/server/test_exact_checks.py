@@ -86,8 +86,8 @@ def test_wrong_kv_is_seen(served, monkeypatch):
 def test_what_is_no_number_is_the_largest_difference():
     noted = s.NotedLogprobs(np.arange(2), np.array([-1.0, -2.0], np.float32))
     assert noted.difference(mx.array([-1.0, -2.5])) == 0.5
-    assert noted.difference(mx.array([-1.0, mx.nan])) == s.MAX_DIFFERENCE
-    assert noted.difference(mx.array([-1.0, -mx.inf])) == s.MAX_DIFFERENCE
+    assert noted.difference(mx.array([-1.0, mx.nan])) == s._MAX_DIFFERENCE
+    assert noted.difference(mx.array([-1.0, -mx.inf])) == s._MAX_DIFFERENCE
 
 
 def test_a_request_that_comes_is_served_before_the_next_slice(served, monkeypatch):
