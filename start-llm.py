@@ -14542,21 +14542,21 @@ class TokenGenerator:
 # for who reads the call: a file may have such tags in it. So </function> belongs to the
 # end of the value.
 #
-# A reply that must be JSON has another `start` (json_or_calls). If a tool is strict, all
+# A reply that must be JSON has another `start` (rule_of_json). If a tool is strict, all
 # is allowed until a call is opened by its tag and a name, in a thought, too; then
 # `start: calls` rules the reply, and no </think> can come.
 #
-#  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
-#  2 Reply form   The tags of the model, as tokens.
-#  3 Text         The rules of a grammar, as a text.
-#  4 Compiler     Text -> LLMatcher, kept for the next request.
-#  5 Constraints  What a request demands, and what is left of it where it is too much.
+#  1 Calls         What a call consists of. CALL FORMS makes it of a tool's schema.
+#  2 Tags          The tags of a reply, as tokens, and what comes between them.
+#  3 Text          The rules of a grammar, as a text.
+#  4 Compiler      Text -> LLMatcher, kept for the next request.
+#  5 Constraints   What a request demands, and what is left of it where it is too much.
 #
 # Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
 # Thread   any
 
 
-# -- 1 call forms ----------------------------------------------------------------------
+# -- 1 calls ---------------------------------------------------------------------------
 
 
 class Blanks(NamedTuple):
@@ -14604,17 +14604,15 @@ class ArgumentList(NamedTuple):
 class CallForm(NamedTuple):
     """How a call of one tool is written.
 
-    parts   fault   schema_path   its arguments
-    given   ""      ""            fit the schema, or are free where that is too much
-    given   ""      given         fit the schema, or the request is refused
-    None    ""      any           are free: this syntax is not described
-    None    given   ""            are free: this schema cannot be enforced
-    None    given   given         the request is refused
+    parts   schema_path   its arguments
+    given   ""            fit the schema, or are free where that is too much
+    given   given         fit the schema, or the request is refused
+    None    ""            are free: the schema cannot be enforced, or as below
+    None    given         are free: this syntax is not described
     """
 
     opening: str  # up to its arguments; the grammar has it as tokens
     parts: CallParts | None = None  # what follows; None: any tokens, to the reply's end
-    fault: str = ""  # why that cannot fit the schema
     schema_path: str = ""  # in the body, if the tool is strict
 
     @property
@@ -14628,10 +14626,10 @@ class CallForm(NamedTuple):
         return BadRequest(f"strict: {quote}", field=self.schema_path, quote=quote)
 
 
-# -- 2 reply form ----------------------------------------------------------------------
+# -- 2 tags ----------------------------------------------------------------------------
 
 
-class _ReplyForm:
+class _ReplyTags:
     """The tags of one reply, as tokens; [] for those that it cannot have."""
 
     def __init__(
@@ -14642,37 +14640,37 @@ class _ReplyForm:
         in_reasoning: bool,
         call_start: str,
     ) -> None:
-        """The form of the reply to a request, as in `make_constraints`."""
-        tags = loaded.tokenizer
+        """The tags of the reply to a request, as in `make_constraints`."""
+        tokenizer = loaded.tokenizer
         encode = loaded.template.encode
         self.in_reasoning = in_reasoning
         self.think_start: list[int] = []
         if request.thinking and not in_reasoning:  # the reply may open it itself
-            self.think_start = encode(tags.think_start or "")
+            self.think_start = encode(tokenizer.think_start or "")
         self.may_think = in_reasoning or bool(self.think_start)
-        self.think_end = list(tags.think_end_tokens or ())
+        self.think_end = list(tokenizer.think_end_tokens or ())
         self.call_start = encode(call_start)
         # The token that opens a call; [] if several do, which may be plain words.
         self.call_id = self.call_start if len(self.call_start) == 1 else []
-        has_headers = tags.think_end == "<|end|>"  # gpt-oss: why(L-88)
-        self._before_call = encode("<|start|>assistant" if has_headers else "\n\n")
+        has_headers = tokenizer.think_end == "<|end|>"  # gpt-oss: why(L-88)
+        self._after_thinking = encode("<|start|>assistant" if has_headers else "\n\n")
         self._text_header: list[int] = []  # [] if a text has none
         if has_headers:
             self._text_header = encode("<|channel|>final<|message|>")
         self._eos_ids = loaded.eos_ids
 
-    def forced_call(self) -> str:
+    def rule_of_calls(self) -> str:
         """The rule "start" of a reply that is calls, after thinking."""
-        return f"{self._thinking(_tokens(self._before_call))} calls"
+        return f"{self._thinking(_tokens(self._after_thinking))} calls"
 
-    def json_or_calls(self, calls: str) -> str:
+    def rule_of_json(self, calls: str) -> str:
         """The rule "start" of a reply that is JSON; or calls, by the rule `calls`.
 
         THINKING (json | <[9]> <[*]>*)         <[9]> starts a call
         THINKING (<[4]> json | <[9]> <[*]>*)   gpt-oss: <[4]> is the header of a text
         """
         if self._text_header:
-            thinking = self._thinking(_tokens(self._before_call))
+            thinking = self._thinking(_tokens(self._after_thinking))
         else:
             thinking = self._thinking("BLANKS?") or "BLANKS?"
         text = f"{_tokens(self._text_header)} json"
@@ -14892,6 +14890,15 @@ def _tokens(ids: Iterable[int]) -> str:
     return " ".join(f"<[{token_id}]>" for token_id in ids)
 
 
+def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
+    """A schema with what the compiler is told about it."""
+    guidance = {
+        "whitespace_pattern": r"[ \t\r\n]{1,64}",  # a model gets out of no more
+        "lenient": is_lenient,
+    }
+    return {**schema, "x-guidance": guidance}
+
+
 # -- 4 compiler ------------------------------------------------------------------------
 
 
@@ -14977,33 +14984,33 @@ def make_constraints(
     )
     if request.kind == "completion" or not any(demands):
         return ()
-    form = _ReplyForm(loaded, request, in_reasoning=in_reasoning, call_start=call_start)
+    tags = _ReplyTags(loaded, request, in_reasoning=in_reasoning, call_start=call_start)
     can_call = request.tool_choice.mode != "none"
     constraints: list[Constraint] = []
 
-    if not can_call and form.call_id:
+    if not can_call and tags.call_id:
         # The prompt keeps its tools: without them the KV of all that follows is lost.
         # Where several tokens open a call, nothing is forbidden: they may be words.
-        constraints.append(partial(forbid_tokens, form.call_id))
+        constraints.append(partial(forbid_tokens, tags.call_id))
 
     budget = request.thinking_budget
     # Where several tokens end thinking, the budget is not kept.
-    can_limit = form.may_think and len(form.think_end) == 1
+    can_limit = tags.may_think and len(tags.think_end) == 1
     if can_limit and budget is not None and max(budget, 1) < request.max_tokens:
-        ends = [*form.think_end, *form.call_id]
+        ends = [*tags.think_end, *tags.call_id]
         constraints.append(
-            partial(limit_thinking, max(budget, 1), start=form.think_start, ends=ends)
+            partial(limit_thinking, max(budget, 1), start=tags.think_start, ends=ends)
         )
 
-    grammars = _ReplyGrammars(loaded, form, call_forms)
+    grammars = _ReplyGrammars(loaded, tags, call_forms)
     must_call = request.tool_choice.mode in ("required", "named")
     if must_call:
-        grammar = grammars.compile_calls(form.forced_call())
+        grammar = grammars.compile_calls(tags.rule_of_calls())
         constraints.append(partial(follow_grammar, grammar))
     elif request.json_schema is not None:
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
-    elif grammars.has_strict_calls and form.call_id:
+    elif grammars.has_strict_calls and tags.call_id:
         # `strict`, too, needs one token that opens a call (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
@@ -15019,16 +15026,12 @@ class _ReplyGrammars:
     """
 
     def __init__(
-        self, loaded: LoadedModel, form: _ReplyForm, calls: Sequence[CallForm]
+        self, loaded: LoadedModel, tags: _ReplyTags, calls: Sequence[CallForm]
     ) -> None:
-        """Raises BadRequest: a strict tool has a fault."""
         self._loaded = loaded
-        self._form = form
+        self._tags = tags
         self._calls = calls
         self.has_strict_calls = any(call.is_strict for call in calls)
-        for call in calls:
-            if call.fault and call.schema_path:
-                raise call.refusal(call.fault)
 
     def compile_schema(self, wanted: ReplySchema, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
@@ -15036,8 +15039,10 @@ class _ReplyGrammars:
         is_lenient = wanted.schema.get("x-guidance") == {"lenient": True}
         schema = _guide(wanted.schema, is_lenient=is_lenient)
         # First with any arguments: what fails now is the fault of this schema.
-        call_start = _tokens(self._form.call_start) if can_call else ""
-        start = self._form.json_or_calls(f"{call_start} <[*]>*" if call_start else "")
+        free_call = ""
+        if can_call and self._tags.call_start:
+            free_call = f"{_tokens(self._tags.call_start)} <[*]>*"
+        start = self._tags.rule_of_json(free_call)
         try:
             matcher = self._compile(start, (), schema)
         except _GrammarFault as fault:
@@ -15045,7 +15050,7 @@ class _ReplyGrammars:
             raise BadRequest(quote, field=wanted.path, quote=quote) from None
         if not self.has_strict_calls:
             return matcher
-        return self.compile_calls(self._form.json_or_calls("calls"), schema)
+        return self.compile_calls(self._tags.rule_of_json("calls"), schema)
 
     def compile_calls(self, start: str, schema: JsonObject | None = None) -> Any:
         """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
@@ -15106,15 +15111,6 @@ class _ReplyGrammars:
             reason = " ".join(_ERROR_DETAILS.sub("", error).split())
             raise _GrammarFault(f"{reason:.300}")
         return matcher
-
-
-def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
-    """A schema with what the compiler is told about it."""
-    guidance = {
-        "whitespace_pattern": r"[ \t\r\n]{1,64}",  # a model gets out of no more
-        "lenient": is_lenient,
-    }
-    return {**schema, "x-guidance": guidance}
 
 
 # region DRAFTS ================================================================
@@ -19028,6 +19024,7 @@ NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 
 # A call may stand in a block of code of its own. Then its first line is part of it.
 FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
+_LONGEST_MATCH: Final = 3000  # letters of a tag, with the tags and blanks around it
 
 
 def compile_pattern(source: str, **parts: str) -> Any:
@@ -19110,9 +19107,6 @@ def find_first(pattern: Any, text: str, *, is_complete: bool = False) -> Any:
     return match
 
 
-_LONGEST_MATCH: Final = 3000  # letters of a tag, with the tags and blanks around it
-
-
 # -- 2 schemas -------------------------------------------------------------------------
 
 _JSON_TYPES: Final = {
@@ -19124,9 +19118,9 @@ _JSON_TYPES: Final = {
     dict: "object",
     type(None): "null",
 }
-_ALL_TYPES: Final = set(_JSON_TYPES.values())
-_MAX_REFERENCES: Final = 10  # one after another: so many are taken for a circle
-_MAX_UNIONS: Final = 20  # one in another
+ALL_TYPES: Final = set(_JSON_TYPES.values())
+MAX_SCHEMA_DEPTH: Final = 40  # of unions, allOf and $ref one in another
+_MAX_CONDITIONS: Final = 1_000  # so many are taken for a circle
 
 
 def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
@@ -19155,105 +19149,114 @@ class SchemaPart(NamedTuple):
 
     @property
     def types(self) -> set[str]:
-        """The JSON types that it allows; empty if any, or if it is no schema.
+        """The JSON types that it allows: all if it does not tell, or is no schema."""
+        return self._find_types(self.schema, {}, depth=0) or ALL_TYPES
 
-        What stands beside a $ref is not read.
-        """
-        types = self._find_types({}, depth=0)
-        return types if types != _ALL_TYPES else set()
-
-    def _find_types(self, found: dict[int, set[str]], depth: int) -> set[str]:
-        """The same, but where any type is allowed, all of them.
+    def _find_types(
+        self, schema: object, found: dict[int, set[str]], depth: int
+    ) -> set[str]:
+        """The types of a schema in it; none if that is no schema.
 
         `found`: by id, of the schemas that were read. A union may refer to itself,
         which adds no type to it.
         """
-        schema = self.resolved
-        if schema is True or depth > _MAX_UNIONS:
-            return _ALL_TYPES
+        if schema is True or depth > MAX_SCHEMA_DEPTH:
+            return ALL_TYPES
         if not isinstance(schema, dict):
             return set()
         if id(schema) in found:
             return found[id(schema)]
         found[id(schema)] = set()
-        types = _own_types(schema)
-        unions = [self._branches("anyOf"), self._branches("oneOf")]
-        for union in [*unions, *batched(self._branches("allOf"), 1)]:
-            union_types: set[str] = set()
-            for branch in union:
-                union_types |= branch._find_types(found, depth + 1)
-            types &= union_types or _ALL_TYPES
+        types = set(_own_types(schema))
+        for added in self._added_schemas(schema):
+            types &= self._find_types(added, found, depth + 1)
+        for keyword in ("anyOf", "oneOf"):
+            branches = as_list(schema.get(keyword, []))
+            found_types = [self._find_types(b, found, depth + 1) for b in branches]
+            types &= set[str]().union(*found_types) or ALL_TYPES
         found[id(schema)] = types
         return types
 
-    @property
-    def resolved(self) -> object:
-        """What it refers to, or else itself; None if it refers to nothing."""
-        schema = self.schema
-        for _ in range(_MAX_REFERENCES):
-            reference = _member_of(schema, "$ref")
-            if not isinstance(reference, str):
-                return schema
-            schema = self.look_up(reference)
-        return None
+    def conditions(self) -> Iterator[object]:
+        """What a value has to fit: the schema, those that it adds, and those they add.
+
+        The first has all keywords of {"allOf": [A, B], "maxLength": 3}, the others are
+        A and B. Without end, if it refers to itself.
+        """
+        unread = [self.schema]
+        while unread:
+            schema = unread.pop(0)
+            yield {} if schema is True else schema
+            unread = self._added_schemas(schema) + unread
+
+    def _added_schemas(self, schema: object) -> list[object]:
+        """Those of allOf and of $ref; None is none."""
+        if not isinstance(schema, dict):
+            return []
+        added = [*as_list(schema.get("allOf", []))]
+        if "$ref" in schema:
+            added.append(self.look_up(str(schema["$ref"])))
+        return added
 
     def look_up(self, reference: str) -> object:
-        """The schema at "#/$defs/name"; None if nothing is there."""
+        """What is at "#/$defs/name"; None if nothing is."""
         root, *steps = reference.split("/")
-        schema: object = self.root if root == "#" else None
+        place: object = self.root if root == "#" else None
         for step in steps:
+            if isinstance(place, list):  # #/anyOf/0
+                place = {str(n): branch for n, branch in enumerate(place)}
             # "#/properties/a~1b%20c" is "a/b c" of the properties
             key = unquote(step).replace("~1", "/").replace("~0", "~")
-            schema = _member_of(schema, key)
-        return schema
+            place = place.get(key) if isinstance(place, dict) else None
+        return place
 
     @property
     def keys(self) -> list[str]:
         """The members that it names."""
-        properties = self._keyword("properties")
-        return list(properties) if isinstance(properties, dict) else []
+        return list(self._properties)
 
     @property
     def items(self) -> SchemaPart:
         """The schema of the items of an array."""
-        return self._replace(schema=self._keyword("items"))
+        return self._first_of("items")
 
     def member(self, key: str) -> SchemaPart:
         """The schema of a member of an object."""
-        if key in self.keys:
-            return self._replace(schema=self._keyword("properties")[key])
-        return self._replace(schema=self._keyword("additionalProperties"))
+        properties = self._properties
+        if key in properties:
+            return self._replace(schema=properties[key])
+        return self._first_of("additionalProperties")
 
-    def _keyword(self, name: str) -> Any:
-        """Its own, or the first of allOf; of `properties` all of these.
+    @property
+    def _properties(self) -> Schema:
+        """The schemas of members, by name; of a name that comes twice, the first."""
+        maps = [v for v in self._values_of("properties") if isinstance(v, dict)]
+        return ChainMap(*maps)
+
+    def _first_of(self, keyword: str) -> SchemaPart:
+        values = self._values_of(keyword)
+        return self._replace(schema=values[0] if values else None)
+
+    def _values_of(self, keyword: str) -> list[Any]:
+        """What its conditions have of a keyword.
 
         Or else that of the only branch of a union that has it: of (array or null).
         """
-        values = _values_of(name, [self, *self._branches("allOf")])
-        if values and name == "properties":
-            maps = [value for value in values if isinstance(value, dict)]
-            return dict(ChainMap(*maps))  # of a key that comes twice, the first
+        values = _keyword_values(self.conditions(), keyword)
         if values:
-            return values[0]
-        values = _values_of(name, self._branches("anyOf") + self._branches("oneOf"))
-        return values[0] if len(values) == 1 else None
-
-    def _branches(self, keyword: str) -> list[SchemaPart]:
-        schemas = as_list(_member_of(self.resolved, keyword) or [])
-        return [self._replace(schema=schema) for schema in schemas]
-
-
-def _values_of(keyword: str, parts: Iterable[SchemaPart]) -> list[Any]:
-    """What each part has of a keyword, if it has it."""
-    values = [_member_of(part.resolved, keyword) for part in parts]
-    return [value for value in values if value is not None]
+            return values
+        unions = _keyword_values(self.conditions(), "anyOf")
+        unions += _keyword_values(self.conditions(), "oneOf")
+        branches = chain.from_iterable(map(as_list, unions))
+        conditions = (self._replace(schema=b).conditions() for b in branches)
+        values = _keyword_values(chain.from_iterable(conditions), keyword)
+        return values if len(values) == 1 else []
 
 
-def _member_of(schema: object, step: str) -> object:
-    """What is at a step of a reference, such as #/anyOf/0; None if nothing is."""
-    if isinstance(schema, list):
-        schema = {str(n): branch for n, branch in enumerate(schema)}
-    return schema.get(step) if isinstance(schema, dict) else None
+def _keyword_values(schemas: Iterable[object], keyword: str) -> list[Any]:
+    """What the first of these schemas have of a keyword."""
+    first = islice(schemas, _MAX_CONDITIONS)
+    return [s[keyword] for s in first if isinstance(s, dict) and keyword in s]
 
 
 def json_type(value: object) -> str:
@@ -19275,10 +19278,10 @@ def _own_types(schema: Schema) -> set[str]:
     values = as_list(schema.get("enum", []))
     if "const" in schema:
         values = [schema["const"]]
-    value_types = {json_type(value) for value in values}
+    value_types = set(map(json_type, values))
     if value_types:
         types = types & (value_types | {"null"}) or types or value_types
-    return types or set(_ALL_TYPES)
+    return types or ALL_TYPES
 
 
 def as_list(item: Any) -> list[Any]:
@@ -19310,35 +19313,42 @@ def to_json(value: object) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def value_as_json(text: str, types: set[str]) -> str:
-    """A bare value as JSON: what it means, by its types (empty: any).
+def escape_json(text: str) -> str:
+    """A part of a string in JSON, without quotes. Parts can be escaped one by one."""
+    return to_json(text)[1:-1]
 
-        5          integer         5
-        5          string          "5"
-        ['a']      array           ["a"]
-        five       integer         "five"
+
+class RepeatedKey(Exception):
+    """An object has a key twice. Of two values JSON would keep one (L-133)."""
+
+
+def value_as_json(text: str, types: set[str]) -> str:
+    """A bare value as JSON: what it means, by its types.
+
+        5          integer           5
+        5          string            "5"
+        None       string, number    "None"
+        ['a']      array             ["a"]
+        five       integer           "five"
 
     A value of another type than the schema's is passed on: the client knows better how
     to say what is wrong. What is neither JSON nor Python is a string.
     Raises RepeatedKey if an object in it has a key twice, but where `types` have a
     string, and not what the first bracket opens: it is one.
     """
-    can_be_string = not types or "string" in types
+    can_be_string = "string" in types
     parsers = [load_value] if can_be_string else [load_value, _load_escaped]
     errors: list[type[Exception]] = [ValueError, TypeError, RecursionError]
     container = "array" if text.lstrip().startswith("[") else "object"
-    if "string" in types and container not in types:
+    if can_be_string and container not in types:
         errors.append(RepeatedKey)
     for parse in parsers:
         with suppress(*errors):
             value = parse(text.strip())
-            if can_be_string or not isinstance(value, str):
-                return to_json(text if _is_string(value, types) else value)
+            value_type = json_type(value)
+            if value_type != "string" and (value_type in types or not can_be_string):
+                return to_json(value)
     return to_json(text)
-
-
-class RepeatedKey(Exception):
-    """An object has a key twice. Of two values JSON would keep one (L-133)."""
 
 
 def load_value(text: str) -> object:
@@ -19403,20 +19413,6 @@ def python_literal(node: ast.expr) -> Any:
             if min(len(names), len(set(keys))) < len(keys):
                 raise RepeatedKey(keys)
     return value
-
-
-def _is_string(value: object, types: set[str]) -> bool:
-    """Whether a text that reads as `value` is a string all the same.
-
-    "5" is one where the schema wants a string, and None where it wants one or a number.
-    """
-    value_type = json_type(value)
-    return value_type == "string" or ("string" in types and value_type not in types)
-
-
-def escape_json(text: str) -> str:
-    """A part of a string in JSON, without quotes. Parts can be escaped one by one."""
-    return to_json(text)[1:-1]
 
 
 # region CALL SYNTAXES =========================================================
@@ -20379,7 +20375,7 @@ class TaggedValue(_Reader):
     unread: UnreadText
     tags: ArgumentTags
     keys: tuple[str, ...]  # of the tool
-    types: set[str]  # empty: any
+    types: set[str]
     is_cdata: bool
     is_on_lines: bool  # it began on a line of its own
 
@@ -20477,7 +20473,7 @@ class TaggedValue(_Reader):
             return False
         if self.is_cdata:
             return True
-        is_string = not self.types or "string" in self.types
+        is_string = "string" in self.types
         if not is_string and (has_tag or not n_closing):
             # In an integer such as five</parametr> the next value may be.
             return not value_as_json(value, self.types).startswith('"')
@@ -20927,7 +20923,7 @@ class _MarkedCalls:
             text = match[1]
             if self._tag_like.search(text) and self._key_like.search(text):
                 raise ValueError(text)
-            is_text = not types or "string" in types
+            is_text = "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
         if types != {"string"} and (bracket := self._take(r"\s* [\[{]")):
             is_array = bracket[0].endswith("[")
@@ -21731,39 +21727,39 @@ class ReplyReader:
 #     qwen     <tool_call><function=read>   <parameter=path> any text </parameter>
 #                                           (<parameter=n> JSON </parameter>)? ...
 #
-# The tags are those of CALL SYNTAXES, the parts of a form those of REPLY GRAMMAR.
+# A call that is forced, or of a tool that is `strict`, is generated by its form. The
+# parts of a form are those of REPLY GRAMMAR, its tags those of CALL SYNTAXES. Of foreign
+# formats and of MiniCPM's syntax no more than the opening of a call is known.
 #
-# A call that is forced, or of a tool that is `strict`, is generated by its form. A strict
-# tool's arguments fit. Of a forced call that is not strict, what cannot be enforced
-# (`pattern`, a keyword that comes twice) is passed over: `is_lenient`.
-#
-# JSON is the grammar compiler's work, also that of a value between tags, if it is no
-# string. There the arguments come in the order of the schema, and only those that it
-# names or requires; and a text must be none that would be read as another value.
+# JSON is the grammar compiler's work, also that of a value between tags, unless it may
+# be a text. Between tags the arguments come in the order of the schema, and only those
+# that it names or requires; and a text must be none that would be read as another value.
 # `format` says nothing of a text, and oneOf is anyOf: a text that fits two branches may
 # be generated.
 #
-# A schema that cannot be enforced gives a `fault` (CallForm). Of foreign formats and of
-# MiniCPM's syntax no more than the opening of a call is known.
+# A strict tool whose schema cannot be enforced is refused. The arguments of another one
+# are free then; but if it is only a keyword (`pattern`, or one that comes twice), that
+# is passed over: `is_lenient`.
 #
 # Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
-# Keywords that say more of the arguments than which there are: not between tags.
+# Keywords that say more of all arguments than which there are: not between tags.
 _UNTAGGED_KEYWORDS: Final = (
     *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
     *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 )
-# Keywords that say nothing of a value.
-_ANNOTATIONS: Final = {
+# Keywords of a condition that by themselves say nothing of a value.
+_NEUTRAL_KEYWORDS: Final = {
     *("title", "description", "default", "examples", "$comment", "deprecated"),
     *("readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"),
+    *("$ref", "allOf"),  # their schemas are conditions, too
 }
 # Keywords of a text that are not enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
-# Texts that are read as a value of another type, if the argument may have that. No null:
-# nothing restricts it.
+# Texts that are read as a value of another type, where the argument may have that. One
+# that is read as null fits: null has no other value.
 _OTHER_TYPES: Final = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
@@ -21771,13 +21767,11 @@ _OTHER_TYPES: Final = {
     "number": r"\s*-?[0-9]+[.eE][0-9.eE+\-]*\s*",
     "boolean": r"\s*(true|false|True|False)\s*",
 }
-_MAX_DEPTH: Final = 20  # of unions in unions, and of schemas that others refer to
-_MAX_CHOICES: Final = 1_000  # ways to write a union
-_MAX_SCHEMAS: Final = 10_000  # looked at for one tool: each $ref may have many more
+_MAX_SCHEMAS: Final = 5_000  # of one tool: unions in unions may double at each level
 
 
 class _NoForm(Exception):
-    """A schema cannot be enforced."""
+    """A schema cannot be enforced; the text says why."""
 
 
 def call_forms(
@@ -21789,7 +21783,8 @@ def call_forms(
 ) -> list[CallForm]:
     """The form of a call of each tool, or of the one called `name`.
 
-    `strict_tools`: the path in the body of their schemas, by name.
+    `strict_tools`: the path in the body of their schemas, by name. Raises BadRequest:
+    such a schema cannot be enforced.
     """
     forms = []
     for tool_name, parameters in parameters_by_name(tools).items():
@@ -21798,13 +21793,12 @@ def call_forms(
         opening = tool_format.opening(tool_name, parameters)
         form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
         try:
-            if len(json.dumps(parameters)) > MAX_GRAMMAR_CHARACTERS:
-                raise _NoForm(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
-            is_lenient = not form.schema_path  # it is no strict tool
+            is_lenient = not form.schema_path
             parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
-        except _NoForm as error:
-            forms.append(form._replace(fault=str(error)))
-            continue
+        except _NoForm as fault:
+            if form.schema_path:
+                raise form.refusal(str(fault)) from None
+            parts = None
         if parts is not None and tool_format.syntax == "glm":
             # The parts have the tags of all keys, that of the first one, too.
             form = form._replace(opening=opening.removesuffix("<arg_key>"))
@@ -21819,6 +21813,8 @@ def _call_parts(
 
     Raises _NoForm.
     """
+    if len(json.dumps(parameters)) > MAX_GRAMMAR_CHARACTERS:
+        raise _NoForm(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
     syntax = CALL_SYNTAXES.get(tool_format.syntax)
     if syntax is None or syntax.end_spelling is None:
         return None
@@ -21870,10 +21866,9 @@ class _TaggedForm:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
         properties = parameters.get("properties") or {}
         required = parameters.get("required") or []
-        if not isinstance(properties, dict) or not isinstance(required, list):
+        is_readable = isinstance(properties, dict) and isinstance(required, list)
+        if not is_readable or not all(isinstance(key, str) for key in required):
             raise _NoForm("'properties' or 'required' is of another type")
-        if not all(isinstance(key, str) for key in required):
-            raise _NoForm("'required' has an item that is no name")
         other_schema = parameters.get("additionalProperties", True)
         if not properties and other_schema:
             raise _NoForm("it names no properties")
@@ -21883,92 +21878,67 @@ class _TaggedForm:
         for key in dict.fromkeys([*properties, *required]):
             if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
                 raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
-            choices = self._value_choices(properties.get(key, other_schema))
+            schema = properties.get(key, other_schema)
+            # By these what is written will be read, whichever branch of a union it fits.
+            types = SchemaPart(schema, parameters).types
+            choices = self._value_choices(schema, types)
             if not choices:
                 raise _NoForm(f"{key!r:.60} has no values")
             tag = key + key_end.format(gap=gap)
             arguments.append(Argument(tag, tuple(choices), key in required))
         return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
 
-    def _value_choices(self, schema: object) -> list[CallParts]:
-        """The ways to write a value, each with the tag that ends it."""
-        # By these what is written will be read, whichever branch it fits.
-        types = SchemaPart(schema, self._parameters).types
-        choices: list[CallParts] = []
-        for branch in self._branches(schema, depth=0):
-            choices += self._branch_choices(branch, types)
-        return choices
+    def _value_choices(
+        self, schema: object, types: set[str], depth: int = 0
+    ) -> list[CallParts]:
+        """The ways to write a value, each with the tag that ends it. Raises _NoForm.
 
-    def _branches(self, schema: Any, depth: int) -> list[dict[str, Any]]:
-        """Schemas of which a value fits one: without $ref, allOf and unions.
+        no string       JSON: the compiler does its schema
+        anyOf, oneOf    the ways of its branches; a list of types is like them
+        const, enum     these texts
+        string          any text of its length
 
-        But those that allow no string are as they were. Raises _NoForm.
+        `types`: of the whole value, of which `schema` may be a branch.
         """
-        types = SchemaPart(schema, self._parameters).types
-        if types and "string" not in types:
-            return [schema]
-        plain = self._plain_schema(schema, depth)
-        unions: dict[str, Any] = {
-            key: plain[key] for key in ("anyOf", "oneOf") if key in plain
-        }
-        names = plain.get("type")
-        if isinstance(names, list) and plain.keys().isdisjoint({"const", "enum"}):
-            unions["type"] = [{"type": name} for name in names]
-        if not unions:
-            return [plain]
-        keyword, union = next(iter(unions.items()))
-        if not isinstance(union, list):
-            raise _NoForm(f"{keyword!r} is no list")
-
-        del plain[keyword]  # the rest, other unions too, stands beside each branch
-        branches: list[dict[str, Any]] = []
-        for branch in union:
-            whole = {"allOf": [branch, plain]} if plain else branch
-            branches += self._branches(whole, depth + 1)
-            if len(branches) > _MAX_CHOICES:  # unions of unions double at each level
-                raise _NoForm(f"{keyword!r} has too many parts")
-        return branches
-
-    def _branch_choices(self, branch: Schema, types: set[str]) -> list[CallParts]:
-        """The ways to write what fits a branch.
-
-        no string        JSON: the compiler does its schema
-        const, enum      these texts
-        string           any text of its length
-        """
-        part = SchemaPart(branch, self._parameters)
-        own_types = part.types  # empty: any
-        if own_types and "string" not in own_types:
+        part = SchemaPart(schema, self._parameters)
+        own_types = part.types
+        if "string" not in own_types:
             value = JsonValue(_with_definitions(part), self._is_lenient)
             return [(value, self._value_end)]
-        values = _allowed_values(branch)
-        if values is not None:
-            self._refuse(branch, (*_TEXT_KEYWORDS, "minLength", "maxLength"))
-            if own_types:
-                values = [value for value in values if json_type(value) in own_types]
-            return [self._constant(value, types) for value in values]
-        if branch.get("type") == "string" or not branch:
-            return [self._text(branch, types)]
-        raise _NoForm("a property has no type")
 
-    def _plain_schema(self, schema: object, depth: int) -> dict[str, Any]:
-        """All that a schema says, without $ref and allOf. Raises _NoForm."""
-        if schema is True:
-            return {}
-        self._n_schemas += 1
-        is_too_much = depth > _MAX_DEPTH or self._n_schemas > _MAX_SCHEMAS
-        if not isinstance(schema, dict) or is_too_much:
-            raise _NoForm("a schema of a property cannot be read")
-        plain = dict(schema)
-        parts = as_list(plain.pop("allOf", []))
-        if plain.pop("$ref", None) is not None:
-            tool = SchemaPart.of_tool(self._parameters)
-            parts.append(tool.look_up(str(schema["$ref"])))
-        for part in parts:
-            for keyword, value in self._plain_schema(part, depth + 1).items():
+        plain = self._plain_schema(part, depth)
+        branches = _union_branches(plain)
+        choices: list[CallParts] = []
+        if branches is not None:
+            for branch in branches:
+                choices += self._value_choices(branch, types, depth + 1)
+        elif "const" in plain or "enum" in plain:
+            self._refuse(plain, (*_TEXT_KEYWORDS, "minLength", "maxLength"))
+            for value in as_list(plain.get("enum", [plain.get("const")])):
+                is_const = value == plain.get("const", value)
+                if is_const and json_type(value) in own_types:
+                    choices.append(self._constant(value, types))
+        elif plain.get("type") == "string" or not plain:
+            choices.append(self._text(plain, types))
+        else:
+            raise _NoForm("a property has no type")
+        return choices
+
+    def _plain_schema(self, part: SchemaPart, depth: int) -> dict[str, Any]:
+        """All its conditions in one. Raises _NoForm."""
+        plain: dict[str, Any] = {}
+        for condition in part.conditions():
+            self._n_schemas += 1
+            if self._n_schemas > _MAX_SCHEMAS or depth > MAX_SCHEMA_DEPTH:
+                raise _NoForm("its schema has too many parts")
+            if not isinstance(condition, dict):
+                raise _NoForm("a schema of a property cannot be read")
+            for keyword, value in condition.items():
+                if keyword in _NEUTRAL_KEYWORDS:
+                    continue
                 if plain.setdefault(keyword, value) != value and not self._is_lenient:
                     raise _NoForm(f"{keyword!r} comes twice for one value")
-        return {key: plain[key] for key in plain if key not in _ANNOTATIONS}
+        return plain
 
     def _refuse(self, schema: Schema, keywords: Sequence[str]) -> None:
         """Raise _NoForm if a strict tool has one of these keywords."""
@@ -21977,24 +21947,24 @@ class _TaggedForm:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
 
     def _text(self, schema: Schema, types: set[str]) -> CallParts:
+        """Any text of its length that is not read as a value of another type."""
         self._refuse(schema, _TEXT_KEYWORDS)
-        for keyword in ("minLength", "maxLength"):
-            length = schema.get(keyword, 0)
-            if json_type(length) != "integer" or length < 0:
-                raise _NoForm(f"{keyword!r} is no integer of 0 or more")
-        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-        if longest != "" and shortest > longest:
+        lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
+        if any(json_type(length) != "integer" or length < 0 for length in lengths):
+            raise _NoForm("'minLength' or 'maxLength' is no integer of 0 or more")
+        if lengths != sorted(lengths):
             raise _NoForm("'minLength' is more than 'maxLength'")
-        lengths = f"{shortest},{longest}"
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        # If any type is allowed, no text is read as a wrong one.
+        other_types = types if types != ALL_TYPES else set()
         excluded = "|".join(
-            pattern for name, pattern in _OTHER_TYPES.items() if name in types
+            pattern for name, pattern in _OTHER_TYPES.items() if name in other_types
         )
-        value = self._value_end._replace(
-            pattern=f"(?s:.{{{lengths}}})", excluded=excluded
-        )
-        return (value,)
+        pattern = f"(?s:.{{{shortest},{longest}}})"
+        return (self._value_end._replace(pattern=pattern, excluded=excluded),)
 
     def _constant(self, value: object, types: set[str]) -> CallParts:
+        """This value alone. Raises _NoForm if it would be read as another."""
         text = value if isinstance(value, str) else to_json(value)
         json_text = None
         with suppress(RepeatedKey):
@@ -22005,12 +21975,22 @@ class _TaggedForm:
         return (text, self._value_end)
 
 
-def _allowed_values(schema: Schema) -> list[Any] | None:
-    """The only values that a schema allows, by const and enum; None: it names none."""
-    named = [[schema["const"]]] if "const" in schema else []
-    if isinstance(schema.get("enum"), list):
-        named.append(schema["enum"])
-    return [value for value in named[0] if value in named[-1]] if named else None
+def _union_branches(schema: Schema) -> list[object] | None:
+    """The branches of a union, each with what stands beside the union; None: it has none.
+
+    A list of types is a union, too, unless values are listed: these have their types.
+    """
+    rest = dict(schema)
+    has_values = "const" in rest or "enum" in rest
+    if "anyOf" in rest:
+        union = as_list(rest.pop("anyOf"))
+    elif "oneOf" in rest:
+        union = as_list(rest.pop("oneOf"))
+    elif isinstance(rest.get("type"), list) and not has_values:
+        union = [{"type": name} for name in rest.pop("type")]
+    else:
+        return None
+    return [{"allOf": [branch, rest]} if rest else branch for branch in union]
 
 
 def _with_definitions(part: SchemaPart) -> dict[str, Any]:
@@ -22019,29 +21999,26 @@ def _with_definitions(part: SchemaPart) -> dict[str, Any]:
     {"$ref": "#/properties/path"} of the tool becomes {"$ref": "#/$defs/d0"}.
     """
     references: list[str] = []  # grows while they are followed
-    copied: dict[str, Any] = _copy_schema(part.schema, references)
+
+    def rename(schema: dict[str, Any]) -> dict[str, Any]:
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in references:
+                references.append(reference)
+            schema["$ref"] = f"#/$defs/d{references.index(reference)}"
+        return schema
+
+    def copy_schema(schema: object) -> Any:
+        return json.loads(json.dumps(schema), object_hook=rename)
+
+    copied: dict[str, Any] = copy_schema(part.schema)
     definitions: dict[str, Any] = {}
     for number, reference in enumerate(references):
         target = part.look_up(reference)
         if target is None:
             raise _NoForm(f"{reference!r:.60} refers to nothing")
-        definitions[f"d{number}"] = _copy_schema(target, references)
+        definitions[f"d{number}"] = copy_schema(target)
     return {**copied, "$defs": definitions} if definitions else copied
-
-
-def _copy_schema(schema: Any, references: list[str]) -> Any:
-    """A copy that refers to "#/$defs/d0" for the first of these; new ones are added."""
-    if isinstance(schema, list):
-        return [_copy_schema(item, references) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copied = {key: _copy_schema(item, references) for key, item in schema.items()}
-    reference = copied.get("$ref")
-    if isinstance(reference, str):
-        if reference not in references:
-            references.append(reference)
-        copied["$ref"] = f"#/$defs/d{references.index(reference)}"
-    return copied
 
 
 # region TENANTS ===============================================================
@@ -22558,7 +22535,8 @@ def _find_call_forms(
     """How a call may be written that `tool_choice` demands, or if a tool is strict.
 
     A form fixes the order of the arguments: that of `shown_tools`, as the prompt has
-    them. () if any call will do. Raises BadRequest: the model knows no calls.
+    them. () if any call will do. Raises BadRequest: the model knows no calls, or a
+    strict tool cannot be enforced.
     """
     mode, name = request.tool_choice
     must_call = mode in ("required", "named")

@@ -104,11 +104,11 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
     loaded = served.state.engine.model
     body = {"messages": ASKED, "enable_thinking": False}
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-    reply_form = s._ReplyForm(
+    reply_tags = s._ReplyTags(
         loaded, request, in_reasoning=False, call_start="<tool_call>"
     )
-    grammars = s._ReplyGrammars(loaded, reply_form, forms)
-    return grammars.compile_calls(reply_form.forced_call()).deep_copy()
+    grammars = s._ReplyGrammars(loaded, reply_tags, forms)
+    return grammars.compile_calls(reply_tags.rule_of_calls()).deep_copy()
 
 
 def forms_of(parameters: Any, syntax: str = "qwen", *, strict: bool = False) -> Any:
@@ -119,8 +119,11 @@ def forms_of(parameters: Any, syntax: str = "qwen", *, strict: bool = False) -> 
 
 
 def has_form(parameters: Any, syntax: str = "qwen", *, strict: bool = False) -> bool:
-    (form,) = forms_of(parameters, syntax, strict=strict)
-    assert bool(form.parts) != bool(form.fault)
+    try:
+        (form,) = forms_of(parameters, syntax, strict=strict)
+    except s.BadRequest as refused:
+        assert strict and refused.param == "tools[0]"
+        return False
     return bool(form.parts)
 
 
