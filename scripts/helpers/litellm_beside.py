@@ -250,12 +250,8 @@ class Keeper:
 
             if not stop.is_set():
                 self.report("starting")
-                log.error(
-                    "LiteLLM ended (%s): %s.log; again in %.0f s",
-                    status,
-                    self.files,
-                    delay,
-                )
+                text = "LiteLLM ended (%s): %s.log; again in %.0f s"
+                log.error(text, status, self.files, delay)
                 stop.wait(delay)
                 delay = min(2 * delay, 60.0)
 
@@ -268,16 +264,15 @@ class Keeper:
             # The number may be that of another program by now.
             while f"{self.files}.json" in process.cmdline():
                 if process.ppid() != parent:
-                    log.warning(
-                        "ending LiteLLM (pid %d), left over from a server that is gone",
-                        pid,
+                    text = (
+                        "ending LiteLLM (pid %d), left over from a server that is gone"
                     )
+                    log.warning(text, pid)
                     end_group(pid)
                     break
                 if time.monotonic() > deadline:
-                    log.error(
-                        "no proxy: LiteLLM (pid %d) of another start-llm is there", pid
-                    )
+                    text = "no proxy: LiteLLM (pid %d) of another start-llm is there"
+                    log.error(text, pid)
                     return False
                 if stop.wait(0.1):
                     return False

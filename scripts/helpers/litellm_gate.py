@@ -42,16 +42,18 @@ import socket
 import sys
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterable,
     Mapping,
 )
-from contextlib import suppress
+from contextlib import closing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import anyio
@@ -62,6 +64,7 @@ from replica_choice import (
     Replicas,
     conversation_by_body,
     conversation_by_headers,
+    read_object,
 )
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -82,9 +85,9 @@ logger = logging.getLogger("litellm_gate")
 
 # All headers that LiteLLM takes a key from, and Google's parameter of the query.
 KEY_HEADERS: Final = (
-    *("x-litellm-api-key", "authorization", "api-key", "x-api-key", "x-goog-api-key"),
-    "ocp-apim-subscription-key",
-)
+    b"x-litellm-api-key authorization api-key x-api-key x-goog-api-key "
+    b"ocp-apim-subscription-key"
+).split()
 # Where LiteLLM asks for none: its pages, and whether it lives.
 OPEN_PATHS: Final = ("/ui", "/health/liv", "/health/readiness")
 # What stands for messages or a prompt that are stored nowhere here.
@@ -173,35 +176,26 @@ class Refusal(Exception):
             }
         }
 
-    def event(self, path: str) -> object:
-        """The data of the event that ends a stream of Google's or of the Responses API."""
-        if GOOGLE_PATH.fullmatch(path):
-            return self.body(path)
-        return {
-            "type": "error",
-            "code": self.code,
-            "message": self.sentence,
-            "param": self.parameter,
-            "sequence_number": 0,
-        }
+    def last_event(self, path: str) -> bytes:
+        """What ends a stream of the API that was called."""
+        data = self.body(path)
+        if path.endswith("/v1/responses"):
+            fault = {"message": self.sentence, "param": self.parameter}
+            data = {"type": "error", "code": self.code, **fault, "sequence_number": 0}
+        is_named = path.endswith(("/v1/responses", "/v1/messages"))
+        name = "event: error\n" if is_named else ""
+        return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 @dataclass(slots=True)
 class ServerCall:
-    """What LiteLLM has asked the server for one request, which SERVER_CALL holds."""
+    """Who answers a request and, where SERVER_CALL holds it, what LiteLLM has asked there."""
 
-    server: Replica
-    servers: Replicas  # that it is one of
-    conversation: str = ""  # that its request belongs to, see replica_choice.py
+    servers: Replicas  # that may answer it
+    conversation: str  # "": one that nobody knows again, see replica_choice.py
+    server: Replica = field(init=False)  # the one that was chosen
     was_sent: bool = False
     error: httpx.Response | None = None  # whole
-
-
-class ServersCall(NamedTuple):
-    """Who may answer a request."""
-
-    servers: Replicas
-    conversation: str  # "": one that nobody knows again
 
 
 SERVER_CALL: Final[ContextVar[ServerCall | None]] = ContextVar("call", default=None)
@@ -249,19 +243,15 @@ class BoundedStream(httpx.AsyncByteStream):
         await self._stream.aclose()
 
 
-def keepalive_options() -> list[tuple[int, int, int]]:
-    """Of a socket: the system asks a silent machine whether it is there, for a minute.
-
-    One that is switched off, or sleeps, closes no connection.
-    """
-    is_macos = sys.platform == "darwin"
-    idle = getattr(socket, "TCP_KEEPALIVE" if is_macos else "TCP_KEEPIDLE")
-    return [
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, idle, 30),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    ]
+# The system asks a silent machine whether it is there, for a minute: one that is switched
+# off, or sleeps, closes no connection.
+IDLE_OPTION: Final = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+KEEPALIVE_OPTIONS: Final = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, getattr(socket, IDLE_OPTION), 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
 
 
 def client_of_server(
@@ -274,7 +264,7 @@ def client_of_server(
     transport = transport or httpx.AsyncHTTPTransport(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
-        socket_options=keepalive_options(),
+        socket_options=KEEPALIVE_OPTIONS,
     )
     return httpx.AsyncClient(
         transport=transport,
@@ -319,7 +309,7 @@ class HeldBody:
                 raise Refusal(503, sentence, code="queue_full", headers=SOON)
         return b"".join(parts)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """It has been sent on, or nobody wants it any more."""
         self.of_all.n_bytes -= self.n_bytes
         self.n_bytes = 0
@@ -391,59 +381,43 @@ class Gate:
         """
         call = self._find_call(scope, None)
         is_unknown = self.servers.are_several and not call.conversation
-        held_body = HeldBody(self.held_bytes, self.max_body_bytes)
-        try:
+        with closing(HeldBody(self.held_bytes, self.max_body_bytes)) as held_body:
             if scope["method"] == "POST" and (is_unknown or self.named):
                 call, receive = await self._read_call(scope, held_body, receive)
-            await self._exchange(scope, ClientBody(receive), send, call)
-        finally:
-            held_body.release()
+            body = ClientBody(receive)
+            exchange = self._send_on(scope, body, send, call)
+            await do_until(body.wait_until_left, exchange)
 
     async def _read_call(
         self, scope: Scope, held_body: HeldBody, receive: Receive
-    ) -> tuple[ServersCall, Receive]:
+    ) -> tuple[ServerCall, Receive]:
         """Who may answer, and the body. Only what is returned holds that: it is let go."""
         payload = await held_body.read(receive)
         call = self._find_call(scope, payload)
-        return call, replaying(payload, receive, held_body.release)
+        return call, replaying(payload, receive, held_body.close)
 
-    def _find_call(self, scope: Scope, payload: bytes | None) -> ServersCall:
+    def _find_call(self, scope: Scope, payload: bytes | None) -> ServerCall:
         """Who may answer, by headers, path and, where it was read, the body."""
-        servers, conversation = self.servers, ""
-        if payload is not None:
-            google = GOOGLE_PATH.fullmatch(scope["path"])
-            name = google[1] if google else find_model(payload) if self.named else ""
-            servers = self.named.get(plain_name(name), self.servers)
+        body: Mapping[str, Any] = {}
+        if payload is not None and (self.named or self.servers.are_several):
+            body = read_object(payload)
+        google = GOOGLE_PATH.fullmatch(scope["path"])
+        name = google[1] if google else str(body.get("model", ""))
+        servers = self.named.get(plain_name(name), self.servers)
+        conversation = ""
         if servers.are_several:
             conversation = conversation_by_headers(scope["headers"])
-            if payload is not None and not conversation:
-                conversation = conversation_by_body(payload)
-        return ServersCall(servers, conversation)
-
-    async def _exchange(
-        self, scope: Scope, body: ClientBody, send: Send, call: ServersCall
-    ) -> None:
-        """Let a server answer, as long as the client stays. Raises Refusal."""
-        refusal = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(body.cancel_when_left, group.cancel_scope)
-            try:
-                await self._send_on(scope, body, send, call)
-            except Refusal as error:  # the group would wrap it
-                refusal = error
-            except ClientDisconnect:
-                pass
-            group.cancel_scope.cancel()
-        if refusal:
-            raise refusal
+            conversation = conversation or conversation_by_body(body)
+        return ServerCall(servers, conversation)
 
     async def _send_on(
-        self, scope: Scope, body: ClientBody, send: Send, call: ServersCall
+        self, scope: Scope, body: ClientBody, send: Send, call: ServerCall
     ) -> None:
         """Exchange it with the first server that takes the connection. Raises Refusal."""
-        servers, conversation = call
+        servers = call.servers
         failed_urls: list[str] = []
-        while server := servers.choose(conversation, without=failed_urls):
+        while server := servers.choose(call.conversation, without=failed_urls):
+            call.server = server
             request = self._request_to(server, scope, body)
             try:
                 response = await self.client.send(request, stream=True)
@@ -457,9 +431,8 @@ class Gate:
                 raise refusal_for_lost(server) from None
             try:
                 if response.status_code == 503:
-                    await servers.note_refusal(server, conversation)
-                server_call = ServerCall(server, servers)
-                await self._send_back(response, server_call, scope["path"], send)
+                    await servers.note_refusal(server, call.conversation)
+                await self._send_back(response, call, scope["path"], send)
             finally:
                 await response.aclose()
             return
@@ -512,9 +485,7 @@ class Gate:
             # Inside an event, or a whole response, only a broken connection says it.
             if not last_chunk.endswith(b"\n\n"):
                 raise
-            name = "event: error\n" if path.startswith("/v1/messages") else ""
-            fault = refusal_for_lost(call.server).body(path)
-            end = f"{name}data: {json.dumps(fault)}\n\n".encode()
+            end = refusal_for_lost(call.server).last_event(path)
         await send({"type": "http.response.body", "body": end})
 
     # -- to LiteLLM --------------------------------------------------------------------
@@ -524,8 +495,7 @@ class Gate:
 
         Raises Refusal: the body is wrong, or the chat failed before the answer began.
         """
-        held_body = HeldBody(self.held_bytes, self.max_body_bytes)
-        try:
+        with closing(HeldBody(self.held_bytes, self.max_body_bytes)) as held_body:
             payload = await held_body.read(receive)
             payload = self._check_body(scope["path"], payload)
             google = GOOGLE_PATH.fullmatch(scope["path"])
@@ -533,37 +503,35 @@ class Gate:
                 path = scope["path"].replace(google[1], plain_name(google[1]))
                 scope = {**scope, "path": path, "raw_path": path.encode()}
             await self._translate_body(scope, payload, receive, send)
-        finally:
-            held_body.release()
 
     async def _translate_body(
         self, scope: Scope, payload: bytes, receive: Receive, send: Send
     ) -> None:
         """The same, of a body that was checked."""
-        servers, conversation = self._find_call(scope, payload)
-        server = servers.choose(conversation)
+        call = self._find_call(scope, payload)
+        server = call.servers.choose(call.conversation)
         if server is None:
-            raise refusal_for_none(servers)
-        call = ServerCall(server, servers, conversation)
+            raise refusal_for_none(call.servers)
+        call.server = server
         SERVER_CALL.set(call)
         answer = Answer(send, call)
         framing = (b"content-length", b"transfer-encoding")
         headers = [header for header in scope["headers"] if header[0] not in framing]
         length = (b"content-length", b"%d" % len(payload))
         scope = {**scope, "headers": [*headers, length]}
-        raised: Exception | None = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(cancel_when_left, receive, group.cancel_scope)
-            # Who leaves is noticed here, whatever LiteLLM is waiting for.
-            body = replaying(payload, wait_for_ever)
-            try:
-                await self._pass_on(scope, body, answer.send)
-            except Exception as error:  # noqa: BLE001  # the group would wrap it
-                raised = error
-            group.cancel_scope.cancel()
-        if isinstance(raised, Refusal) or (raised and answer.has_begun):
-            raise raised
-        if raised or answer.is_error:
+        # Who leaves is noticed here, whatever LiteLLM is waiting for.
+        body = replaying(payload, wait_for_ever)
+        translation = self._pass_on(scope, body, answer.send)
+        has_failed = False
+        try:
+            await do_until(partial(wait_until_left, receive), translation)
+        except Refusal:
+            raise
+        except Exception:
+            if answer.has_begun:
+                raise
+            has_failed = True
+        if has_failed or answer.is_error:
             if call.error is None:
                 await call.servers.check(call.server)
             elif call.error.status_code == 503:
@@ -692,16 +660,13 @@ def check_key(scope: Scope, key: str) -> Scope:
     """
     if not key or scope["path"].startswith(OPEN_PATHS):
         return scope
-    names = [name.encode() for name in KEY_HEADERS]
-    values = [value for name, value in scope["headers"] if name in names]
+    values = [value for name, value in scope["headers"] if name in KEY_HEADERS]
     values += parse_qs(scope["query_string"]).get(b"key", [])
     sent_keys = [re.sub(rb"(?i)^bearer(\s+|$)", b"", v.strip()) for v in values]
     if any(hmac.compare_digest(sent_key, key.encode()) for sent_key in sent_keys):
-        other_headers = [
-            header for header in scope["headers"] if header[0] not in names
-        ]
+        others = [header for header in scope["headers"] if header[0] not in KEY_HEADERS]
         bearer = (b"authorization", b"Bearer " + key.encode())
-        return {**scope, "headers": [*other_headers, bearer]}
+        return {**scope, "headers": [*others, bearer]}
 
     fault = "a key is needed"
     if any(sent_keys):
@@ -738,17 +703,35 @@ class ClientBody:
             yield part
         self._was_read.set()
 
-    async def cancel_when_left(self, cancel_scope: anyio.CancelScope) -> None:
+    async def wait_until_left(self) -> None:
         """Wait until the whole body has come, then until the client leaves."""
         await self._was_read.wait()
-        await cancel_when_left(self._receive, cancel_scope)
+        await wait_until_left(self._receive)
 
 
-async def cancel_when_left(receive: Receive, cancel_scope: anyio.CancelScope) -> None:
+async def wait_until_left(receive: Receive) -> None:
     """Of a request whose body was read: wait until its client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    cancel_scope.cancel()
+
+
+async def do_until(end: Callable[[], Awaitable[None]], work: Awaitable[None]) -> None:
+    """Do the work, at most until end() returns. Raises what the work raises."""
+
+    async def cancel_at_end() -> None:
+        await end()
+        group.cancel_scope.cancel()
+
+    raised = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(cancel_at_end)
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # the group would wrap it
+            raised = error
+        group.cancel_scope.cancel()
+    if raised:
+        raise raised
 
 
 async def wait_for_ever() -> Message:
@@ -762,13 +745,10 @@ def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes
 
     A body goes on with a POST alone, so other methods have no length.
     """
-    left_out = [*CONNECTION_HEADERS, b"expect", b"origin"]
-    left_out += [key.encode() for key in KEY_HEADERS]
+    left_out = [*CONNECTION_HEADERS, *KEY_HEADERS, b"expect", b"origin"]
     if scope["method"] != "POST":
         left_out.append(b"content-length")
-    headers = [
-        (name, value) for name, value in scope["headers"] if name not in left_out
-    ]
+    headers = [header for header in scope["headers"] if header[0] not in left_out]
     if server_key:
         headers.append((b"authorization", b"Bearer " + server_key.encode()))
     return headers
@@ -808,16 +788,6 @@ def refuse_stored(body: Mapping[str, Any]) -> None:
     if fields:
         sentence = "no conversation is stored here: leave it out, send all messages"
         raise Refusal(400, f"{fields[0]}: {sentence}", parameter=fields[0])
-
-
-def find_model(payload: bytes) -> str:
-    """The name of the model in a body; "" if it has none, or is no JSON."""
-    try:
-        body = json.loads(payload)
-    except (ValueError, RecursionError):
-        return ""
-    name = body.get("model") if isinstance(body, dict) else None
-    return name if isinstance(name, str) else ""
 
 
 def replaying(
@@ -868,9 +838,8 @@ class Answer:
         """End a stream that has begun with an event. Raises the refusal if none has."""
         if not self.has_begun:
             raise refusal
-        name = "" if GOOGLE_PATH.fullmatch(path) else "event: error\n"
-        event = f"{name}data: {json.dumps(refusal.event(path))}\n\n"
-        await self._send({"type": "http.response.body", "body": event.encode()})
+        end = refusal.last_event(path)
+        await self._send({"type": "http.response.body", "body": end})
 
 
 def refusal_for_none(servers: Replicas) -> Refusal:

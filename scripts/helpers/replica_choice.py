@@ -83,17 +83,17 @@ def conversation_by_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return ""
 
 
-def conversation_by_body(payload: bytes) -> str:
-    """A digest of the session id in a body or, without one, of the user's first words.
-
-    "" if it has neither, or is no JSON: the server will say so.
-    """
+def read_object(payload: bytes) -> Mapping[str, Any]:
+    """The fields of a body; none if it is no object of JSON: the server will say so."""
     try:
         body = json.loads(payload)
     except (ValueError, RecursionError):
-        return ""
-    if not isinstance(body, dict):
-        return ""
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def conversation_by_body(body: Mapping[str, Any]) -> str:
+    """A digest of the session id in a body or, without one, of the user's first words."""
     words = find_session_id(body) or find_first_words(body)
     return digest_of(words) if words else ""
 
@@ -161,10 +161,6 @@ class Assignment:
     used_at: float  # Unix seconds
 
 
-def ignore(_line: str) -> None:
-    """A report that nobody reads."""
-
-
 @dataclass(slots=True)
 class Replicas:
     """The servers, and the conversations that each has. Of one thread: the event loop's."""
@@ -173,7 +169,7 @@ class Replicas:
     client: httpx.AsyncClient
     model_id: str = ""  # that each must serve
     assignments_file: Path | None = None
-    report: Callable[[str], None] = ignore  # takes a line for the server's log
+    report: Callable[[str], None] = lambda _: None  # takes a line for the server's log
     _by_url: dict[str, Replica] = field(init=False)
     _assignments: OrderedDict[str, Assignment] = field(default_factory=OrderedDict)
     _n_turns: int = 0  # that servers took with requests without a conversation

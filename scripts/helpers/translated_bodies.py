@@ -152,9 +152,8 @@ def check_response(body: object) -> None:
         raise Fault("input", "should not be empty")
     for index, item in enumerate(items if isinstance(items, list) else ()):
         is_message = item.get("type") is None and "role" in item
-        kind = "message" if is_message else item.get("type")
-        shape = ITEMS.get(kind, OTHER_ITEM) if isinstance(kind, str) else OTHER_ITEM
-        check_shape(item, shape, f"input[{index}]")
+        kind = "message" if is_message else str(item.get("type"))
+        check_shape(item, ITEMS.get(kind, OTHER_ITEM), f"input[{index}]")
 
     check_response_tools(body)
     answer_format = (body.get("text") or {}).get("format") or {}
@@ -170,43 +169,6 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
             raise Fault(f"tools[{index}].name", "is missing")
     if body.get("tool_choice") not in (None, "none", "auto") and not tools:
         raise Fault("tool_choice", "a call is demanded, but there are no tools")
-
-
-def check_google(body: object) -> None:
-    """Raise Fault for a body that rename_fields() made, which LiteLLM would not read whole."""
-    check_shape(body, GOOGLE, "")
-    assert isinstance(body, dict)
-    if not body["contents"]:
-        raise Fault("contents", "should not be empty")
-    for index, content in enumerate(body["contents"]):
-        place = f"contents[{index}]"
-        role = GOOGLE_ROLES.get(content.get("role", "user"))
-        if role is None:
-            raise Fault(f"{place}.role", "should be user or model")
-        check_parts(content["parts"], role, place)
-    if "systemInstruction" in body:
-        parts = body["systemInstruction"]["parts"]
-        check_parts(parts, "system", "systemInstruction")
-
-    if body.get("generationConfig", {}).get("candidateCount", 1) != 1:
-        raise Fault("generationConfig.candidateCount", "only one answer is written")
-    calling = body.get("toolConfig", {}).get("functionCallingConfig", {})
-    if calling.get("mode") == "ANY" and not body.get("tools"):
-        place = "toolConfig.functionCallingConfig.mode"
-        raise Fault(place, "a call is demanded, but there are no tools")
-
-
-def check_parts(parts: list[dict[str, Any]], role: str, place: str) -> None:
-    """Raise Fault for a part of Google's that would be left out, or half of it."""
-    read_names = GOOGLE_PARTS[role]
-    for index, part in enumerate(parts):
-        names = [name for name in GOOGLE_PART if name in part]
-        if len(names) > 1:
-            fault = f"has {names[0]} and {names[1]}: they are two parts"
-            raise Fault(f"{place}.parts[{index}]", fault)
-        if not names or names[0] not in read_names:
-            fault = f"should have {' or '.join(read_names)}: nothing else is read here"
-            raise Fault(f"{place}.parts[{index}]", fault)
 
 
 def check_shape(value: object, shape: Shape, place: str) -> None:
@@ -263,22 +225,49 @@ def mend_google(body: object) -> dict[str, Any]:
     `inline_data` alone, and of a system message the first part.
     """
     mended = rename_fields(body, GOOGLE)
-    check_google(mended)
+    check_shape(mended, GOOGLE, "")
     assert isinstance(mended, dict)
-    for content in mended["contents"]:
+    if not mended["contents"]:
+        raise Fault("contents", "should not be empty")
+    for index, content in enumerate(mended["contents"]):
+        place = f"contents[{index}]"
+        role = GOOGLE_ROLES.get(content.get("role", "user"))
+        if role is None:
+            raise Fault(f"{place}.role", "should be user or model")
+        mend_parts(content["parts"], role, place)
         if "role" in content:
-            content["role"] = GOOGLE_ROLES[content["role"]]
-        for part in content["parts"]:
-            image = part.pop("inlineData", None)
-            if image:
-                kind = image.get("mimeType", "image/jpeg")
-                part["inline_data"] = {"mime_type": kind, "data": image["data"]}
+            content["role"] = role
 
-    system_parts = mended.get("systemInstruction", {}).get("parts", ())
+    system_parts = mended.get("systemInstruction", {}).get("parts", [])
+    mend_parts(system_parts, "system", "systemInstruction")
     if len(system_parts) > 1:
         text = "\n\n".join(part["text"] for part in system_parts)
         mended["systemInstruction"] = {"parts": [{"text": text}]}
+
+    if mended.get("generationConfig", {}).get("candidateCount", 1) != 1:
+        raise Fault("generationConfig.candidateCount", "only one answer is written")
+    calling = mended.get("toolConfig", {}).get("functionCallingConfig", {})
+    if calling.get("mode") == "ANY" and not mended.get("tools"):
+        place = "toolConfig.functionCallingConfig.mode"
+        raise Fault(place, "a call is demanded, but there are no tools")
     return mended
+
+
+def mend_parts(parts: list[dict[str, Any]], role: str, place: str) -> None:
+    """Write images as LiteLLM reads them. Raises Fault for what it would leave out."""
+    read_names = GOOGLE_PARTS[role]
+    for index, part in enumerate(parts):
+        names = [name for name in GOOGLE_PART if name in part]
+        if len(names) > 1:
+            fault = f"has {names[0]} and {names[1]}: they are two parts"
+            raise Fault(f"{place}.parts[{index}]", fault)
+        if not names or names[0] not in read_names:
+            fault = f"should have {' or '.join(read_names)}: nothing else is read here"
+            raise Fault(f"{place}.parts[{index}]", fault)
+        image = part.pop("inlineData", None)
+        if image:
+            kind = image.get("mimeType", "image/jpeg")
+            part["inline_data"] = {"mime_type": kind, "data": image["data"]}
 
 
 def rename_fields(value: object, shape: Shape) -> object:
