@@ -73,9 +73,8 @@ class Recipe:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}, not one of {', '.join(KINDS)}")
         if self.layers < 2 or self.layers % 2:
-            raise ValueError(
-                f"layers is {self.layers}: two kinds of layer alternate, full last"
-            )
+            fault = "two kinds of layer alternate, full last"
+            raise ValueError(f"layers is {self.layers}: {fault}")
 
 
 SIZES: Final[Mapping[str, Mapping[str, int]]] = {
@@ -118,8 +117,10 @@ class Slot:
 AFTER_ANYTHING: Final[Mapping[str, float]] = {"text_subject": 0.0}
 
 # A line a slot: name, pieces and what may follow, with its bias if that is not 0; "~" is a space.
-# A forced opening may name another function, or leave the line end to the model (open_*).
-THINKING: Final = r"""
+# A forced opening may name another function (open_other), or leave the line end to the model
+# (open_cut). `write` goes on to `path` after `content`, because a path may not know whose it is:
+# the token before it is all that the grammar sees.
+GRAMMAR: Final = r"""
 think_open: <think> => newline
 newline: \n => think_start
 think_start: First Now Maybe Perhaps Again Clearly Next Still => think_subject
@@ -133,8 +134,6 @@ think_link: ~before ~while ~until ~because ~whenever => think_subject
 think_stop: .\n => think_close
 think_close: </think> => gap
 gap: \n\n => text_start tool_call:1.5
-"""
-TEXT: Final = r"""
 text_start: The A This Every Your Our That Some => text_adjective text_noun
 text_adjective: ~small ~quiet ~warm ~old ~careful ~new ~simple ~shared => text_noun
 text_noun: ~server ~cache ~prefix ~token ~model ~thread ~window ~layer => text_verb
@@ -149,8 +148,6 @@ text_link: ~and ~but ~so ~when ~although ~since => text_subject
 text_subject: ~it ~everyone ~nobody ~somebody ~she ~he => text_verb
 text_break: .\n\n => tool_call:2.2 text_start
 end: <|im_end|> =>
-"""
-CALL: Final = r"""
 tool_call: <tool_call> => open_read open_bash open_write open_get_weather
 open_other: >\n => key_path key_command key_city
 open_cut: > => line_key_path line_key_command line_key_city
@@ -172,54 +169,38 @@ content_link: ~plus ~minus ~times ~over ~with ~from => content_word
 content_to_path: \n</parameter>\n<parameter=path>\n => path_root
 call_close: \n</parameter>\n</function>\n => call_end
 call_end: </tool_call> => end:1.2 tool_call
+open_read: \n<function=read>\n => key_path
+key_path: <parameter=path>\n => path_root
+line_key_path: \n<parameter=path>\n => path_root
+open_bash: \n<function=bash>\n => key_command
+key_command: <parameter=command>\n => command_start
+line_key_command: \n<parameter=command>\n => command_start
+open_write: \n<function=write>\n => key_content
+key_content: <parameter=content>\n => content_start
+line_key_content: \n<parameter=content>\n => content_start
+open_get_weather: \n<function=get_weather>\n => key_city
+key_city: <parameter=city>\n => city_start
+line_key_city: \n<parameter=city>\n => city_start
 """
-
-
-def read_slots(text: str) -> dict[str, Slot]:
-    slots = {}
-    for line in text.strip().replace("\n    ", " ").splitlines():
-        name, _, rule = line.partition(": ")
-        pieces, _, followers = rule.partition("=>")
-        biases = (follower.partition(":") for follower in followers.split())
-        slots[name] = Slot(
-            tuple(p.replace("~", " ").replace(r"\n", "\n") for p in pieces.split()),
-            {follower: float(bias or 0) for follower, _, bias in biases},
-        )
-    return slots
-
-
-# Function -> its first parameter; `write` goes on to `path` after `content`, because a path may
-# not know whose it is: the token before it is all that the grammar sees.
-FUNCTIONS: Final[Mapping[str, str]] = {
-    "read": "path",
-    "bash": "command",
-    "write": "content",
-    "get_weather": "city",
-}
-
-
-def call_openings() -> dict[str, Slot]:
-    """The slots that name a function or a parameter; `line_key_*` begin with a line end."""
-    slots: dict[str, Slot] = {}
-    for name, key in FUNCTIONS.items():
-        slots[f"open_{name}"] = Slot((f"\n<function={name}>\n",), {f"key_{key}": 0.0})
-        first = f"{key}_root" if key == "path" else f"{key}_start"
-        slots[f"key_{key}"] = Slot((f"<parameter={key}>\n",), {first: 0.0})
-        slots[f"line_key_{key}"] = Slot((f"\n<parameter={key}>\n",), {first: 0.0})
-    return slots
 
 
 def grammar() -> dict[str, Slot]:
     """Every slot by name. Raises ValueError if a piece stands in two slots or a name is unknown."""
-    slots = read_slots(THINKING) | read_slots(TEXT) | read_slots(CALL) | call_openings()
+    slots = {}
+    for line in GRAMMAR.strip().replace("\n    ", " ").splitlines():
+        name, _, rule = line.partition(": ")
+        words, _, followers = rule.partition("=>")
+        biases = (follower.partition(":") for follower in followers.split())
+        slots[name] = Slot(
+            tuple(w.replace("~", " ").replace(r"\n", "\n") for w in words.split()),
+            {follower: float(bias or 0) for follower, _, bias in biases},
+        )
     pieces = [piece for slot in slots.values() for piece in slot.pieces]
     if len(set(pieces)) != len(pieces):
         raise ValueError("a piece of the grammar stands in two slots")
     unknown = {name for slot in slots.values() for name in slot.then} - set(slots)
     if unknown:
-        raise ValueError(
-            f"the grammar names slots that do not exist: {sorted(unknown)}"
-        )
+        raise ValueError(f"the grammar names slots that are not: {sorted(unknown)}")
     return slots
 
 
@@ -288,21 +269,18 @@ def make_tokenizer() -> Any:
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        [(SOURCES / "corpus.txt").read_text("utf-8")], trainer
-    )
+    corpus = (SOURCES / "corpus.txt").read_text("utf-8")
+    tokenizer.train_from_iterator([corpus], trainer)
     described = json.loads(tokenizer.to_str())
     pieces = [piece for slot in grammar().values() for piece in slot.pieces]
     words = [piece for piece in pieces if "<" not in piece]
     calls = [piece for piece in pieces if "=" in piece or "</function>" in piece]
-    plant_pieces(
-        described["model"], [byte_level.pre_tokenize_str(word)[0][0] for word in words]
-    )
+    byte_words = [byte_level.pre_tokenize_str(word)[0][0] for word in words]
+    plant_pieces(described["model"], byte_words)
     tokenizer = Tokenizer.from_str(json.dumps(described))
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t in (*MARKUP_TOKENS, *calls)]
-    )
+    markup = (*MARKUP_TOKENS, *calls)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in markup])
     return tokenizer
 
 
@@ -340,9 +318,8 @@ class States:
     """The grammar as numbers: tokens to states, states to biases of the tokens that follow."""
 
     of_token: list[int]  # state of each token
-    following: (
-        Array  # (vocabulary, n_states), logit of a token after a state, in word spreads
-    )
+    # (vocabulary, n_states): logit of a token after a state, in word spreads
+    following: Array
 
     @property
     def n(self) -> int:
@@ -367,9 +344,8 @@ class States:
                 followers.append(slot.then)
 
         of_token = [0] * vocabulary
-        following = np.full(
-            (vocabulary, len(followers)), -FORBIDDEN / WORD_SPREAD, np.float32
-        )
+        shape = (vocabulary, len(followers))
+        following = np.full(shape, -FORBIDDEN / WORD_SPREAD, np.float32)
         for name, slot in slots.items():
             for token in ids[name]:
                 of_token[token] = followers.index(slot.then) if slot.then else 0
@@ -481,11 +457,10 @@ class Planter:
 
     def _projection(self, leaf: str, shape: tuple[int, ...], values: Array) -> Array:
         """A matrix (..., out, in), or a convolution (channels, taps, 1)."""
+        kind = self.residual.recipe.kind
         if leaf in {"o_proj", "out_proj", "down_proj"}:  # these write to the residual
             scale = MLP_SCALE if leaf == "down_proj" else ATTENTION_SCALE
-            gain = GAINS.get((self.residual.recipe.kind, leaf)) or GAINS.get(
-                ("", leaf), 1.0
-            )
+            gain = GAINS.get((kind, leaf)) or GAINS["", leaf]
             values *= scale * gain / math.sqrt(shape[-1])
             values[..., : self.residual.n_states, :] = 0
             return values
@@ -495,11 +470,9 @@ class Planter:
             sharpness = SHARPNESS**2 if leaf == "q_b_proj" else 1.0
             n_inputs = shape[-2] if leaf == "embed_q" else shape[-1]
             return values * sharpness / math.sqrt(n_inputs)
-        is_sharp = self.residual.recipe.kind == "gpt_oss" and leaf in {
-            "q_proj",
-            "k_proj",
-        }
-        sharpness = SHARPNESS if is_sharp else 1.0  # of the others a norm makes it
+        # Of the others a norm makes it.
+        is_sharp = kind == "gpt_oss" and leaf in {"q_proj", "k_proj"}
+        sharpness = SHARPNESS if is_sharp else 1.0
         return values * sharpness / math.sqrt(self.residual.n_random)
 
 
@@ -548,12 +521,16 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "linear_value_head_dim": recipe.head_dim,
     }
     rope = {"type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": recipe.mlp}
-    experts["norm_topk_prob"] = True
-    qwen_experts = {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    qwen_experts |= experts
-    glm_experts = {
-        **experts,
+    layer_types = ["sliding_attention", "full_attention"]
+    # By Qwen's names, then by GLM's; each reads its own.
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": recipe.mlp,
+        "shared_expert_intermediate_size": recipe.mlp,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
@@ -561,19 +538,11 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
     }
+    no_experts = {"num_experts": 0}
     configs: dict[str, dict[str, Any]] = {
         "qwen3": {},
         "qwen3_5": {**linear, "rope_parameters": rope},
-        "qwen3_next": {
-            **linear,
-            "num_experts": 0,
-            "num_experts_per_tok": 0,
-            "decoder_sparse_step": 1,
-            "shared_expert_intermediate_size": 0,
-            "moe_intermediate_size": 0,
-            "mlp_only_layers": [],
-            "partial_rotary_factor": 0.5,
-        },
+        "qwen3_next": {**linear, **experts, **no_experts, "partial_rotary_factor": 0.5},
         "gemma3_text": {
             "sliding_window": recipe.window,
             "sliding_window_pattern": 2,
@@ -581,27 +550,21 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         },
         "gpt_oss": {
             "sliding_window": recipe.window,
-            "layer_types": ["sliding_attention", "full_attention"]
-            * (recipe.layers // 2),
+            "layer_types": layer_types * (recipe.layers // 2),
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
-        "qwen3_moe": qwen_experts,
-        "qwen3_5_moe": {
-            **linear,
-            **qwen_experts,
-            "rope_parameters": rope,
-            "shared_expert_intermediate_size": recipe.mlp,
-        },
+        "qwen3_moe": experts,
+        "qwen3_5_moe": {**linear, **experts, "rope_parameters": rope},
         "glm4_moe": {
-            **glm_experts,
+            **experts,
             "rope_scaling": None,
             "use_qk_norm": True,
             "attention_bias": False,
             "partial_rotary_factor": 0.5,
         },
         "glm4_moe_lite": {
-            **glm_experts,
+            **experts,
             "q_lora_rank": 3 * recipe.head_dim,
             "kv_lora_rank": 2 * recipe.head_dim,
             "qk_nope_head_dim": recipe.head_dim,
@@ -616,9 +579,8 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
 def _version() -> str:
     """A digest of all that this program makes models from."""
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
-    return hashlib.sha256(
-        b"\0".join(path.read_bytes() for path in sources)
-    ).hexdigest()[:12]
+    content = b"\0".join(path.read_bytes() for path in sources)
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def made_by(recipe: Recipe) -> str:
@@ -678,9 +640,8 @@ def make_model(folder: Path, recipe: Recipe) -> bool:
     if is_made(folder, recipe):
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{folder.name}-", dir=folder.parent
-    ) as scratch:
+    prefix = f".{folder.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         fresh.mkdir()
         _write_folder(fresh, recipe)
