@@ -103,24 +103,18 @@ def check_banner(section: Section) -> Iterator[str]:
     for field_name in ("Uses", "Thread"):
         if field_name not in section.fields:
             yield f"has no line {field_name} in its banner"
-    for name in public_names(section):
-        statement = section.definitions.get(name)
-        if statement is None:
-            yield f"does not define its public name {name}"
-        elif isinstance(statement, Definition) and not ast.get_docstring(statement):
+    for name in section.public_names():
+        statement = section.definitions[name]
+        if isinstance(statement, Definition) and not ast.get_docstring(statement):
             yield f"has no docstring for its public name {name}"
 
 
 def check_uses(section: Section, sections: list[Section]) -> Iterator[str]:
-    sections_above = [
-        candidate.name for candidate in sections if candidate.line < section.line
-    ]
-    uses = section.entries("Uses")
+    sections_above = [other.name for other in sections if other.line < section.line]
+    uses = section.used_sections()
+    unused = set(uses) - {"all"}
     if uses == ["all"]:
         uses = sections_above
-        unused = set()
-    else:
-        unused = set(uses)
     for name in uses:
         if name not in sections_above:
             yield f"lists {name} in Uses, which is no section above it"
@@ -132,24 +126,14 @@ def check_uses(section: Section, sections: list[Section]) -> Iterator[str]:
         unused.discard(owner.name)
         if owner.name not in uses:
             yield f"uses {name} of {owner.name} at line {line}, which is not in Uses"
-        elif name not in public_names(owner):
+        elif name not in owner.public_names():
             yield f"uses {name} at line {line}, which {owner.name} does not make public"
     for name in sorted(unused):
         yield f"lists {name} in Uses and uses nothing of it"
 
 
-def public_names(section: Section) -> list[str]:
-    """What sections below may use: all without an underscore, or what a line lists."""
-    if "Public" in section.fields:
-        return section.entries("Public")
-    return [name for name in section.definitions if not name.startswith("_")]
-
-
 def find_owner(name: str, sections: list[Section]) -> Section | None:
-    for section in sections:
-        if name in section.definitions:
-            return section
-    return None
+    return next((owner for owner in sections if name in owner.definitions), None)
 
 
 def check_packages(section: Section, packages: dict[str, str]) -> Iterator[str]:

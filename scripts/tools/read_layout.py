@@ -2,13 +2,12 @@
 
     # region LEDGER =====================================
     # What it is for.
-    # Public   Ledger, PromptPlan,       what sections below may use, if it is less than
-    #          PromptPlanner             all that has no underscore
-    # Uses     CONFIG, LOGGING           sections above; "-" is none, "all" all above
+    # Uses     CONFIG, LOGGING,          sections above; "-" is none, "all" all above
+    #          OPENAI API
     # Owns     _ledger_lock, a leaf      attributes that only this section touches
     # Thread   any; pure                 "mlx": may use MLX; "pure": nothing impure
 
-and ends where the next one begins.
+and ends where the next one begins. What has no underscore is public: sections below may use it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 BANNER = re.compile(r"(?m)^# region (.*?) =*\n((?:#.*\n)*)")
-FIELD = re.compile(r"(?m)^# (Public|Uses|Owns|Thread)s? {2,}(.*(?:\n# {4}.*)*)")
+FIELD = re.compile(r"(?m)^# (Uses|Owns|Thread)s? {2,}(.*(?:\n# {4}.*)*)")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -32,15 +31,18 @@ class Section:
 
     name: str
     line: int
-    fields: dict[str, str]  # "Public", "Uses" ... of the banner: the text after it
+    fields: dict[str, str]  # "Uses" ... of the banner: the text after it
     statements: list[ast.stmt] = field(default_factory=list)
     definitions: dict[str, ast.stmt] = field(default_factory=dict)
 
-    def entries(self, field_name: str) -> list[str]:
-        """The entries of a line, which commas part; none for "-"."""
-        text = self.fields.get(field_name, "")
+    def used_sections(self) -> list[str]:
+        """The entries of the Uses line, which commas part; none for "-"."""
+        text = self.fields.get("Uses", "")
         entries = [entry.strip() for entry in text.split(",")]
         return [entry for entry in entries if entry not in {"", "-"}]
+
+    def public_names(self) -> list[str]:
+        return [name for name in self.definitions if not name.startswith("_")]
 
     def has_thread_word(self, word: str) -> bool:
         return word in re.findall(r"\w+", self.fields.get("Thread", ""))
@@ -83,16 +85,12 @@ def read_sections(source: str, tree: ast.Module) -> list[Section]:
         if not begun:
             continue
         begun[-1].statements.append(statement)
-        for name in defined_names(statement):
+        names = bound_names(statement)
+        if isinstance(statement, Definition):
+            names = {statement.name}
+        for name in names:
             begun[-1].definitions[name] = statement
     return sections
-
-
-def defined_names(statement: ast.stmt) -> set[str]:
-    """The names that a top-level statement defines; an import defines none."""
-    if isinstance(statement, Definition):
-        return {statement.name}
-    return bound_names(statement)
 
 
 def bound_names(code: ast.AST) -> set[str]:

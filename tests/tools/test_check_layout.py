@@ -20,8 +20,6 @@ import mlx.core as mx
 
 # region CONFIG ================================================================
 # Every setting, read once.
-# Public   Config, Port,
-#          clamp
 # Uses     -
 # Thread   any; pure
 
@@ -42,7 +40,6 @@ def clamp(value: int) -> int:
 
 # region KV STATE ==============================================================
 # What outlives a request; why(L-01).
-# Public   Store
 # Uses     CONFIG
 # Owns     store_lock, a leaf
 # Thread   model; mlx
@@ -65,7 +62,6 @@ def _double(value: int) -> int:
 
 # region MAIN ==================================================================
 # Start.
-# Public   main
 # Uses     all
 # Threads  main
 
@@ -95,19 +91,12 @@ FAULTS = [  # the fault that is reported, what is replaced in SOUND, and by what
     ),
     ("acts when the file is imported", "_LIMIT = 3\n", "_LIMIT = 3\nprint(_LIMIT)\n"),
     ("has no line Thread", "# Threads  main\n", ""),
-    (
-        "does not define its public name gone",
-        "# Public   main",
-        "# Public   main, gone",
-    ),
-    ("does not define its public name gone", "#          clamp", "#          gone"),
     ("no docstring for its public name main", '    """Serve."""\n', ""),
     ("uses Config of CONFIG at line", "# Uses     CONFIG", "# Uses     -"),
     ("MAIN in Uses, which is no section above", "Uses     CONFIG", "Uses     MAIN"),
     ("CONFIG in Uses and uses nothing of it", "config: Config", "config: int"),
     ("uses _double at line", LAST_LINE, "    return _double(0)\n"),
     ("uses _LIMIT at line", LAST_LINE, "    return _LIMIT\n"),
-    ("uses Port at line", "# Public   Config, Port,", "# Public   Config,"),
     ("Thread line does not say mlx", LAST_LINE, "    return mx.array(0)\n"),
     ("its Thread line says pure", "min(value, _LIMIT)", "min(time.time(), _LIMIT)"),
     ("its Thread line says pure", "min(value, _LIMIT)", "min(open(value), _LIMIT)"),
