@@ -223,7 +223,12 @@ class Server:
         plain_url = url.rstrip("/").removesuffix("/v1")
         self.url = plain_url if "://" in plain_url else f"http://{plain_url}"
         self._is_anthropic = api == "anthropic"
-        self._key = key
+        self.headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {key}",
+            "x-api-key": key,
+            "anthropic-version": "2023-06-01",
+        }
         self._seconds = seconds
         # No proxies: a server on this machine or in this house is asked.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -233,16 +238,10 @@ class Server:
         self, path: str, body: Body | None = None, *, method: str | None = None
     ) -> Any:
         """The response to a GET, or with a body to a POST. Raises CannotAsk."""
-        headers = {
-            "Content-Type": "application/json",
-            "Authorization": f"Bearer {self._key}",
-            "x-api-key": self._key,
-            "anthropic-version": "2023-06-01",
-        }
         url = self.url + path
         payload = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(url, payload, headers, method=method)
+            request = urllib.request.Request(url, payload, self.headers, method=method)
             return self._opener.open(request, timeout=self._seconds)
         except urllib.error.HTTPError as error:
             words = words_of(error.read(100_000).decode(errors="replace"))
@@ -305,12 +304,24 @@ class Server:
 
     def ask(self, request: Request, *, max_tokens: int, session: str) -> Reply:
         """The reply to an agent's request. Raises CannotAsk."""
+        limits = {"max_tokens": max_tokens, "temperature": 0}
         if self._is_anthropic:
-            path, body = "/v1/messages", to_anthropic(request, session)
-        else:
-            path, body = "/v1/chat/completions", to_openai(request)
-        body.update(max_tokens=max_tokens, stream=True, temperature=0)
-        return self.stream(path, body)
+            body = {**to_anthropic(request, session), **limits, "stream": True}
+            return self.stream("/v1/messages", body)
+        body = {
+            "messages": request.messages,
+            # Servers that do not know it pass over it.
+            "chat_template_kwargs": {"enable_thinking": False},
+            **limits,
+        }
+        if request.tools:
+            body["tools"] = request.tools
+        return self.ask_chat(body)
+
+    def ask_chat(self, body: Body) -> Reply:
+        """The reply to a chat by OpenAI's API. Raises CannotAsk."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return self.stream("/v1/chat/completions", {**body, **options})
 
 
 def words_of(body: str) -> str:
@@ -329,19 +340,6 @@ def read_events(lines: Iterable[bytes]) -> Iterator[Body]:
             event = json.loads(data)
             if isinstance(event, dict):
                 yield event
-
-
-def to_openai(request: Request) -> Body:
-    """A body of /v1/chat/completions."""
-    body: Body = {
-        "messages": request.messages,
-        "stream_options": {"include_usage": True},
-        # Servers that do not know it pass over it.
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    if request.tools:
-        body["tools"] = request.tools
-    return body
 
 
 def to_anthropic(request: Request, session: str) -> Body:
@@ -410,19 +408,14 @@ def make_words(rng: random.Random, n_chars: float) -> str:
     return "\n".join(" ".join(words[i : i + 12]) for i in range(0, len(words), 12))
 
 
-def make_tools(names: Sequence[str], words: Callable[[int], str]) -> list[Body]:
-    """Tools with a path or a command, described in some 60 tokens each."""
-    tools = []
-    for name in names:
-        field = "command" if name in ("bash", "exec_command") else "path"
-        parameters = {
-            "type": "object",
-            "properties": {field: {"type": "string", "description": words(12)}},
-            "required": [field],
-        }
-        function = {"name": name, "description": words(40), "parameters": parameters}
-        tools.append({"type": "function", "function": function})
-    return tools
+def tool(
+    name: str, description: str, *, n_optional: int = 0, **properties: Body
+) -> Body:
+    """A tool by the schemas of its parameters; the last `n_optional` may be left out."""
+    required = list(properties)[: len(properties) - n_optional]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 # A request beside the conversation, and who hears its reply.
@@ -439,7 +432,12 @@ class Agent:
         self._random = random.Random(f"{self.name} {seed}")
         self._result_tokens = result_tokens
         self.session = str(uuid.UUID(int=self._random.getrandbits(128), version=4))
-        self.tools = make_tools(self.tool_names, self.words)
+        self.tools: list[Body] = []
+        for name in self.tool_names:  # each in some 60 tokens
+            parameter = "command" if name in ("bash", "exec_command") else "path"
+            about = {"type": "string", "description": self.words(12)}
+            properties: Body = {parameter: about}
+            self.tools.append(tool(name, self.words(40), **properties))
         # No other session begins with these words, so each is cold at first.
         head = f"You are a coding agent, session {self.session}.\n"
         self.messages = [system(head + self.words(head_tokens)), self.question()]
@@ -495,17 +493,12 @@ def reply_message(reply: Reply) -> Body:
     return reply.echo() or {"role": "assistant", "content": "Done."}
 
 
-def nobody(_reply: Reply) -> None:
-    """Hears nothing."""
-
-
 class Pi(Agent):
     def last_requests(self) -> Iterator[Beside]:
         """A result in the middle of the past is another one, twice."""
         for _ in range(2):
-            places = [
-                i for i, m in enumerate(self.messages) if m["role"] in ("tool", "user")
-            ]
+            roles = ("tool", "user")
+            places = [i for i, m in enumerate(self.messages) if m["role"] in roles]
             place = places[len(places) // 2]
             changed = {**self.messages[place], "content": self.result()}
             self.messages[place] = changed
@@ -532,7 +525,7 @@ class ClaudeCode(Agent):
         if step == 0:
             head = system("Write a title of three to seven words for this session.")
             messages = [head, self.messages[1]]
-            yield Request(messages, [], messages, 2, "title"), nobody
+            yield Request(messages, [], messages, 2, "title"), lambda _: None
         if step == 3:
             helper = SubAgent(head_tokens=600, result_tokens=200, seed=self.session)
             for _ in range(3):
@@ -561,8 +554,8 @@ class Codex(Agent):
         """A compaction: all of the past without tools, then a new beginning."""
         asked = user("CONTEXT CHECKPOINT COMPACTION: write a summary to go on from.")
         messages = [*self.messages, asked]
-        n_messages = len(messages)
-        yield Request(messages, [], messages, n_messages, "compaction"), nobody
+        request = Request(messages, [], messages, len(messages), "compaction")
+        yield request, lambda _: None
         self.messages = [*self.messages[:2], user(f"Summary: {self.words(150)}")]
         yield self.request("compaction"), self.hear
 
@@ -595,10 +588,7 @@ class OpenClaw(Agent):
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {
-    "pi": Pi,
-    "claude-code": ClaudeCode,
-    "codex": Codex,
-    "openclaw": OpenClaw,
+    agent.name: agent for agent in (Pi, ClaudeCode, Codex, OpenClaw)
 }
 
 
@@ -684,8 +674,7 @@ def run(
 
 def say(text: str, *, end: str = "\n") -> None:
     """For people, beside what is printed."""
-    sys.stderr.write(text + end)
-    sys.stderr.flush()
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def summarize(steps: Sequence[Step]) -> Body:
@@ -749,9 +738,8 @@ def print_report(benches: Sequence[Bench]) -> None:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     apis = ("openai", "anthropic")
     parser.add_argument("--url", required=True, help="of a server, with /v1 or without")
     parser.add_argument("--api", choices=apis, default="openai")
@@ -761,9 +749,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--against-api", choices=apis, default="openai")
     parser.add_argument("--against-model", default="")
     parser.add_argument("--against-key", default="unused")
-    parser.add_argument(
-        "--agents", nargs="+", choices=list(AGENTS), default=list(AGENTS)
-    )
+    parser.add_argument("--agents", nargs="+", choices=AGENTS, default=list(AGENTS))
     numbers = {
         "--steps": (8, "of each agent"),
         "--tokens": (8_000, "of the first prompt, about"),
@@ -773,10 +759,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, (default, what) in numbers.items():
         text = f"{what} ({default:,})"
         parser.add_argument(name, type=int, default=default, help=text)
-    parser.add_argument(
-        "--restart",
-        help="a shell command that restarts --url's server; one step follows",
-    )
+    text = "a shell command that restarts --url's server; one step follows"
+    parser.add_argument("--restart", help=text)
     parser.add_argument("--seed", default="", help="the same words again; default: new")
     parser.add_argument("--json", help="the file to write all steps to")
     return parser.parse_args(arguments)

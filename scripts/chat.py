@@ -18,28 +18,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-from agent_steps import CannotAsk, Reply, Server
-from dotenv import dotenv_values
+from agent_steps import Body, CannotAsk, Reply, Server, tool
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+sys.path.append(str(Path(__file__).resolve().parent / "helpers"))
+
+from launch import DEMO_MODEL, ROOT, place_of, read_settings
+
 with suppress(ImportError):  # arrow keys, and what was typed before
     import readline  # noqa: F401
 
-Body = dict[str, Any]
-ROOT: Final = Path(__file__).resolve().parent.parent
-SETTINGS: Final = ROOT / ".env"
 GARDEN: Final = ROOT / "examples" / "garden"
-DEMO_MODEL: Final = "demo"
 MOST_CALLS: Final = 8  # in a row, then the person has the word again
 MOST_CHARACTERS: Final = 20_000  # of a file
 TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
@@ -48,19 +46,11 @@ TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
 # Tools: two that only look -------------------------------------------------------------
 
 
-def tool(name: str, description: str, parameter: str, about: str) -> Body:
-    """A tool with one text parameter, as the API wants it."""
-    properties = {parameter: {"type": "string", "description": about}}
-    schema = {"type": "object", "properties": properties, "required": [parameter]}
-    function = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function", "function": function}
-
-
+FOLDER: Final = {"type": "string", "description": "The folder to list"}
+FILE: Final = {"type": "string", "description": "The path of the file"}
 TOOLS: Final = [
-    tool("list_files", "List the files in a folder.", "path", "The folder to list"),
-    tool(
-        "read_file", "Read a file and return its text.", "path", "The path of the file"
-    ),
+    tool("list_files", "List the files in a folder.", path=FOLDER),
+    tool("read_file", "Read a file and return its text.", path=FILE),
 ]
 
 
@@ -72,74 +62,32 @@ def use_tool(name: str, arguments: str, root: Path) -> str:
             return "Error: that is outside the folder of this chat"
         if name == "list_files":
             entries = sorted(path.iterdir())
-            return (
-                "\n".join(f"{e.name}/" if e.is_dir() else e.name for e in entries)
-                or "(empty)"
-            )
+            names = [f"{e.name}/" if e.is_dir() else e.name for e in entries]
+            return "\n".join(names) or "(empty)"
         if name == "read_file":
             with path.open(encoding="utf-8", errors="replace") as file:
                 return file.read(MOST_CHARACTERS)
         return f"Error: there is no tool {name}"
+    except FileNotFoundError:
+        kind = "folder" if name == "list_files" else "file"
+        return f"Error: there is no such {kind}"
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        return f"Error: {_say_in_words(error, name)}"
-
-
-def _say_in_words(error: Exception, tool_name: str) -> str:
-    """What went wrong, without the path: a small model copies it wrongly."""
-    kind = "folder" if tool_name == "list_files" else "file"
-    words: dict[type, str] = {
-        FileNotFoundError: f"there is no such {kind}",
-        NotADirectoryError: "that is a file",
-        IsADirectoryError: "that is a folder",
-    }
-    strerror = getattr(error, "strerror", None)
-    return words.get(type(error)) or strerror or str(error)
+        # Without the path: a small model copies it wrongly.
+        return f"Error: {getattr(error, 'strerror', None) or error}"
 
 
 # The server ----------------------------------------------------------------------------
-
-
-def read_settings() -> dict[str, str | None]:
-    """The settings as the server reads them: the environment goes before .env."""
-    return {**dotenv_values(SETTINGS), **os.environ}
-
-
-class Place(NamedTuple):
-    """Where a server is."""
-
-    url: str
-    key: str  # empty: it needs none
-
-
-def usual_place() -> Place:
-    """Of the server of this folder's settings."""
-    return place_of(read_settings())
-
-
-def place_of(settings: Mapping[str, str | None]) -> Place:
-    """Of the server that these settings start; of several keys the first."""
-
-    def setting(name: str) -> str:
-        return (settings.get(name) or "").strip()
-
-    host = setting("MLX_HOST")
-    if host in {"", "0.0.0.0", "::", "localhost"}:  # all addresses, so loopback's too
-        host = "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
-    key = next(filter(None, map(str.strip, setting("API_KEY").split(","))), "")
-    return Place(f"http://{host}:{setting('MLX_PORT') or 8080}", key)
 
 
 def add_place_options(
     parser: argparse.ArgumentParser, *, url: str = "--url", key: str = "--key"
 ) -> None:
     """The options for a server's URL and key, by these names."""
-    usual = usual_place()
+    usual = place_of(read_settings())
     text = "with /v1 or without; default: as MLX_HOST and MLX_PORT say"
     parser.add_argument(url, default=usual.url, help=text)
-    parser.add_argument(
-        key, default=usual.key or "unused", help="default: the first of API_KEY"
-    )
+    text = "default: the first of API_KEY"
+    parser.add_argument(key, default=usual.key or "unused", help=text)
 
 
 def make_table(
@@ -283,9 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_place_options(parser)
     parser.add_argument("--system", default="", help="a system prompt")
-    parser.add_argument(
-        "--no-tools", action="store_true", help="offer the model no tools"
-    )
+    parser.add_argument("--no-tools", action="store_true", help="offer no tools")
     chosen = parser.parse_args()
     console = Console()
     try:

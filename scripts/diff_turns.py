@@ -30,7 +30,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from chat import ROOT, make_table, read_settings
+from chat import make_table
+from launch import ROOT, read_settings
 from rich.console import Console
 from rich.text import Text
 
@@ -113,9 +114,7 @@ def newest_log(root: Path) -> Path:
     """Raises LogError where there is no session log."""
     logs = list(root.glob("*/cache-session-*.log"))
     if not logs:
-        raise LogError(
-            f"no {root}/<date>/cache-session-*.log; is ENABLE_REQUEST_LOGGING on?"
-        )
+        raise LogError(f"no session log in {root}; is ENABLE_REQUEST_LOGGING on?")
     return max(logs, key=lambda log: log.stat().st_mtime)
 
 
@@ -146,9 +145,8 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
             )
             turns.append(turn)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise LogError(
-                f"turn {number} is no line of a session log: {error!r}"
-            ) from error
+            fault = f"turn {number} is no line of a session log: {error!r}"
+            raise LogError(fault) from error
     return turns
 
 
@@ -277,20 +275,13 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "log", nargs="?", type=Path, help="default: the newest below --log-root"
-    )
+    parser.add_argument("log", nargs="?", type=Path, help="default: the newest one")
     # As the server resolves it.
-    usual = ROOT / os.path.expanduser(read_settings().get("LOG_ROOT") or "logs")
+    usual = ROOT / os.path.expanduser(read_settings().get("LOG_ROOT", "logs"))
     parser.add_argument("--log-root", type=Path, default=usual)
-    parser.add_argument(
-        "--turns",
-        nargs=2,
-        type=int,
-        default=(-2, -1),
-        metavar=("A", "B"),
-        help="from 1; negative: from the end",
-    )
+    text = "from 1; negative: from the end"
+    parser.add_argument("--turns", nargs=2, type=int, metavar=("A", "B"), help=text)
+    parser.set_defaults(turns=(-2, -1))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 

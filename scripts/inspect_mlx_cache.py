@@ -5,9 +5,6 @@
     python scripts/inspect_mlx_cache.py LOG                 a session log: what each request reused
     python scripts/inspect_mlx_cache.py --json              as the server sent it
 
-Where the server listens and which key it wants is read from the environment or from .env, as the
-server reads it: MLX_HOST, MLX_PORT, API_KEY.
-
 EXIT STATUS  0 shown, 2 there is nothing to show
 """
 
@@ -28,18 +25,8 @@ from rich.table import Table
 from rich.tree import Tree
 
 COLUMNS = (
-    "time",
-    "prompt",
-    "cached",
-    "match",
-    "waited",
-    "prefill",
-    "decode",
-    "ttft_ms",
-    "out",
-    "finish",
-    "stable_prefix_msg_count",
-    "rules",
+    *("time", "prompt", "cached", "match", "waited", "prefill", "decode", "ttft_ms"),
+    *("out", "finish", "stable_prefix_msg_count", "rules"),
 )
 TIMEOUT_SECONDS = 10.0  # it answers at once, whatever it computes
 WIDE = 10_000  # columns, where no terminal limits them
@@ -124,9 +111,7 @@ def show_log(path: Path, console: Console) -> None:
 
 def main() -> int:
     """Read the arguments, show what they name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else None
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
     add_place_options(parser)
     parser.add_argument("--json", action="store_true")

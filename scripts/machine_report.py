@@ -49,12 +49,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import agent_steps
 import psutil  # type: ignore[import-untyped]
-from agent_steps import Body, CannotAsk, Reply
-from pi_like_probe import TOOLS, Agent, Server
+from agent_steps import Body, CannotAsk, Reply, Server
+from pi_like_probe import TOOLS, Agent
 from rich.console import Console
 from rich.table import Table
 
@@ -85,32 +85,12 @@ def free_port() -> int:
             return port
 
 
-@dataclass(slots=True)
-class Subject:
-    """The server that is measured; if it cannot be asked, CannotAsk is raised."""
+class Subject(NamedTuple):
+    """The server that is measured."""
 
     server: Server
     log_folder: Path
     process: subprocess.Popen[bytes]
-
-    def complete(self, prompt_ids: Sequence[int], max_tokens: int) -> Body:
-        """The greedy continuation of a prompt that is given as tokens."""
-        body = {"prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
-        with self.server.open("/v1/completions", body) as response:
-            answer: Body = json.load(response)
-        return answer
-
-    def wait_until_ready(self) -> None:
-        """Return when the model is loaded, or raise when the server ended.
-
-        There is no limit of time: a model may be downloaded, and the server says so.
-        """
-        while self.process.poll() is None:
-            with suppress(CannotAsk):
-                if self.server.get("/health")["status"] == "ok":
-                    return
-            time.sleep(0.2)
-        raise CannotAsk("the server ended while it started; see above")
 
 
 @contextmanager
@@ -141,10 +121,16 @@ def running_server(model: str, **changes: str) -> Iterator[Subject]:
             stdout=subprocess.DEVNULL,
         )
         stack.callback(end_process, process)
-        server = Server(f"http://127.0.0.1:{port}", model="any", api_key="unused")
-        subject = Subject(server, Path(folder), process)
-        subject.wait_until_ready()
-        yield subject
+        server = Server(f"http://127.0.0.1:{port}", model="any")
+        # There is no limit of time: a model may be downloaded, and the server says so.
+        while process.poll() is None:
+            with suppress(CannotAsk):
+                if server.get("/health")["status"] == "ok":
+                    break
+            time.sleep(0.2)
+        else:
+            raise CannotAsk("the server ended while it started; see above")
+        yield Subject(server, Path(folder), process)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
@@ -327,10 +313,8 @@ class Measurement:
         if self._is_quick:
             return
         model = self._server.get("/v1/status")["model"]
-        self.plan = make_plan(
-            reply.n_prompt / (reply.first_seconds),
-            most_tokens=model["context_length"],
-        )
+        speed = reply.n_prompt / reply.first_seconds
+        self.plan = make_plan(speed, most_tokens=model["context_length"])
 
     def _measure_first_tokens(self) -> None:
         for n_tokens in self.plan.prompt_tokens:
@@ -391,9 +375,7 @@ class Measurement:
         longest = max(reply.n_prompt for reply in replies)
         figures.eight_tokens_per_second = sum(r.n_out for r in replies) / seconds
         figures.eight_prefix_computed = n_computed / longest
-        figures.eight_slowest_first_token = max(
-            reply.first_seconds for reply in replies
-        )
+        figures.eight_slowest_first_token = max(r.first_seconds for r in replies)
 
     def _measure_rewrite(self) -> None:
         text = make_program(self.plan.file_lines)
@@ -413,11 +395,11 @@ class Measurement:
         prompts = [record["tokens"] for record in records]
         max_tokens = self.plan.parity_tokens
 
-        warm = [self._subject.complete(ids, max_tokens) for ids in prompts]
+        warm = [self._complete(ids, max_tokens) for ids in prompts]
         cold = []
         for ids in prompts:  # without KV and transcripts
             self._server.open("/v1/cache", method="DELETE").close()
-            cold.append(self._subject.complete(ids, max_tokens))
+            cold.append(self._complete(ids, max_tokens))
 
         figures = self.figures
         figures.parity_prompts = len(prompts)
@@ -426,6 +408,13 @@ class Measurement:
         usages = [answer["usage"].get("prompt_tokens_details") or {} for answer in warm]
         n_cached = sum(details.get("cached_tokens") or 0 for details in usages)
         figures.parity_cached_share = n_cached / max(1, sum(map(len, prompts)))
+
+    def _complete(self, prompt_ids: Sequence[int], max_tokens: int) -> Body:
+        """The greedy continuation of a prompt that is given as tokens."""
+        body = {"prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
+        with self._server.open("/v1/completions", body) as response:
+            answer: Body = json.load(response)
+        return answer
 
     def _have_conversations(self) -> None:
         """A tool loop, an edit of its past, a branch off it, and an insertion."""
@@ -499,9 +488,7 @@ def read_chip() -> str:
     """The processor's name, as in Apple M4 Pro."""
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        return subprocess.check_output(command, text=True).strip()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):
@@ -523,11 +510,9 @@ def read_gpu() -> str | None:
 def describe_model(status: Body, asked_name: str) -> Body:
     """The loaded model; the name of a folder may be private, so it is left out."""
     model = status["model"]
-    name = asked_name if is_public_name(asked_name) else "a folder"
-    if not asked_name:
-        name = model["id"] if is_public_name(model["id"]) else "a folder"
+    name = asked_name or model["id"]
     return {
-        "name": name,
+        "name": name if is_public_name(name) else "a folder",
         "family": model["family"],
         "bytes": model["bytes"],
         "context_length": model["context_length"],
@@ -626,9 +611,8 @@ def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default="", help="repository, folder or demo")
     parser.add_argument("--quick", action="store_true", help="short prompts, a minute")
     out = Path("machine-report.json")

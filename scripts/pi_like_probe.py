@@ -6,9 +6,6 @@
     python scripts/pi_like_probe.py --turns 20 --json
     python scripts/pi_like_probe.py --image [FILE.png]                 a vision model
 
-Where the server listens and which key it wants is read from the environment or from .env, as the
-server reads it: MLX_HOST, MLX_PORT, API_KEY.
-
 WHAT IS ASKED
 
     developer prompt ──► question ──► reply ──────► results of its calls ──► reply ──► ...
@@ -54,8 +51,9 @@ from pathlib import Path
 from typing import Final
 
 import agent_steps
-from agent_steps import Body, CannotAsk, Reply
-from chat import add_place_options, make_table, read_settings, usual_place
+from agent_steps import Body, CannotAsk, Reply, Server, tool
+from chat import add_place_options, make_table
+from launch import LOOPBACK, place_of, read_settings
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
@@ -75,57 +73,32 @@ IMAGE_SIDE: Final = 224  # pixels of the image made here
 # The server --------------------------------------------------------------------------------------
 
 
-class Server(agent_steps.Server):
-    """A running server. Every method raises CannotAsk when it does not answer as it should."""
+def read_status(server: Server) -> Body:
+    """The status page of start-llm; empty where the server has none."""
+    try:
+        body = server.get("/v1/status")
+    except CannotAsk:
+        return {}
+    return body if isinstance(body, dict) else {}
 
-    def __init__(
-        self, base_url: str, *, model: str, api_key: str, status_url: str = ""
-    ) -> None:
-        """`status_url`: where start-llm's status is; empty: at `base_url`."""
-        super().__init__(base_url, model=model, key=api_key)
-        self._behind: agent_steps.Server = self
-        if status_url:
-            self._behind = agent_steps.Server(status_url, model="any", key=api_key)
 
-    def counters(self) -> dict[str, int] | None:
-        """What start-llm counts; None where the server has no such page."""
-        counters = self._status().get("counters")
-        return counters if isinstance(counters, dict) else None
+def read_counters(server: Server) -> dict[str, int] | None:
+    """What start-llm counts; None where the server has no such page."""
+    counters = read_status(server).get("counters")
+    return counters if isinstance(counters, dict) else None
 
-    def drops_thinking(self, reply: Reply) -> bool:
-        """Whether start-llm says that it left past thinking out for this reply."""
-        request_id = reply.id.rpartition("-")[2]
-        return any(
-            request_id.startswith(record["id"])
-            for record in self._status().get("recent", ())
-            if record.get("fallback") == DROPPED_THINKING
-        )
 
-    def _status(self) -> Body:
-        """The status page of start-llm; empty where the server has none."""
-        try:
-            body = self._behind.get("/v1/status")
-        except CannotAsk:
-            return {}
-        return body if isinstance(body, dict) else {}
-
-    def ask_chat(self, body: Body) -> Reply:
-        """Stream one chat request to its end."""
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        return self.stream("/v1/chat/completions", {**body, **options})
+def drops_thinking(server: Server, reply: Reply) -> bool:
+    """Whether start-llm says that it left past thinking out for this reply."""
+    request_id = reply.id.rpartition("-")[2]
+    return any(
+        request_id.startswith(record["id"])
+        for record in read_status(server).get("recent", ())
+        if record.get("fallback") == DROPPED_THINKING
+    )
 
 
 # PI ----------------------------------------------------------------------------------------------
-
-
-def tool(
-    name: str, description: str, *, n_optional: int = 0, **properties: Body
-) -> Body:
-    """A tool by the schemas of its parameters; the last `n_optional` may be left out."""
-    required = list(properties)[: len(properties) - n_optional]
-    parameters = {"type": "object", "required": required, "properties": properties}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 TEXT: Final[Body] = {"type": "string"}
@@ -249,14 +222,10 @@ def measure_turn(
     drops_thinking: bool = False,
 ) -> Turn:
     """What a reply says about the cache, seen after the turn before it."""
-    number = 1
-    n_known = 0
+    n_known = last_turn.prompt + last_turn.out if last_turn else 0
     n_cached = reply.n_cached or 0
-    if last_turn is not None:
-        number = last_turn.number + 1
-        n_known = last_turn.prompt + last_turn.out
     return Turn(
-        number=number,
+        number=last_turn.number + 1 if last_turn else 1,
         asked=asked_role,
         prompt=reply.n_prompt,
         cached=n_cached,
@@ -306,9 +275,8 @@ def judge_hit(turns: Sequence[Turn]) -> Check:
     name = f"hit from turn {HEALTHY_FROM} on"
     judged = [turn for turn in turns if not turn.drops_thinking]
     if not judged:
-        return Check(
-            name, True, "no turn to judge: each drops past thinking, as it is set"
-        )
+        says = "no turn to judge: each drops past thinking, as it is set"
+        return Check(name, True, says)
 
     worst = min(judged, key=lambda turn: turn.share)
     says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
@@ -366,18 +334,8 @@ def tracked[T](things: Iterable[T], title: str) -> Iterable[T]:
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
     title = f"{report.server.model} at {report.server.url}"
-    names = (
-        "turn",
-        "asked",
-        "prompt",
-        "cached",
-        "hit",
-        "lost",
-        "out",
-        "ttft",
-        "finish",
-    )
-    table = make_table(title, names, texts=("asked", "finish"))
+    names = ("turn", "asked", "prompt", "cached", "hit", "lost", "out", "ttft")
+    table = make_table(title, [*names, "finish"], texts=("asked", "finish"))
     for turn in report.turns:
         numbers = [f"{n:,}" for n in (turn.prompt, turn.cached, turn.lost, turn.out)]
         prompt, cached, lost, out = numbers
@@ -398,47 +356,36 @@ def show(report: Report, console: Console) -> None:
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """The options that every probe has; what they leave open is as in .env."""
     add_place_options(parser, url="--base-url", key="--api-key")
-    parser.add_argument(
-        "--model", default="", help="name to ask for (default: the first one)"
-    )
-    parser.add_argument(
-        "--role",
-        default="developer",
-        help="of the prompt; some servers know only system",
-    )
+    parser.add_argument("--model", default="", help="default: the first of /v1/models")
+    text = "of the prompt; some servers know only system"
+    parser.add_argument("--role", default="developer", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def server_from(options: argparse.Namespace) -> Server:
     """Raises CannotAsk when nothing answers there."""
-    proxy_port = (read_settings().get("PROXY_PORT") or "").strip() or "4000"
-    parts = urllib.parse.urlsplit(options.base_url)
-    is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
-    is_proxy = is_local and str(parts.port) == proxy_port
-    return Server(
-        options.base_url,
-        model=options.model,
-        api_key=options.api_key,
-        # Of LiteLLM beside start-llm it is start-llm's.
-        status_url=usual_place().url if is_proxy else "",
-    )
+    return Server(options.base_url, model=options.model, key=options.api_key)
+
+
+def server_with_status(server: Server, options: argparse.Namespace) -> Server:
+    """Of LiteLLM beside start-llm it is start-llm."""
+    settings = read_settings()
+    parts = urllib.parse.urlsplit(server.url)
+    is_local = parts.hostname in LOOPBACK
+    if is_local and str(parts.port) == settings.get("PROXY_PORT", "4000"):
+        url = place_of(settings).url
+        return Server(url, model="any", key=options.api_key)
+    return server
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--turns", type=int, default=8, help=f"at least {HEALTHY_FROM}")
-    parser.add_argument(
-        "--head-chars", type=int, default=24_000, help="of the developer prompt"
-    )
+    parser.add_argument("--head-chars", type=int, default=24_000, help="of the prompt")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of one reply")
-    parser.add_argument(
-        "--image",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="ask about an image, too; without a file about one made for the purpose",
-    )
+    text = "ask about an image, too; without a file about one made for the purpose"
+    parser.add_argument("--image", nargs="?", const="", metavar="FILE", help=text)
     options = parser.parse_args()
     if options.turns < HEALTHY_FROM:
         parser.error(f"--turns: the verdict needs at least {HEALTHY_FROM}")
@@ -455,7 +402,8 @@ def probe(options: argparse.Namespace) -> Report:
     agent = Agent(
         nonce, role=options.role, head_chars=options.head_chars, image_url=image_url
     )
-    old_counters = first_counters = server.counters()
+    shown = server_with_status(server, options)
+    old_counters = first_counters = read_counters(shown)
     turns: list[Turn] = []
     last_turn = None
     for _ in tracked(range(options.turns), "turns"):
@@ -463,16 +411,16 @@ def probe(options: argparse.Namespace) -> Report:
         body = agent.body(max_tokens=options.max_tokens, effort="medium")
         reply = server.ask_chat(body)
         if last_turn is None:
-            first_counters = server.counters()
+            first_counters = read_counters(shown)
         last_turn = measure_turn(
             reply,
             asked_role=asked_role,
             last_turn=last_turn,
-            drops_thinking=server.drops_thinking(reply),
+            drops_thinking=drops_thinking(shown, reply),
         )
         turns.append(last_turn)
         agent.hear(reply)
-    counters = server.counters()
+    counters = read_counters(shown)
     steps = count_steps(old_counters, counters)
     later = count_steps(first_counters, counters)
     checks = judge(turns, steps, later=later, has_image=bool(image_url))

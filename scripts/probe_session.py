@@ -33,15 +33,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from agent_steps import Body, CannotAsk, Reply, make_words
+from agent_steps import Body, CannotAsk, Reply, Server, make_words, reply_message, user
 from chat import make_table
-from pi_like_probe import (
-    TOOLS,
-    Server,
-    add_server_options,
-    server_from,
-    tracked,
-)
+from pi_like_probe import TOOLS, add_server_options, server_from, tracked
 from rich.console import Console
 
 # Tokens: how a turn ends and a reply begins, and caches that count in blocks.
@@ -87,10 +81,8 @@ def with_inbound_context(messages: list[Body], n: int) -> list[Body]:
         "provider": "webchat",
         "chat_type": "direct",
     }
-    metadata_json = json.dumps(metadata, indent=2)
-    block = (
-        f"## Inbound Context (trusted metadata)\n\n```json\n{metadata_json}\n```\n\n"
-    )
+    heading = "## Inbound Context (trusted metadata)"
+    block = f"{heading}\n\n```json\n{json.dumps(metadata, indent=2)}\n```\n\n"
 
     text = messages[0]["content"]
     position = text.index("\n", len(text) * 3 // 4) + 1
@@ -161,8 +153,7 @@ class Talk:
         """Put the next question; the reply becomes part of the conversation."""
         self.question_indexes.append(len(self.messages))
         text = f"Keep this and answer with OK alone. {make_words(self.words, 300)}"
-        question = {"role": "user", "content": text}
-        self.messages.append(question)
+        self.messages.append(user(text))
 
         # No call and no thinking: a reply is one short text in every request.
         body = {
@@ -173,10 +164,9 @@ class Talk:
             "chat_template_kwargs": {"enable_thinking": False},
         }
         reply = self.server.ask_chat(body)
-        echo = reply.echo()
-        if echo is not None:
+        if reply.echo() is not None:
             self.n_continued = reply.n_prompt
-        self.messages.append(echo or {"role": "assistant", "content": "Done."})
+        self.messages.append(reply_message(reply))
         for call in reply.calls:  # forbidden, but not every server obeys
             result = {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}
             self.messages.append(result)
@@ -326,9 +316,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument(
-        "--head-chars", type=int, default=6_000, help="of the system prompt"
-    )
+    parser.add_argument("--head-chars", type=int, default=6_000, help="of the prompt")
     options = parser.parse_args()
     try:
         server = server_from(options)

@@ -31,7 +31,8 @@ from typing import Final
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from count_kv import KVBytes, count_kv_bytes
-from launch import CALL_TOKENS, CLIENTS, HOUR_TOKENS, clients_with_room
+from huggingface_hub import constants
+from launch import CALL_TOKENS, CLIENTS, HOUR_TOKENS, clients_with_room, say
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT_ANSWER: Final = ROOT / ".chosen-model"
@@ -304,25 +305,17 @@ def read_machine(memory_bytes: int | None = None) -> Machine:
     is_apple_silicon = (system.sysname, system.machine) == ("Darwin", "arm64")
     total_bytes = psutil.virtual_memory().total
     usable_bytes = usable_memory(total_bytes, is_apple_silicon=is_apple_silicon)
-    folder = hub_cache()
+    folder = Path(constants.HF_HUB_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent
     free_bytes = shutil.disk_usage(folder).free
     return Machine(is_apple_silicon, memory_bytes or usable_bytes, free_bytes)
 
 
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloads."""
-    environ = os.environ
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or f"{cache}/huggingface"
-    return Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
-
-
 def find_local_folders() -> dict[str, Path]:
     """Folders of the Hugging Face cache and of LM Studio, by the names of their models."""
     folders: dict[str, Path] = {}
-    for repository in sorted(hub_cache().glob("models--*--*")):
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         with suppress(OSError):
             revision = (repository / "refs" / "main").read_text().strip()
             name = repository.name.removeprefix("models--").replace("--", "/")
@@ -403,10 +396,9 @@ def ask_hub_for_size(name: str) -> int | None:
 
     Raises OSError and what a strange answer raises.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+    if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    url = f"{endpoint.rstrip('/')}/api/models/{name}?blobs=true"
+    url = f"{constants.ENDPOINT}/api/models/{name}?blobs=true"
     try:
         with urllib.request.urlopen(url, timeout=NETWORK_SECONDS) as response:
             files = json.load(response)["siblings"]
@@ -493,7 +485,9 @@ def keep_answered(
 def ask(offers: Sequence[Model], machine: Machine) -> str:
     """Let the person at the terminal choose, and keep the answer."""
     room = in_gigabytes(machine.memory_bytes)
-    cache = re.sub(rf"\A{re.escape(str(Path.home()))}(?=/)", "~", str(hub_cache()))
+    cache = re.sub(
+        rf"\A{re.escape(str(Path.home()))}(?=/)", "~", constants.HF_HUB_CACHE
+    )
     say(f"which model shall it be? One may use {room} of this machine's memory:")
     for number, model in enumerate(offers, start=1):
         location = "here already" if model.is_local else f"into {cache}"
@@ -574,17 +568,11 @@ def in_gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def say(sentence: str) -> None:
-    print(f"start-llm: {sentence}", file=sys.stderr, flush=True)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--memory-bytes", metavar="N", type=int, help="that the server may use"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    text = "that the server may use"
+    parser.add_argument("--memory-bytes", metavar="N", type=int, help=text)
     arguments = parser.parse_args()
     try:
         print(choose(arguments.memory_bytes))

@@ -75,16 +75,24 @@ def build_model(facts: dict[str, Any]) -> Any:
 
 def build_vision_model(facts: dict[str, Any]) -> Any:
     """The same of a model that only mlx-vlm has. Raises ValueError if that has none."""
-    from mlx_vlm.utils import get_model_type, update_module_configs
+    from mlx_vlm.utils import update_module_configs
 
-    name = f"mlx_vlm.models.{get_model_type(facts)}"
-    if importlib.util.find_spec(name) is None:
+    name = find_vision_module(facts)
+    if not name:
         raise ValueError(f"models of type {facts['model_type']} are not known")
     module = importlib.import_module(name)
     plain = {"text_config": {}, **facts}
     sizes = module.ModelConfig.from_dict(plain)
     model = module.Model(update_module_configs(sizes, module, plain, PARTS))
     return getattr(model, "language_model", model)
+
+
+def find_vision_module(facts: dict[str, Any]) -> str:
+    """The module of mlx-vlm for a model with this config.json; "" if it has none."""
+    from mlx_vlm.utils import get_model_type
+
+    name = f"mlx_vlm.models.{get_model_type(facts)}"
+    return name if importlib.util.find_spec(name) else ""
 
 
 def find_leaves(layer_caches: list[Any]) -> list[Any]:

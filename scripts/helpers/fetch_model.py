@@ -15,7 +15,6 @@ memory and disk) is asked before it.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -38,6 +37,7 @@ import huggingface_hub
 import mlx_lm
 import psutil  # type: ignore[import-untyped]
 from choose_model import DEMO, choose, first_fitting
+from count_kv import find_vision_module
 from dotenv import dotenv_values
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
 from rich.filesize import decimal as in_bytes
@@ -111,10 +111,8 @@ def complete(folder: Path) -> Path:
             needed += sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         lacks = [n for n in needed if not any(f.is_file() for f in folder.glob(n))]
         if lacks:
-            lack = ", ".join(lacks[:3])
-            raise ValueError(
-                f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)"
-            )
+            reason = "(mlx-lm reads neither GGUF nor PyTorch files)"
+            raise ValueError(f"it has no {', '.join(lacks[:3])} {reason}")
         return folder
 
 
@@ -129,16 +127,13 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
     if has_begun(repo):
         question = "start again to resume."
     advice = f"{question} Or set {setting} to a folder or to {DEMO}"
-    with in_a_sentence(
-        f"{repo} is not complete in the local cache and {hub} fails ({advice})"
-    ):
+    fault = f"{repo} is not complete in the local cache and {hub} fails ({advice})"
+    with in_a_sentence(fault):
         try:
             # Asked first because it fails at once; without a network the others retry for 23 s.
             huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
-            config_file = huggingface_hub.hf_hub_download(
-                repo, "config.json", token=token
-            )
-            check_architecture(Path(config_file), setting=setting)
+            config = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
+            check_architecture(Path(config), setting=setting)
             files = snapshot(repo, token=token, dry_run=True)
             check_room(repo, files, memory_bytes=memory_bytes, setting=setting)
             return complete(Path(snapshot(repo, token=token)))
@@ -188,30 +183,20 @@ def check_architecture(config_file: Path, *, setting: str = "MODEL_PATH") -> Non
     """Raise FetchError unless mlx-lm, mlx-vlm or the model's own file can build what this names."""
     with in_a_sentence(f"{config_file} cannot be read"):
         facts = {**json.loads(config_file.read_bytes())}
-    if isinstance(facts.get("vision_config"), dict) and is_known_to_mlx_vlm(facts):
+    kind = facts.get("model_type")
+    is_head = setting == "DRAFT_MODEL" and kind in HEAD_TYPES
+    if is_head or facts.get("model_file"):
         return
-    if facts.get("model_file"):
-        return
-    if setting == "DRAFT_MODEL" and facts.get("model_type") in HEAD_TYPES:
+    if isinstance(facts.get("vision_config"), dict) and find_vision_module(facts):
         return
 
-    kind = facts.get("model_type")
     version = mlx_lm.__version__
     with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
         try:
             _get_classes(facts)  # private, but what mlx_lm.load() asks
         except ValueError:
-            if not is_known_to_mlx_vlm(facts):  # which serves text alone, too
+            if not find_vision_module(facts):  # which serves text alone, too
                 raise
-
-
-def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:
-    """Whether mlx-vlm has a class for what a config.json describes."""
-    # Here, because it takes a second, and most models can do without.
-    from mlx_vlm.utils import get_model_type
-
-    module = f"mlx_vlm.models.{get_model_type(facts)}"
-    return importlib.util.find_spec(module) is not None
 
 
 def check_room(
@@ -244,21 +229,17 @@ def check_room(
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="folder, repository or demo"
-    )
+    parser.add_argument("NAME", nargs="?", help="folder, repository or demo")
     total = psutil.virtual_memory().total
     text = "that a model may use (default: this machine's, %(default)s)"
-    parser.add_argument(
-        "--memory-bytes", metavar="N", type=int, default=total, help=text
-    )
+    parser.add_argument("--memory-bytes", type=int, default=total, help=text)
     text = "that names it, for errors (default: %(default)s)"
     parser.add_argument("--setting", default="MODEL_PATH", help=text)
     args = parser.parse_args()
     try:
         with in_a_sentence(f"{ROOT / '.env'} cannot be read"):
             settings = {**dotenv_values(ROOT / ".env"), **os.environ}
-        name = args.name or (settings.get("MODEL_PATH") or "").strip() or choose()
+        name = args.NAME or (settings.get("MODEL_PATH") or "").strip() or choose()
         token = (settings.get("HF_TOKEN") or "").strip() or None
         memory_bytes, setting = args.memory_bytes, args.setting
         print(find(name, token=token, memory_bytes=memory_bytes, setting=setting))

@@ -14,8 +14,7 @@ What MLX 0.32.4 needs: a GPU of compute capability 7.5, CUDA 13 (driver 580), gl
 
 import ctypes
 import json
-import os
-import re
+import platform
 
 LEAST_CAPABILITY = (7, 5)
 LEAST_CUDA = 13000  # as the driver states it: 1,000 for each major version
@@ -57,12 +56,9 @@ def ask_number(driver: ctypes.CDLL, function: str, *arguments: int) -> int:
 
 def glibc_version() -> tuple[int, int] | None:
     """As (2, 36); None where the C library is another one."""
-    try:
-        text = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (ValueError, OSError):
-        return None
-    match = re.search(r"(\d+)\.(\d+)", text)
-    return (int(match.group(1)), int(match.group(2))) if match else None
+    library, version = platform.libc_ver()
+    numbers = version.split(".")
+    return (int(numbers[0]), int(numbers[1])) if library == "glibc" else None
 
 
 def find_gpu() -> dict[str, str | int]:
@@ -78,16 +74,13 @@ def find_gpu() -> dict[str, str | int]:
     major = ask_number(driver, "cuDeviceGetAttribute", CAPABILITY_MAJOR, device)
     minor = ask_number(driver, "cuDeviceGetAttribute", CAPABILITY_MINOR, device)
     if (major, minor) < LEAST_CAPABILITY:
-        raise NoGpu(
-            f"its compute capability is {major}.{minor}, and MLX needs 7.5", name
-        )
+        fault = f"its compute capability is {major}.{minor}, and MLX needs 7.5"
+        raise NoGpu(fault, name)
     cuda = ask_number(driver, "cuDriverGetVersion")
     if cuda < LEAST_CUDA:
-        raise NoGpu(
-            f"its driver supports CUDA {cuda // 1000}.{cuda % 1000 // 10}, and MLX needs "
-            "CUDA 13 (driver 580 or newer)",
-            name,
-        )
+        version = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        needs = "and MLX needs CUDA 13 (driver 580 or newer)"
+        raise NoGpu(f"its driver supports CUDA {version}, {needs}", name)
     glibc = glibc_version()
     if glibc is None or glibc < LEAST_GLIBC:
         found = f"glibc {glibc[0]}.{glibc[1]}" if glibc else "no glibc"

@@ -109,14 +109,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """One row of the table. docs/clients.md says which version of each was tried.
+    """One row of the table, by its program. docs/clients.md says which version was tried.
 
     Tokens are those of the newest, typed at on a terminal in a small folder, as Qwen3.5 to 3.8
     count; a person's own instructions are not in them.
     """
 
     title: str
-    program: str
     package: str  # of npm
     set_up: Callable[[Target, str], Setup]  # and the folder
     first_prompt: int  # tokens: instructions, tools and one short question
@@ -273,27 +272,27 @@ def set_up_codex(target: Target, folder: str) -> Setup:
     )
 
 
-def describe_model(target: Target) -> Json:
-    """The model as PI and OpenClaw write one down."""
-    return {
+FREE: Final = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
+
+
+def describe_provider(target: Target, *, key: str, **of_model: Json) -> Json:
+    """The server and its model as PI and OpenClaw write them down."""
+    model = {
         "id": target.model,
         "name": target.model,
         "reasoning": True,
         "input": target.inputs,
         "contextWindow": target.context,
         "maxTokens": target.output,
+        **of_model,
     }
+    api = {"api": "openai-completions", "apiKey": key}
+    return {"baseUrl": f"{target.url}/v1", **api, "models": [model]}
 
 
 def set_up_pi(target: Target, folder: str) -> Setup:
     """An extension registers the provider for this run; models.json is not touched."""
-    cost = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-    provider = {
-        "baseUrl": f"{target.url}/v1",
-        "api": "openai-completions",
-        "apiKey": f"${KEY_VARIABLE}",
-        "models": [{**describe_model(target), "cost": cost}],
-    }
+    provider = describe_provider(target, key=f"${KEY_VARIABLE}", cost=FREE)
     call = f"pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)})"
     chosen = ("--provider", PROVIDER, "--model", target.model)
     return Setup(
@@ -325,12 +324,7 @@ def set_up_opencode(target: Target, _folder: str) -> Setup:
 def set_up_openclaw(target: Target, folder: str) -> Setup:
     # Else it keeps the level of thinking that was chosen to itself.
     compat = {"supportsReasoningEffort": True}
-    provider = {
-        "baseUrl": f"{target.url}/v1",
-        "apiKey": target.key,
-        "api": "openai-completions",
-        "models": [{**describe_model(target), "compat": compat}],
-    }
+    provider = describe_provider(target, key=target.key, compat=compat)
     settings = {
         "models": {"providers": {PROVIDER: provider}},
         "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{target.model}"}}},
@@ -383,7 +377,6 @@ def set_up_qwen(target: Target, folder: str) -> Setup:
 CLIENTS: Final = {
     "claude": Client(
         title="Claude Code",
-        program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
         first_prompt=13_300,
@@ -392,7 +385,6 @@ CLIENTS: Final = {
     ),
     "codex": Client(
         title="Codex",
-        program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
         first_prompt=8_900,
@@ -400,21 +392,18 @@ CLIENTS: Final = {
     ),
     "pi": Client(
         title="PI",
-        program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
         first_prompt=1_500,
     ),
     "opencode": Client(
         title="opencode",
-        program="opencode",
         package="opencode-ai",
         set_up=set_up_opencode,
         first_prompt=7_800,
     ),
     "openclaw": Client(
         title="OpenClaw",
-        program="openclaw",
         package="openclaw",
         set_up=set_up_openclaw,
         first_prompt=13_100,
@@ -422,14 +411,12 @@ CLIENTS: Final = {
     ),
     "copilot": Client(
         title="GitHub Copilot CLI",
-        program="copilot",
         package="@github/copilot",
         set_up=set_up_copilot,
         first_prompt=13_700,
     ),
     "qwen": Client(
         title="Qwen Code",
-        program="qwen",
         package="@qwen-code/qwen-code",
         set_up=set_up_qwen,
         first_prompt=20_100,
@@ -440,7 +427,9 @@ CLIENTS: Final = {
 # The server ------------------------------------------------------------------------------------
 
 
-def read_settings(env_file: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def read_settings(
+    env_file: Path = ENV_FILE, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The server's settings that are not empty: the environment's, which win, and .env's.
 
     Raises LaunchError.
@@ -471,9 +460,7 @@ def read_env_file(env_file: Path) -> dict[str, str | None]:
 
 
 def url_of(host: str, port: str) -> str:
-    """Where clients on this machine find who listens there. Raises LaunchError."""
-    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
-        raise LaunchError(f"{port} is no port: see MLX_PORT and PROXY_PORT in .env.")
+    """Where clients on this machine find who listens there."""
     if host in {"0.0.0.0", "::", "localhost"}:
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -513,6 +500,13 @@ class Place:
         return response.status, body if isinstance(body, dict) else {}
 
 
+def place_of(settings: Mapping[str, str]) -> Place:
+    """The server that these settings start; of several keys the first."""
+    host = settings.get("MLX_HOST", "127.0.0.1")
+    url = url_of(host, settings.get("MLX_PORT", "8080"))
+    return Place(url, first_key(settings, "API_KEY"))
+
+
 def ask(place: Place, path: str) -> tuple[int, Json]:
     """Status and body of one that has answered before. Raises LaunchError."""
     try:
@@ -525,16 +519,18 @@ def find_places(
     options: argparse.Namespace, settings: Mapping[str, str]
 ) -> tuple[Place, Place]:
     """The server, and LiteLLM. Raises LaunchError."""
-    url = options.url.rstrip("/").removesuffix("/v1")
-    if not url:
-        host = settings.get("MLX_HOST", "127.0.0.1")
-        url = url_of(host, settings.get("MLX_PORT", "8080"))
-    key = options.key or first_key(settings, "API_KEY")
+    names = ("PROXY_PORT",) if options.url else ("MLX_PORT", "PROXY_PORT")
+    for name in names:
+        port = settings.get(name, "1")
+        if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+            raise LaunchError(f"{port} is no port: see {name} in .env.")
+    usual = place_of(settings)
+    url = options.url.rstrip("/").removesuffix("/v1") or usual.url
 
     proxy_host = settings.get("PROXY_HOST", "127.0.0.1")
     proxy_url = url_of(proxy_host, settings.get("PROXY_PORT", "4000"))
     proxy_key = options.key or first_key(settings, "PROXY_API_KEY", "API_KEY")
-    return Place(url, key), Place(proxy_url, proxy_key)
+    return Place(url, options.key or usual.key), Place(proxy_url, proxy_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -678,9 +674,8 @@ def check_health(server: Place) -> int:
     try:
         status, body = server.get("/health")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise LaunchError(
-            f"no server answers at {server.url} ({error}); {start}"
-        ) from error
+        sentence = f"no server answers at {server.url} ({error}); {start}"
+        raise LaunchError(sentence) from error
     if status == 401:
         return status
     state = body.get("status")
@@ -827,19 +822,20 @@ def wait_for(pid: int) -> int:
 
 
 def show_setup(
-    client: Client, target: Target, arguments: Sequence[str], *, shows_key: object
+    name: str, target: Target, arguments: Sequence[str], *, shows_key: object
 ) -> None:
     """Print command, environment and files, the key masked unless it is to be seen."""
+    client = CLIENTS[name]
     is_masked = not shows_key and target.key != NO_KEY
     shown = replace(target, key=MASK) if is_masked else target
     setup = client.set_up(shown, "FOLDER")
     if setup.unset:
         print(f"unset {' '.join(setup.unset)}")
-    for name, text in setup.environment.items():
-        print(f"export {name}={shlex.quote(text)}")
-    print(shlex.join([client.program, *setup.arguments, *arguments]))
-    for name, text in setup.files.items():
-        print(f"# FOLDER/{name}, which is removed when {client.title} ends:")
+    for variable, text in setup.environment.items():
+        print(f"export {variable}={shlex.quote(text)}")
+    print(shlex.join([name, *setup.arguments, *arguments]))
+    for file, text in setup.files.items():
+        print(f"# FOLDER/{file}, which is removed when {client.title} ends:")
         print("\n".join(f"#   {line}" for line in text.splitlines()))
     say("the key is masked; --show-key shows it" if is_masked else "")
 
@@ -868,18 +864,12 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("client", type=_client_name)
-    parser.add_argument(
-        "--print", action="store_true", help="only show the command and environment"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a short system prompt (claude alone)"
-    )
-    parser.add_argument(
-        "--small-model",
-        default="",
-        metavar="NAME",
-        help="a model of PROXY_MODELS, for sub-agents and the like (claude alone)",
-    )
+    text = "only show the command and environment"
+    parser.add_argument("--print", action="store_true", help=text)
+    text = "a short system prompt (claude alone)"
+    parser.add_argument("--small", action="store_true", help=text)
+    text = "a model of PROXY_MODELS, for sub-agents and the like (claude alone)"
+    parser.add_argument("--small-model", default="", metavar="NAME", help=text)
     parser.add_argument("--show-key", action="store_true", help="--print shows the key")
     parser.add_argument("--url", default="", help="the server; else MLX_HOST, MLX_PORT")
     parser.add_argument("--key", default="", help="its key; else the first of API_KEY")
@@ -904,10 +894,10 @@ def launch(options: argparse.Namespace) -> int:
     no_room = explain_no_room(client, target)
     if no_room and not options.print and not options.arguments:
         raise LaunchError(no_room)
-    program = shutil.which(client.program)
+    program = shutil.which(options.client)
     if program is None and not options.print:
         raise LaunchError(
-            f"{client.title} is not installed (no `{client.program}` on PATH); install it "
+            f"{client.title} is not installed (no `{options.client}` on PATH); install it "
             f"with: npm install -g {client.package}"
         )
     say(f"{DEMO_SENTENCE}." if target.model == DEMO_MODEL else "")
@@ -924,7 +914,7 @@ def launch(options: argparse.Namespace) -> int:
     arguments = options.arguments or client.start_arguments
     if options.print:
         shows_key = options.show_key or options.key
-        show_setup(client, target, arguments, shows_key=shows_key)
+        show_setup(options.client, target, arguments, shows_key=shows_key)
         say(no_room)
         return 0
 

@@ -139,11 +139,10 @@ def run_for_line(command: list[str], host: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         text = f"{host} does not answer: {error}"
         raise ClusterError(text, status=FAILED) from error
-    lines = result.stdout.split("\n")
     if result.returncode or not result.stdout.strip():
         reason = " ".join(result.stderr.split())[-300:] or "it prints nothing"
         raise ClusterError(f"{host} cannot run {SERVER}: {reason}", status=FAILED)
-    return [line for line in lines if line.strip()][-1].strip()
+    return result.stdout.strip().rpartition("\n")[2].strip()
 
 
 def start_ranks(

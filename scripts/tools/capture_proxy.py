@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import base64
 import gzip
+import itertools
 import json
 import os
 import re
@@ -85,9 +86,8 @@ class Exchange:
     def api(self) -> str:
         """ "chat", "messages", or "" for what does not generate from messages."""
         route = self.path.partition("?")[0].rstrip("/")
-        if self.method != "POST" or not isinstance(
-            (self.body or {}).get("messages"), list
-        ):
+        messages = (self.body or {}).get("messages")
+        if self.method != "POST" or not isinstance(messages, list):
             return ""
         if route.endswith("/chat/completions"):
             return "chat"
@@ -118,12 +118,10 @@ def read_capture(path: Path) -> list[Exchange]:
 
 
 class CaptureFile:
-    """Takes whole records from any thread, and counts requests."""
+    """Takes whole records, and numbers requests."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._n_requests = 0
+        self.numbers = itertools.count(1)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.parent == CAPTURES:  # what people said does not belong into git
             (CAPTURES / ".gitignore").write_text("*\n", encoding="ascii")
@@ -133,26 +131,19 @@ class CaptureFile:
     def close(self) -> None:
         self._out.close()
 
-    def next_number(self) -> int:
-        with self._lock:
-            self._n_requests += 1
-            return self._n_requests
-
     def write(self, record: Body) -> None:
-        line = json.dumps(record) + "\n"  # ASCII: lone surrogates of clients survive
-        with self._lock:
-            if not self._out.closed:
-                self._out.write(line)
-                self._out.flush()
+        # ASCII: lone surrogates of clients survive.
+        self._out.write(json.dumps(record) + "\n")
+        self._out.flush()
 
 
 def without_secrets(headers: Headers) -> list[list[str]]:
     return [[n, REDACTED if SECRET_HEADER.search(n) else value] for n, value in headers]
 
 
-def as_text(body: bytes) -> Body:
+def as_text(body: bytes, field_name: str = "body") -> Body:
     try:
-        return {"body": body.decode("utf-8")}
+        return {field_name: body.decode("utf-8")}
     except UnicodeDecodeError:
         return {"body_base64": base64.b64encode(body).decode("ascii")}
 
@@ -164,10 +155,7 @@ def as_json(body: bytes, encoding: str) -> Body:
     try:
         return {"body": json.loads(body) if body else None}
     except ValueError:
-        fields = as_text(body)
-        if "body" in fields:
-            return {"body": None, "body_text": fields["body"]}
-        return {"body": None, **fields}
+        return {"body": None, **as_text(body, "body_text")}
 
 
 # Passing on ---------------------------------------------------------------------------------------
@@ -187,7 +175,7 @@ class CaptureProxy:
         query = scope["query_string"].decode("latin-1")
         path = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         record = {
-            "seq": self.capture.next_number(),
+            "seq": next(self.capture.numbers),
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "method": request.method,
             "path": SECRET_PARAMETER.sub(rf"\1={REDACTED}", path),
@@ -202,12 +190,10 @@ class CaptureProxy:
             transport = httpx.AsyncHTTPTransport(
                 limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
             )
-            async with (
-                httpx.AsyncClient(
-                    transport=transport, timeout=None, trust_env=False
-                ) as client,
-                anyio.create_task_group() as group,
-            ):
+            client = httpx.AsyncClient(
+                transport=transport, timeout=None, trust_env=False
+            )
+            async with client, anyio.create_task_group() as group:
                 group.start_soon(response.cancel_when_left, receive, group.cancel_scope)
                 passed = self._request_to(request, path, payload)
                 try:
@@ -328,16 +314,12 @@ def serving(upstream: str, capture: CaptureFile) -> Iterator[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Pass traffic through and write it down."
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--port", type=int, default=4100)
-    parser.add_argument(
-        "--upstream", default="http://127.0.0.1:8080", help="without /v1"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="a file, or a folder for one file per run"
-    )
+    usual = "http://127.0.0.1:8080"
+    parser.add_argument("--upstream", default=usual, help="without /v1")
+    text = "a file, or a folder for one file per run"
+    parser.add_argument("--out", type=Path, help=text)
     args = parser.parse_args()
     path: Path = args.out or CAPTURES
     if path.suffix != ".jsonl":

@@ -4,9 +4,6 @@
     python scripts/tools/client_check.py claude-code                  start-llm on this machine
     python scripts/tools/client_check.py pi --url http://127.0.0.1:4000 --model NAME
 
-Where the server listens and which key it wants is read from the environment or from .env, as the
-server reads it: MLX_HOST, MLX_PORT, API_KEY.
-
 The client works in a folder of its own and says three things in one session: the first needs files
 read, commands run and a file written. Its requests pass through the recorder of capture_proxy.py.
 
@@ -33,12 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from capture_proxy import (
-    CaptureFile,
-    Exchange,
-    read_capture,
-    serving,
-)
+from capture_proxy import CaptureFile, Exchange, read_capture, serving
 from clients import drive
 from rich.console import Console
 
@@ -136,10 +128,8 @@ def prompt_of(exchange: Exchange) -> Prompt:
     for message in body["messages"]:
         role = "system" if message["role"] == "developer" else message["role"]
         calls = message.get("tool_calls") or []
-        text = "\n".join(
-            filter(None, (text_of(message.get("content")), text_of(calls)))
-        )
-        by_role.setdefault(role, []).append(text)
+        texts = (text_of(message.get("content")), text_of(calls))
+        by_role.setdefault(role, []).append("\n".join(filter(None, texts)))
 
     user = str((body.get("metadata") or {}).get("user_id") or "")
     session = [exchange.headers.get(name, "") for name in SESSION_HEADERS]
@@ -284,14 +274,10 @@ def verdict(rows: Sequence[Row], failed: Sequence[Exchange]) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Check a server's cache with a real client."
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", choices=CLIENTS)
     add_place_options(parser)
-    parser.add_argument(
-        "--model", default="", help="its name there; default: the first that it has"
-    )
+    parser.add_argument("--model", default="", help="default: the first of /v1/models")
     parser.add_argument("--minutes", type=float, default=10, help="longest turn")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)

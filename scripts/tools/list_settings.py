@@ -42,45 +42,28 @@ Settings have the names of the system that this one replaces. Where a default di
 | setting | there | here | why |
 |---|---|---|---|"""
 # Of each such setting the default there, and the reason for another one.
-OTHER_DEFAULTS: Final = {
-    "MODEL_PATH": (
-        "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
-        "nothing is downloaded that nobody chose: the first start asks",
-    ),
-    "PROXY_MODEL_ID": (
-        "openai/{MODEL_PATH}",
-        "LiteLLM takes every name, and each means the model that is loaded",
-    ),
-    "PROXY_STARTUP_WAIT_SECONDS": (
-        "2.0",
-        "nobody waits for LiteLLM: these are the seconds between two lines that say it starts",
-    ),
-    "QUANTIZED_KV_START": (
-        "5000",
-        "a token is packed when it is written: else its KV would depend on how long the"
-        " conversation was when it was read (L-21)",
-    ),
-    "PROMPT_CACHE_MAX_ENTRIES_GLOBAL": (
-        "24",
-        "bytes decide what stays; 24 entries were evicted while memory was free (L-119)",
-    ),
-    "PROMPT_CACHE_TTL_SECONDS": (
-        "1800",
-        "who comes back after an hour is read anew only if the memory was needed (L-119)",
-    ),
-    "DEFAULT_TEMPERATURE": ("0.1", "the model's makers know what suits it"),
-    "DEFAULT_TOP_P": ("0.9", "the same"),
-    "DEFAULT_TOP_K": ("40", "the same"),
-    "DEFAULT_MIN_P": ("0.05", "the same"),
-    "DEFAULT_REPETITION_PENALTY": (
-        "1.08",
-        "a penalty forbids what a tool call has to repeat: names, paths, brackets",
-    ),
-    "ENABLE_REQUEST_LOGGING": (
-        "true",
-        "what clients say is written to disk only where it was asked for",
-    ),
-}
+OTHER_DEFAULTS: Final = """\
+MODEL_PATH | lmstudio-community/GLM-4.7-Flash-MLX-4bit
+    | nothing is downloaded that nobody chose: the first start asks
+PROXY_MODEL_ID | openai/{MODEL_PATH}
+    | LiteLLM takes every name, and each means the model that is loaded
+PROXY_STARTUP_WAIT_SECONDS | 2.0
+    | nobody waits for LiteLLM: these are the seconds between two lines that say it starts
+QUANTIZED_KV_START | 5000 | a token is packed when it is written: else its KV would depend on
+    how long the conversation was when it was read (L-21)
+PROMPT_CACHE_MAX_ENTRIES_GLOBAL | 24
+    | bytes decide what stays; 24 entries were evicted while memory was free (L-119)
+PROMPT_CACHE_TTL_SECONDS | 1800
+    | who comes back after an hour is read anew only if the memory was needed (L-119)
+DEFAULT_TEMPERATURE | 0.1 | the model's makers know what suits it
+DEFAULT_TOP_P | 0.9 | the same
+DEFAULT_TOP_K | 40 | the same
+DEFAULT_MIN_P | 0.05 | the same
+DEFAULT_REPETITION_PENALTY | 1.08
+    | a penalty forbids what a tool call has to repeat: names, paths, brackets
+ENABLE_REQUEST_LOGGING | true
+    | what clients say is written to disk only where it was asked for
+"""
 
 
 class Setting(NamedTuple):
@@ -164,7 +147,8 @@ def make_markdown(groups: Groups, schemas: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| `{name}` | {default} | {values} | {explanation} |")
         lines.append("")
     lines.append(OTHER_DEFAULTS_HEADING)
-    for name, (default_there, reason) in OTHER_DEFAULTS.items():
+    for line in OTHER_DEFAULTS.replace("\n    ", " ").splitlines():
+        name, default_there, reason = line.split(" | ")
         default = settings[name].shown_default if name in schemas else "without effect"
         lines.append(f"| `{name}` | `{default_there}` | {default} | {reason} |")
     return "\n".join(lines) + "\n"

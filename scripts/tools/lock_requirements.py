@@ -85,9 +85,8 @@ def main() -> None:
     (build,) = [line for line in requirements if line.startswith(CUDA_BUILD)]
     versions = resolve([build])
     known = {line.partition("==")[0] for line in read_requirements("requirements.lock")}
-    lines = [
-        f"{name}=={version}" for name, version in versions.items() if name not in known
-    ]
+    new = {name: version for name, version in versions.items() if name not in known}
+    lines = [f"{name}=={version}" for name, version in new.items()]
     write_lines("requirements-cuda.lock", CUDA_LOCK_HEADER, lines)
 
 

@@ -25,11 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import httpx
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import agent_steps
+from agent_steps import CannotAsk, Server
 from machine_report import running_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -41,20 +40,12 @@ PATIENCE_SECONDS: Final = 240.0
 # before the picture: charts and cache have something to show
 N_WARM_REQUESTS: Final = 24
 
-
-class Agent(NamedTuple):
-    """A client, as its User-Agent names it, and what it was asked to do."""
-
-    user_agent: str
-    task: str
-
-
-AGENTS: Final = (
-    Agent("claude-cli/2.1.328 (external, cli)", "Fix the failing login test"),
-    Agent("pi/0.87.1", "Rename Ledger to Transcript everywhere"),
-    Agent("opencode/1.18.0", "Why is the build slow on Linux?"),
-    Agent("codex_cli_rs/0.169.0", "Write the release notes of 2.4"),
-)
+AGENTS: Final = {  # by their User-Agent: what each was asked to do
+    "claude-cli/2.1.328 (external, cli)": "Fix the failing login test",
+    "pi/0.87.1": "Rename Ledger to Transcript everywhere",
+    "opencode/1.18.0": "Why is the build slow on Linux?",
+    "codex_cli_rs/0.169.0": "Write the release notes of 2.4",
+}
 INSTRUCTIONS: Final = "You are a coding agent. Work step by step. " * 12
 
 
@@ -65,7 +56,7 @@ class Shot(NamedTuple):
     """How a picture is taken."""
 
     ready: str  # a selector: what must be on the page
-    last: str | None = None  # a selector: what a desktop shows last; None: all of it
+    last: str | None = None  # a selector: what is shown last; None: all of the page
 
 
 def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
@@ -78,24 +69,19 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
     context = browser.new_context(viewport=window, color_scheme=scheme, **scale)
     page = context.new_page()
     wrong: list[str] = []
-
-    def note_error(message: Any) -> None:
-        if message.type == "error":
-            wrong.append(message.text)
-
-    page.on("console", note_error)
+    messages: list[Any] = []
+    page.on("console", messages.append)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(url)
     page.wait_for_selector(shot.ready, timeout=1000 * PATIENCE_SECONDS)
     if shot.last is None:
         page.screenshot(path=picture, full_page=True)
-    elif is_phone:
-        page.screenshot(path=picture)
     else:
         box = page.locator(shot.last).bounding_box()
         clip = {"x": 0, "y": 0, "width": width, "height": box["y"] + box["height"] + 12}
         page.screenshot(path=picture, full_page=True, clip=clip)
 
+    wrong += [message.text for message in messages if message.type == "error"]
     page_width = page.evaluate("document.documentElement.scrollWidth")
     if page_width > width:
         wrong.append(f"{page_width} px wide in a window of {width}")
@@ -125,38 +111,36 @@ def take_pictures(
 # A server with four agents --------------------------------------------------------------
 
 
-def work(url: str, agent: Agent, stop: threading.Event) -> None:
+def work(url: str, user_agent: str, stop: threading.Event) -> None:
     """Send a conversation that grows by a file at every step, until `stop` is set."""
-    start = [agent_steps.system(INSTRUCTIONS), agent_steps.user(agent.task)]
+    task = AGENTS[user_agent]
+    server = Server(url, model="demo")
+    server.headers["User-Agent"] = user_agent
+    start = [agent_steps.system(INSTRUCTIONS), agent_steps.user(task)]
     messages = list(start)
-    headers = {"User-Agent": agent.user_agent}
-    with httpx.Client(headers=headers, timeout=PATIENCE_SECONDS) as client:
-        while not stop.is_set():
-            n_messages = len(messages)
-            body = {"model": "demo", "messages": messages, "max_tokens": 96}
-            body["seed"] = n_messages
-            try:
-                answer = client.post(f"{url}/v1/chat/completions", json=body)
-                reply = answer.json()["choices"][0]["message"]
-            except (httpx.HTTPError, LookupError, ValueError):
-                if stop.is_set():
-                    return
-                raise
-            file_text = f"line {n_messages}: {agent.task}\n" * 4
-            content = reply["content"] or "..."
-            messages.append({"role": "assistant", "content": content})
-            messages.append(agent_steps.user(f"The file:\n{file_text}"))
-            if len(messages) > 16:
-                messages = list(start)
+    while not stop.is_set():
+        n_messages = len(messages)
+        limits = {"max_tokens": 96, "seed": n_messages}
+        try:
+            reply = server.ask_chat({"messages": messages, **limits})
+        except CannotAsk:
+            if stop.is_set():
+                return
+            raise
+        file_text = f"line {n_messages}: {task}\n" * 4
+        messages.append(agent_steps.reply_message(reply))
+        messages.append(agent_steps.user(f"The file:\n{file_text}"))
+        if len(messages) > 16:
+            messages = list(start)
 
 
 @contextmanager
-def agents_at_work(url: str) -> Iterator[None]:
+def agents_at_work(server: Server) -> Iterator[None]:
     """Four agents work inside the block, and have worked for a while before."""
     stop = threading.Event()
     threads = [
-        threading.Thread(target=work, args=(url, agent, stop), daemon=True)
-        for agent in AGENTS
+        threading.Thread(target=work, args=(server.url, user_agent, stop), daemon=True)
+        for user_agent in AGENTS
     ]
     for thread in threads:
         thread.start()
@@ -167,8 +151,7 @@ def agents_at_work(url: str) -> Iterator[None]:
             if time.monotonic() > ends:
                 raise TimeoutError("the agents got no answers")
             time.sleep(0.2)
-            status = httpx.get(f"{url}/v1/status", timeout=30).json()
-            n_answers = len(status["recent"])
+            n_answers = len(server.get("/v1/status")["recent"])
         yield
     finally:
         stop.set()
@@ -178,15 +161,12 @@ def agents_at_work(url: str) -> Iterator[None]:
 
 def picture_for_readme() -> list[str]:
     """Write docs/page-desktop-dark.png; what is wrong, a line each."""
-    shot = Shot(
-        ready=f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))",
-        last="#cache",
-    )
+    ready = f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))"
     settings = {"CACHE_DISK": "on", "ENABLE_REQUEST_LOGGING": "true"}  # titles
-    with running_server("demo", **settings) as subject:
-        url = subject.server.url
-        with agents_at_work(url):
-            return take_pictures(url, DOCS, shot, names=["page-desktop-dark"])
+    shot = Shot(ready, last="#cache")
+    names = ["page-desktop-dark"]
+    with running_server("demo", **settings) as subject, agents_at_work(subject.server):
+        return take_pictures(subject.server.url, DOCS, shot, names=names)
 
 
 def main() -> int:
@@ -201,9 +181,7 @@ def main() -> int:
         parser.error("give URL and OUTDIR, or --readme")
     if importlib.util.find_spec("playwright") is None:
         print("Playwright is missing: pip install -r requirements-dev.txt; then")
-        print(
-            "playwright install chromium (not needed where `chromium` is in the PATH)"
-        )
+        print("playwright install chromium (or have `chromium` in the PATH)")
         return 2
 
     outdir = DOCS if args.readme else args.outdir

@@ -173,6 +173,9 @@ def home(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub_cache = str(tmp_path / ".cache/huggingface/hub")
+    monkeypatch.setattr(choose_model.constants, "HF_HUB_CACHE", hub_cache)
+    monkeypatch.setattr(choose_model.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(choose_model, "KEPT_ANSWER", tmp_path / ".chosen-model")
     return tmp_path
 
@@ -258,8 +261,9 @@ def hub(monkeypatch):
     hub_class = type("OneHub", (Hub,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), hub_class) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.delenv("HF_HUB_OFFLINE")
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(choose_model.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(choose_model.constants, "HF_HUB_OFFLINE", False)
         yield hub_class
         server.shutdown()
 

@@ -249,7 +249,7 @@ def desk(tmp_path, port, capfd):
 
 @pytest.mark.parametrize("name", launch.CLIENTS)
 def test_a_client_is_given_url_key_model_and_context(desk, port, name):
-    desk.install(launch.CLIENTS[name].program, RECORDER)
+    desk.install(name, RECORDER)
 
     result = desk.launch(name)
 
@@ -273,7 +273,7 @@ def test_a_client_is_given_url_key_model_and_context(desk, port, name):
 @pytest.mark.parametrize("name", ["pi", "openclaw", "opencode"])
 def test_a_client_is_told_whether_the_model_sees(desk, name):
     """Else it leaves images out, or tells its model that it cannot send them."""
-    desk.install(launch.CLIENTS[name].program, RECORDER)
+    desk.install(name, RECORDER)
     entry = {**ENTRY, "input_modalities": ["text", "image"]}
 
     for is_seeing, model in ((False, ENTRY), (True, entry)):
@@ -497,7 +497,7 @@ def test_where_there_are_replicas_every_client_goes_to_the_proxy(desk):
 @pytest.mark.parametrize("name", ["claude", "codex"])
 def test_the_url_of_a_proxy_is_understood(desk, name):
     """As through a tunnel, where the server itself cannot be reached."""
-    desk.install(launch.CLIENTS[name].program, RECORDER)
+    desk.install(name, RECORDER)
     key = desk.environ["PROXY_API_KEY"] = "sk-of-the-proxy"
     paths = []
 
@@ -665,7 +665,7 @@ def test_a_newer_python_launches_as_well(desk, python):
 
 @pytest.mark.parametrize("name", launch.CLIENTS)
 def test_print_shows_everything_but_the_key_and_starts_nothing(desk, port, name):
-    desk.install(launch.CLIENTS[name].program, RECORDER)
+    desk.install(name, RECORDER)
 
     result = desk.launch(name, "--print")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import agent_steps
 import chat
+import launch
 import pytest
 from rich.console import Console
 from server_fixture import Served, free_port
@@ -79,8 +80,9 @@ def test_a_missing_server_is_one_clear_sentence(tmp_path):
         ({"MLX_HOST": "10.0.0.7"}, "http://10.0.0.7:8080", ""),
     ],
 )
-def test_the_server_is_where_its_settings_say(settings, url, key):
-    assert chat.place_of(settings) == chat.Place(url, key)
+def test_the_server_is_where_its_settings_say(settings, url, key, tmp_path):
+    settings = launch.read_settings(tmp_path / ".env", settings)
+    assert chat.place_of(settings) == launch.Place(url, key)
 
 
 def test_half_an_answer_is_none(tmp_path, monkeypatch):

@@ -267,7 +267,7 @@ def test_a_reply_of_thinking_alone_is_dropped():
 
 
 def test_an_error_in_the_stream_is_no_reply(monkeypatch):
-    server = pi.Server("http://x", model="m", api_key="")
+    server = pi.Server("http://x", model="m", key="")
     stream = io.BytesIO(b'data: {"error": {"message": "engine died"}}\n')
     monkeypatch.setattr(server, "open", lambda *_: stream)
     with pytest.raises(pi.CannotAsk, match="engine died"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any, ClassVar
 sys.path.append(str(Path(__file__).resolve().parents[2] / "helpers"))
 
 import launch
+from litellm_beside import end_group
 
 CLIENTS = Path(os.environ.get("CLIENTS_HOME") or Path.home() / "clients").resolve()
 INSTALL = "scripts/tools/clients/install.sh"
@@ -37,19 +37,13 @@ QUIET = """DISABLE_TELEMETRY DO_NOT_TRACK DISABLE_ERROR_REPORTING DISABLE_AUTOUP
 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC PI_OFFLINE PI_SKIP_VERSION_CHECK OPENCLAW_NO_UPDATE_CHECK
 OPENCLAW_DISABLE_BONJOUR OPENCLAW_SKIP_CHANNELS OPENCLAW_TELEMETRY_DISABLED
 OPENCODE_DISABLE_AUTOUPDATE OPENCODE_DISABLE_MODELS_FETCH"""
-COST = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
 CONTEXT = 131_072  # tokens
 
 Settings = dict[str, Any]
 
 
-def npm_platform(system: str, machine: str) -> str:
-    """What npm calls a machine, after platform.system() and platform.machine()."""
-    chip = "arm64" if machine in ("arm64", "aarch64") else "x64"
-    return f"{system.lower()}-{chip}"
-
-
-PLATFORM = npm_platform(platform.system(), platform.machine())
+CHIP = "arm64" if platform.machine() in ("arm64", "aarch64") else "x64"
+PLATFORM = f"{platform.system().lower()}-{CHIP}"  # as npm calls it
 CODEX_TARGETS = {  # as Rust calls them
     "linux-x64": "x86_64-unknown-linux-musl",
     "linux-arm64": "aarch64-unknown-linux-musl",
@@ -80,14 +74,7 @@ def started(
     try:
         yield process
     finally:
-        for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 8)):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(seconds)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-            except PermissionError:  # macOS, of a group that has only ended processes
-                process.wait(seconds)
+        end_group(process.pid)
 
 
 class Client:
@@ -121,9 +108,8 @@ class Client:
 
     @classmethod
     def missing(cls) -> list[str]:
-        return [
-            part for part in ("node24", *cls.PARTS) if not (CLIENTS / part).exists()
-        ]
+        parts = ("node24", *cls.PARTS)
+        return [part for part in parts if not (CLIENTS / part).exists()]
 
     @classmethod
     def how_to_install(cls) -> str:
@@ -158,44 +144,45 @@ class Client:
 
         Raises ClientError where the client fails, or takes longer than a busy machine needs.
         """
-        with self.saying(server, words, new=new) as process:
-            try:
-                failed = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                raise ClientError(
-                    f"not done after {seconds:g} s: {self.log()}"
-                ) from None
-            if failed:
-                raise ClientError(self.log())
+        if new:
+            self._begun.pop(server, None)
+        command = self._command(server, words)
+        environment = {**self._env, **self._env_for(server)}
+        self._run(command, self.folder(server), environment, seconds=seconds)
 
     def finish(self, server: str, *, seconds: float) -> None:
         """Wait for the turn to be over, where `say` returns before."""
 
-    @contextmanager
-    def saying(
-        self, server: str, words: str, *, new: bool = False
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """The client while it says this; it is killed on leaving."""
-        if new:
-            self._begun.pop(server, None)
-        command = self._command(server, words)
-        env = {**self._env, **self._env_for(server)}
+    def _run(
+        self, command: list[str], folder: Path, env: dict[str, str], *, seconds: float
+    ) -> None:
         log = self.room / "client.log"
-        with started(command, self.folder(server), env=env, log=log) as process:
-            yield process
+        with started(command, folder, env=env, log=log) as process:
+            try:
+                failed = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                sentence = f"not done after {seconds:g} s: {self.log()}"
+                raise ClientError(sentence) from None
+            if failed:
+                raise ClientError(self.log())
 
     def _command(self, server: str, words: str) -> list[str]:
         raise NotImplementedError
 
-    def _env_for(self, server: str) -> dict[str, str]:
-        """As `launch` starts it, where that says all in the environment and a file."""
-        if not self.LAUNCHED:
-            return {}
-        target = launch.Target(self._urls[server], self._key, self._model, CONTEXT)
+    def _target(self, server: str) -> launch.Target:
+        url, inputs = self._urls[server], ("text", "image")
+        return launch.Target(url, self._key, self._model, CONTEXT, inputs=inputs)
+
+    def _set_up(self, server: str) -> launch.Setup:
+        """As `launch` starts it."""
+        target = self._target(server)
         setup = launch.CLIENTS[self.LAUNCHED].set_up(target, str(self.room))
         for name, text in setup.files.items():
             (self.room / name).write_text(text, "utf-8")
-        return setup.environment
+        return setup
+
+    def _env_for(self, server: str) -> dict[str, str]:
+        return self._set_up(server).environment if self.LAUNCHED else {}
 
     def _is_begun(self, server: str) -> bool:
         """Whether there is a session to go on with; from now on there is."""
@@ -238,17 +225,14 @@ class OldClaudeCode(ClaudeCode):
 
 class Pi(Client):
     PARTS = ("pi",)
+    LAUNCHED = "pi"
     SHELL = "bash"
-
-    def start(self) -> None:
-        providers = _make_providers(self._urls, model=self._model, key=self._key)
-        _write(self.room / ".pi/agent/models.json", {"providers": providers})
 
     def _command(self, server: str, words: str) -> list[str]:
         # -c: the newest session of this folder.
         go_on = ["-c"] if self._is_begun(server) else []
         program = ["node", str(CLIENTS / "pi/node_modules/.bin/pi")]
-        chosen = ["--provider", server, "--model", self._model, "--thinking", "medium"]
+        chosen = [*self._set_up(server).arguments, "--thinking", "medium"]
         return [*program, *chosen, "-p", *go_on, words]
 
 
@@ -319,7 +303,7 @@ class QwenCode(Client):
         # --continue: the newest session of this folder.
         go_on = ["--continue"] if self._is_begun(server) else []
         program = CLIENTS / "qwen-code/node_modules/@qwen-code/qwen-code/cli.js"
-        chosen = ["--auth-type", "openai", "-m", self._model, "--yolo"]
+        chosen = [*self._set_up(server).arguments, "-m", self._model, "--yolo"]
         return ["node", str(program), *chosen, *go_on, "-p", words]
 
 
@@ -345,7 +329,9 @@ class OpenClaw(Client):
         self._running = ExitStack()
 
     def start(self) -> None:
-        _write(self.room / ".openclaw/openclaw.json", self._settings())
+        settings_file = self.room / ".openclaw/openclaw.json"
+        settings_file.parent.mkdir(parents=True, exist_ok=True)
+        settings_file.write_text(json.dumps(self._settings()), "utf-8")
         command = [*self._program, "run", "--port", str(self._port), "--token", TOKEN]
         log = self.room / "client.log"
         gateway = started(command, self.room, env=self._env, log=log)
@@ -360,9 +346,12 @@ class OpenClaw(Client):
         self._running.close()
 
     def _settings(self) -> Settings:
-        providers = _make_providers(self._urls, model=self._model, key=self._key)
-        agents = []
+        providers, agents = {}, []
         for name in self._urls:
+            target = self._target(name)
+            providers[name] = launch.describe_provider(
+                target, key=target.key, cost=launch.FREE
+            )
             model, folder = f"{name}/{self._model}", str(self.folder(name))
             agents.append({"id": name, "model": model, "workspace": folder})
         first = agents[0]
@@ -398,10 +387,7 @@ class OpenClaw(Client):
     def finish(self, server: str, *, seconds: float) -> None:
         params = {"runId": self._begun[server], "timeoutMs": int(seconds * 1000)}
         command = self._call("agent.wait", params, seconds=seconds)
-        log = self.room / "client.log"
-        with started(command, self.room, env=self._env, log=log) as process:
-            if process.wait(seconds + 30):
-                raise ClientError(self.log())
+        self._run(command, self.room, self._env, seconds=seconds + 30)
 
     def _call(self, method: str, params: Settings, *, seconds: float) -> list[str]:
         url = f"ws://127.0.0.1:{self._port}"
@@ -416,17 +402,3 @@ class OldOpenClaw(OpenClaw):
 
     PARTS = ("openclaw-2026.2.17",)
     HEALTH = "/"
-
-
-def _make_providers(urls: Mapping[str, str], *, model: str, key: str) -> Settings:
-    """Each server as PI and OpenClaw write a provider down."""
-    limits = {"contextWindow": CONTEXT, "maxTokens": 8192}
-    entry = {"id": model, "name": "Lab", "input": ["text", "image"], **limits}
-    entry |= {"reasoning": True, "cost": COST}
-    api = {"api": "openai-completions", "apiKey": key, "models": [entry]}
-    return {name: {"baseUrl": f"{url}/v1", **api} for name, url in urls.items()}
-
-
-def _write(path: Path, settings: Settings) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings), "utf-8")
