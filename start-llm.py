@@ -37,7 +37,8 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     UPSTREAM          what we use of mlx-lm and mlx-vlm undocumented
     KV STATE          what the layers of a model keep, moved and copied
     PREFIX CACHE      KV of past requests, found by their tokens
-    DISK CACHE        the same in files, for what a restart would forget
+    KV FILES          segments of KV in files, an index of them, and their folders
+    DISK CACHE        KV that is saved there and loaded, so that it outlives a restart
     SESSIONS          what each session sent last; why not more could be reused
     VISION MODEL      images as tokens, positions and embeddings
     CLUSTER           one model over several machines, which step together
@@ -9717,7 +9718,7 @@ class CacheEntry:
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
     is_background: bool = False  # no other request has continued it in place
-    # How far files have it, or need not; None: look it up. See DiskTier.
+    # How far files have it, or need not; None: look it up. See DiskCache.
     saved_end: int | None = None
     last_used: float = 0.0  # seconds, by the cache's clock
     n_uses: int = 0
@@ -10570,71 +10571,53 @@ class PrefixCache:
         return reports
 
 
-# region DISK CACHE ============================================================
-# KV in files, for what a restart, an update or a crash would forget.
+# region KV FILES ==============================================================
+# KV in files: what one contains, which there are, and the folder that they are in.
 #
 # A file is a segment: the KV of tokens [start, end) of one conversation, these tokens,
-# and the states that were kept between them. What comes before `start` is in the
-# segment's parent. Of an entry that has grown only what is new is written:
+# and states between them. The KV before `start` is in another segment, its parent; a
+# root starts at 0. Of a conversation that has grown, a child has only the new tokens:
 #
 #     10:00  a conversation of 9,000 tokens rests   root    [0 ........ 9,000)
-#     10:01  it has grown to 9,700                  second  [9,000 .. 9,700)
-#     10:05  another one parts from it at 8,200     third   [8,200 .... 8,900)
+#     10:01  it has grown to 9,700                  child   [9,000 .. 9,700)
+#     10:05  another one parts from it at 8,200     child   [8,200 .... 8,900)
 #
-# To continue the second, the 9,000 tokens of the root are loaded, and its own 700.
+# To continue the first one, the root is read and its 700 tokens; to continue the other,
+# [0, 8,200) of the root and its own 700.
 #
 #     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
 #     ~/.cache/start-llm/<identity>-2/   of a second server of the same model; -3 ...
-#         lock                           held by the server that uses it
+#         lock                           held by the server that uses the folder
 #         port                           that its last server listened on
 #         secret                         that is in the names of images
+#         records                        see SAVED RECORDS
 #         <name>.safetensors             a segment; 0600
 #
-# A name is a hash of the tenant, the weights and all tokens from 0 to `end`. The tokens
-# of all files are in memory (4 bytes each; a full disk has some two million), so a
-# lookup compares them and reads no file.
+# A name is a hash of the tenant, the weights and all tokens [0, end). The tokens of all
+# files are in memory (4 bytes each; a full disk has some two million), so a lookup
+# compares them and reads no file.
 #
-# A file that is damaged, or of another format, is deleted, and its tokens are read again.
+# A file gets its name once the disk has all of it, so a kill leaves whole files, and
+# new ones that the next start deletes. A file that is damaged, or of another format, is
+# deleted with its children, and their tokens are prefilled again. A file that cannot be
+# read for now is kept.
 #
-#     writing    between two steps of the model, DiskTier copies some arrays out of an
-#                entry that rests; once it has all, another thread writes the file
-#     reading    when a request starts and the disk has more of its prompt than memory,
-#                the rest is loaded into an entry that the request then continues
+# From another section: a TokenKey has the tokens of a prompt, and a salt that stands
+# for model and tenant.
 #
-# Uses     CONFIG, LOGGING, API TYPES, SAVED RECORDS, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE
-# Thread   model, mlx; write_segment: a thread of its own, without MLX
+# Uses     CONFIG, LOGGING, API TYPES, SAVED RECORDS, TOKEN HASHES, PREFIX CACHE
+# Thread   model; write_segment: its own; wants_disk_cache, delete_other_folders: any
 
-# Fewer are not loaded. Of a conversation, fewer new ones are written only before they
-# would be lost; a conversation of fewer is never written.
-MIN_FILE_TOKENS: Final = 256
-MIN_SEGMENT_TOKENS: Final = 16  # fewer are never worth a file
-MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV that is copied before it is written
-SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
-SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
-# So many new ones are written at the next pause: an agent may never rest for so long.
-MAX_UNSAVED_TOKENS: Final = 2048
-SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
-WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
-LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
-FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
-SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
-SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
-SPILL_PART: Final = 4  # a prompt of 1/4 of the memory pushes it out: it is spilled
 WRITE_AGAIN_SECONDS: Final = 60.0  # after a full disk, or another failure to write
+FORGET_SECONDS: Final = 10.0  # for a file that is being written and has to go
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that the disk does not have yet
-_MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
-_FOLDER_NAME: Final = re.compile(r"[0-9a-f]{16}(-\d+)?")  # others are not ours
-_LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
-_DEFAULT_DISK_BYTES: Final = 32 << 30  # at most a tenth of the free disk
-_DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
 
 _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class DiskError(Exception):
-    """A file, or the whole cache on disk, cannot be used; the text says why."""
+    """A file, or the whole folder, cannot be used; the text says why."""
 
 
 def _reason_of(fault: BaseException) -> str:
@@ -10643,34 +10626,37 @@ def _reason_of(fault: BaseException) -> str:
     return getattr(fault, "strerror", None) or sentence or repr(fault)
 
 
-# -- 1 files ---------------------------------------------------------------------------
+# -- 1 one file ------------------------------------------------------------------------
 
 
 class Segment(BaseModel, frozen=True, extra="forbid"):
-    """What a file contains, as its metadata describes it."""
+    """What a file contains, as JSON in its header.
+
+    Its arrays are "tokens", the KV "kv.0", "kv.1" ..., and those of states, such as
+    "state.600.0" at position 600.
+    """
 
     format: Literal[4] = 4  # of the file; another one is refused
-    name: _SegmentName  # of the tokens [0, end)
-    parent: _SegmentName  # has the KV before `start`; a root's is the name of no tokens
+    name: _SegmentName  # of the tokens [0, end), by name_segment()
+    parent: _SegmentName  # has the KV before `start`; of a root: the name of no tokens
     start: int = Field(ge=0)
     end: int = Field(ge=1)
     head_end: int = 0  # where system prompt and tools end
     tenant: str = ""
     session: str = ""
-    # By position, in (start, end]: the states there. In the place of each array is
-    # {"array": its name}.
+    # By position, in (start, end]: the state there; {"array": its name} is an array.
     states: dict[int, Any] = {}
-    # Of all arrays, by write_segment(): a flipped bit would be another KV.
+    # write_segment() sets these, of all arrays. A flipped bit would be another KV.
     checksums: dict[str, str] = {}
     nbytes: int = 0
 
 
-# What a file contains, and all of its arrays, or those that were asked for, by name.
-type SegmentContents = tuple[Segment, dict[str, npt.NDArray[Any]]]
+type NamedArrays = dict[str, npt.NDArray[Any]]  # all of a file, or some
+type SegmentContents = tuple[Segment, NamedArrays]
 
 
 def write_segment(
-    folder: Path, segment: Segment, arrays: dict[str, npt.NDArray[Any]]
+    folder: Path, segment: Segment, arrays: NamedArrays
 ) -> SegmentContents:
     """Write a file; it appears under its name once the disk has it.
 
@@ -10679,8 +10665,8 @@ def write_segment(
     checksums = {name: _checksum(array) for name, array in arrays.items()}
     nbytes = sum(array.nbytes for array in arrays.values())
     segment = segment.model_copy(update={"checksums": checksums, "nbytes": nbytes})
-    description = segment.model_dump_json()
-    metadata = {"segment": description, "checksum": _crc32(description.encode())}
+    header = segment.model_dump_json()
+    metadata = {"segment": header, "checksum": _crc32(header.encode())}
     new_path = folder / (segment.name + _NEW_SUFFIX)
     try:
         save_file(arrays, new_path, metadata)
@@ -10699,15 +10685,16 @@ def read_segment(path: Path, prefixes: tuple[str, ...] = ()) -> SegmentContents:
 
     Raises DiskError: it is damaged, or not ours; OSError: it cannot be read now.
     """
-    _check_file(path)
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    if not _is_file(path):
+        raise DiskError("it is no file")
+    arrays: NamedArrays = {}
     try:
         with safe_open(path, "np", backend="pread") as file:
             metadata = file.metadata()
-            description = metadata["segment"]
-            if _crc32(description.encode()) != metadata["checksum"]:
+            header = metadata["segment"]
+            if _crc32(header.encode()) != metadata["checksum"]:
                 raise DiskError("its header is damaged")
-            segment = Segment.model_validate_json(description)
+            segment = Segment.model_validate_json(header)
             names = set(file.keys())
             if "tokens" not in names or names != set(segment.checksums):
                 raise DiskError("its arrays have other names")
@@ -10734,16 +10721,30 @@ def _crc32(data: bytes | npt.NDArray[Any], start: int = 0) -> str:
     return f"{zlib.crc32(data, start):08x}"
 
 
-def _check_file(path: Path) -> None:
-    """Raise DiskError if a path is no file, such as a pipe; OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # why(L-192): a pipe would be waited for
-        raise DiskError("it is no file")
+def _is_file(path: Path) -> bool:
+    """Whether it is a file, and not, say, a pipe, which would be waited for (L-192).
+
+    Raises OSError.
+    """
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _file_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of all files among these paths."""
+    n_bytes = 0
+    for path in paths:
+        with suppress(OSError):  # another thread or server has deleted it
+            if _is_file(path):
+                n_bytes += path.lstat().st_size
+    return n_bytes
 
 
 def _read_file(path: Path) -> bytes:
-    """What a file contains. Raises DiskError: it is no file; OSError."""
-    _check_file(path)
-    return path.read_bytes()
+    """What a file contains; b"" if there is none. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if _is_file(path):
+            return path.read_bytes()
+    return b""
 
 
 def _write_private(path: Path, content: bytes) -> None:
@@ -10762,7 +10763,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# -- 2 which segments there are --------------------------------------------------------
+# -- 2 the files of a model ------------------------------------------------------------
 
 
 def name_segment(key: TokenKey, end: int) -> str:
@@ -10772,19 +10773,31 @@ def name_segment(key: TokenKey, end: int) -> str:
 
 
 class DiskMatch(NamedTuple):
-    """KV [start, depth) of a prompt, in files; of each up to where the next begins."""
+    """KV [start, depth) of a prompt, in files."""
 
-    segments: tuple[Segment, ...]  # from the root on
+    segments: tuple[Segment, ...]  # from the root on, each the parent of the next
     depth: int
-    start: int = 0  # memory has what is before it
+    start: int = 0  # memory has the KV before it
 
     def parts(self) -> Iterator[tuple[Segment, int, int]]:
-        """Each segment that has some of it, with the positions [low, high) of that."""
+        """Each segment that has some of it, with the positions [low, high) of that.
+
+        For the last conversation above: (root, 0, 8_200), (child, 8_200, 8_900).
+        """
         ends = [segment.start for segment in self.segments[1:]]
         for segment, end in zip(self.segments, [*ends, self.depth], strict=False):
             low, high = max(segment.start, self.start), min(end, self.depth)
             if low < high:
                 yield segment, low, high
+
+
+@dataclass(slots=True)
+class _IndexedFile:
+    """A file, as the index has it."""
+
+    segment: Segment
+    tokens: TokenIds  # those of [start, end)
+    used_at: float  # Unix seconds
 
 
 class DiskReport(TypedDict):
@@ -10801,84 +10814,58 @@ class DiskReport(TypedDict):
     records_off: NotRequired[str]  # why no records are saved now, nor removed
 
 
-@dataclass(slots=True)
-class _DiskFile:
-    """A segment that a file has."""
-
-    segment: Segment
-    tokens: TokenIds  # those of [start, end)
-    used_at: float  # Unix seconds
-
-
-class DiskCache:
-    """The files of one model, and which of them a prompt can use."""
+class KVFiles:
+    """The files of one model in one folder, and an index of them in memory."""
 
     def __init__(
-        self,
-        folder: Path,
-        lock_file: io.BufferedReader,
-        *,
-        max_bytes: int,
-        max_bytes_per_day: int,
+        self, lock_file: io.BufferedReader, *, max_bytes: int, max_bytes_per_day: int
     ) -> None:
         """Read the headers of the files. Raises OSError: the folder cannot be used.
 
         `lock_file`: what _take_lock() returns for the folder.
         """
-        self.folder = folder
+        self.folder = Path(lock_file.name).parent
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.failure = ""  # why nothing is written now, in words
+        self.n_lost = 0  # files that left the index so far, but not for room
         self._lock_file = lock_file
         self._clock = time.time
-        self._retry_at = 0.0  # on the clock of time.monotonic()
-        self._written_bytes: Counter[int] = Counter()  # by day
+        # The index: by name, a parent before its children.
+        self._files: dict[str, _IndexedFile] = {}
+        self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         self._executor = ThreadPoolExecutor(1, "disk")
         self._new_file: Future[SegmentContents] | None = None  # that is being written
-        # By name, a parent before what continues it.
-        self._files: dict[str, _DiskFile] = {}
-        self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
-        self.n_lost = 0  # files that left the index so far, but not for room
-        os.utime(folder / "lock")  # see _find_folders
+        # Tenants and sessions that were forgotten while it was.
+        self._forgotten: list[tuple[str, str | None]] = []
+        self._written_bytes: Counter[int] = Counter()  # by day
+        self._retry_at = 0.0  # on the clock of time.monotonic()
+        os.utime(lock_file.name)  # see _find_folders
         self._scan()
-        self.image_secret = b""  # in the names of images: always the same
-        with suppress(FileNotFoundError, DiskError):
-            self.image_secret = _read_file(folder / "secret")
+        secret_path = self.folder / "secret"
+        self.image_secret = _read_file(secret_path)
         if len(self.image_secret) != 16:
             self.image_secret = os.urandom(16)
-            _write_private(folder / "secret", self.image_secret)
-
-    def close(self) -> None:
-        """Let another server have the folder, once the last file is written."""
-        self._executor.submit(self._lock_file.close)
-        self._executor.shutdown(wait=not self.is_writing)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of KV, states and tokens in all files."""
-        return sum(file.segment.nbytes for file in self._files.values())
+            _write_private(secret_path, self.image_secret)
 
     def _scan(self) -> None:
-        """Read what there is; delete what is damaged, half written or alone."""
+        """Fill the index; delete files that are damaged, half written or orphans."""
         # safetensors writes to another new file before that has its name.
         for pattern in ("*" + _NEW_SUFFIX, ".tmp*"):
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
-        found: list[_DiskFile] = []
+        found: list[_IndexedFile] = []
         unread_names: set[str] = set()
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
                 segment, arrays = read_segment(path, ("tokens",))
                 used_at = path.stat().st_mtime
+                found.append(_IndexedFile(segment, arrays["tokens"], used_at))
             except DiskError as fault:
                 self._unlink(path, fault)
-                continue
             except OSError:  # it cannot be read now (L-217)
                 unread_names.add(path.stem)
-                continue
-            found.append(_DiskFile(segment, arrays["tokens"], used_at))
-        # A parent begins before what continues it, so it is there first.
         for file in sorted(found, key=lambda file: file.segment.start):
             if file.segment.parent in unread_names:
                 self._files[file.segment.name] = file  # of use once that is there again
@@ -10886,100 +10873,34 @@ class DiskCache:
                 self._add(file)
         self._make_room()
 
-    # -- writing -----------------------------------------------------------------------
-    # One file at a time: the next one may continue it, so it has to be in the index.
-
-    def write(self, segment: Segment, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Begin to write a file, on another thread; `collect` has had the last one."""
-        assert self._new_file is None
-        self._new_file = self._executor.submit(
-            write_segment, self.folder, segment, arrays
-        )
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a file is not on the disk yet."""
-        return self._new_file is not None and not self._new_file.done()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the file that is being written; whether it was in time."""
-        if self._new_file is not None:
-            wait_for_futures([self._new_file], seconds)
-        return not self.is_writing
-
-    def collect(self) -> None:
-        """Bring the index up to date: what was written, or lost; and make room.
-
-        What could not be deleted before is tried again.
-        """
-        new_file = self._new_file
-        if new_file is not None and new_file.done():
-            self._new_file = None
-            try:
-                segment, arrays = new_file.result()
-            except Exception as error:  # noqa: BLE001 - the server goes on without it
-                self.note_failure(error)
-            else:
-                if self.failure:
-                    logger.info("disk cache: KV is written again")
-                    self.failure = ""
-                self._written_bytes[self._today()] += segment.nbytes
-                self._add(_DiskFile(segment, arrays["tokens"], self._clock()))
-                # Where it could not be read at the start, what continues it is there.
-                self._files = dict(
-                    sorted(self._files.items(), key=lambda item: item[1].segment.start)
-                )
-                self._note_use(segment)
-        self._forget_lost()
-        self._make_room()
-        for path in list(self._undeleted):
-            self._unlink(path)
-
-    def note_failure(self, error: Exception) -> None:
-        """Write nothing for a while: a disk that is full now has room later (L-194)."""
-        reason = _reason_of(error)
-        if not self.failure:
-            logger.warning("disk cache: nothing is written for now: %s", reason)
-        self.failure = reason
-        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
-
-    def _today(self) -> int:
-        return int(self._clock() // 86_400)
-
-    def may_write(self, n_bytes: int) -> bool:
-        """Whether so many bytes more may be written today."""
-        if self.failure and time.monotonic() < self._retry_at:
-            return False
-        n_today = self._written_bytes[self._today()] + n_bytes
-        return n_bytes <= self.max_bytes and n_today <= self.max_bytes_per_day
+    def close(self) -> None:
+        """Let another server have the folder, once the last file is written."""
+        self._executor.submit(self._lock_file.close)
+        self._executor.shutdown(wait=not self.is_writing)
 
     # -- the index ---------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV, states and tokens in all files."""
+        return sum(file.segment.nbytes for file in self._files.values())
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that all files may take, beside the file of SAVED RECORDS.
+
+        Records count as half of max_bytes at most.
+        """
+        records_bytes = _file_bytes(
+            self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
+        )
+        return self.max_bytes - min(records_bytes, self.max_bytes // 2)
 
     def _path_of(self, segment: Segment) -> Path:
         return self.folder / (segment.name + _SEGMENT_SUFFIX)
 
-    def _unlink(self, path: Path, reason: object = "") -> None:
-        """Delete a file, or try it again later: the next start would find it."""
-        if reason:
-            logger.warning("disk cache: %s is deleted: %s", path.name, reason)
-        try:
-            self.folder.stat()  # a disk that is gone may come back with the file
-            path.unlink(missing_ok=True)
-        except OSError as fault:
-            self._undeleted[path] = _reason_of(fault)
-        else:
-            self._undeleted.pop(path, None)
-
-    @property
-    def undeleted(self) -> str:
-        """How many files could not be deleted, and why; "" if all are gone."""
-        if not self._undeleted:
-            return ""
-        reason = next(iter(self._undeleted.values()))
-        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
-
-    def _add(self, file: _DiskFile) -> None:
-        """Add a file that is there; without its parent, it is deleted."""
+    def _add(self, file: _IndexedFile) -> None:
+        """Add a file to the index, after its parent; an orphan is deleted."""
         segment = file.segment
         path = self._path_of(segment)
         if segment.start:
@@ -10993,19 +10914,25 @@ class DiskCache:
         self._undeleted.pop(path, None)  # it is another one by now
         self._files[segment.name] = file
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that all files may take, beside the file of SAVED RECORDS.
+    def _path_to(self, name: str) -> tuple[Segment, ...]:
+        """A segment and all before it, from the root on; () for no tokens."""
+        path: tuple[Segment, ...] = ()
+        while name in self._files:
+            segment = self._files[name].segment
+            path = (segment, *path)
+            name = segment.parent
+        return path
 
-        Records count as half of max_bytes at most.
-        """
-        records_bytes = _file_bytes(
-            self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
-        )
-        return self.max_bytes - min(records_bytes, self.max_bytes // 2)
+    def _note_use(self, segment: Segment) -> None:
+        """Remember, beyond a restart, that a segment and all before it are used now."""
+        now = self._clock()
+        for used in self._path_to(segment.name):
+            self._files[used.name].used_at = now
+            with suppress(OSError):
+                os.utime(self._path_of(used), (now, now))
 
     def _make_room(self) -> None:
-        """Delete what was used longest ago; what is before a segment is used with it."""
+        """Delete the files that were used longest ago, a child before its parent."""
         max_bytes = self.room_bytes
         while self.nbytes > max_bytes:
             parents = {file.segment.parent for file in self._files.values()}
@@ -11014,72 +10941,22 @@ class DiskCache:
             self._unlink(self._path_of(self._files.pop(oldest).segment))
 
     def _remove(self, names: Iterable[str]) -> int:
-        """Delete files, and those that continue them; returns how many."""
+        """Delete files and all that descend from them; returns how many."""
         lost_names = set(names)
+        lost: list[Segment] = []
         for name, file in self._files.items():
-            if file.segment.parent in lost_names:
+            if name in lost_names or file.segment.parent in lost_names:
                 lost_names.add(name)
-        lost = [file for name, file in self._files.items() if name in lost_names]
-        # What continues another one goes first: alone it would be of no use.
-        for file in reversed(lost):
-            del self._files[file.segment.name]
-            self._unlink(self._path_of(file.segment))
+                lost.append(file.segment)
+        # A child goes before its parent: a kill leaves no orphans.
+        for segment in reversed(lost):
+            del self._files[segment.name]
+            self._unlink(self._path_of(segment))
         self.n_lost += len(lost)
         return len(lost)
 
-    def remove_session(self, tenant: str, session: str | None) -> int:
-        """Delete what is of a session, or of a tenant (None), and what continues it.
-
-        Returns how many files of the index. Where everything has to go, files that
-        could not be read go, too; they are not counted.
-        """
-        n_removed = self._remove(
-            name
-            for name, file in self._files.items()
-            if is_seen_by(tenant, file.segment.tenant)
-            and session in (None, file.segment.session)
-        )
-        if not tenant and session is None:
-            for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
-                self._unlink(path)
-        return n_removed
-
-    def remove_idle(self, ttl_seconds: float) -> None:
-        """Delete what was not used for so long. What continues it was not, either."""
-        oldest = self._clock() - ttl_seconds
-        self._remove(
-            name for name, file in self._files.items() if file.used_at < oldest
-        )
-
-    def remove_prompt(self, key: TokenKey) -> None:
-        """Delete what would be loaded for a prompt: it may be faulty (L-114)."""
-        self._remove(segment.name for segment in self.find(key).segments)
-
-    # -- lookup ------------------------------------------------------------------------
-
-    def find(self, key: TokenKey) -> DiskMatch:
-        """The segments that have most of a prompt, as their tokens say.
-
-        Of a family whose tokens are those of the prompt up to 900, 950 and 800:
-
-            root          [0 ................. 900 .. end)    900
-            continues it         [400 ............. 950)      950: this one and the root
-            continues it                  [700 .. 800 .. end)       800
-        """
-        self._forget_lost()
-        depths = {name_segment(key, 0): 0}  # by name: where a segment leaves the prompt
-        for name, file in self._files.items():  # a parent before what continues it
-            start, end = file.segment.start, file.segment.end
-            if start > depths.get(file.segment.parent, -1):
-                continue  # it continues tokens that the prompt does not have
-            n_common = common_prefix_length(file.tokens, key.tokens[start:end])
-            if n_common:
-                depths[name] = start + n_common
-        last_name = max(depths, key=depths.__getitem__)
-        return DiskMatch(self._path_to(last_name), depths[last_name])
-
-    def _forget_lost(self) -> None:
-        """Forget files that somebody has deleted, and delete what continues them."""
+    def _remove_missing(self) -> None:
+        """Forget files that somebody has deleted; delete all that descend from them."""
         try:
             names = set(os.listdir(self.folder))
         except OSError:
@@ -11091,48 +10968,53 @@ class DiskCache:
             logger.warning("disk cache: somebody has deleted %d files", len(lost_names))
             self._remove(lost_names)
 
-    def _path_to(self, name: str) -> tuple[Segment, ...]:
-        """A segment and what is before it, from the root on; () for no tokens."""
-        path: tuple[Segment, ...] = ()
-        while name in self._files:
-            segment = self._files[name].segment
-            path = (segment, *path)
-            name = segment.parent
-        return path
+    def _unlink(self, path: Path, reason: object = "") -> None:
+        """Delete a file, or try it again later: the next start would find it."""
+        if reason:
+            logger.warning("disk cache: %s is deleted: %s", path.name, reason)
+        try:
+            self.folder.stat()  # a disk that is gone may come back with the file
+            path.unlink(missing_ok=True)
+            self._undeleted.pop(path, None)
+        except OSError as fault:
+            self._undeleted[path] = _reason_of(fault)
 
-    def read(
-        self, match: DiskMatch
-    ) -> tuple[KVSpan, dict[int, StateCheckpoint]] | None:
-        """The KV of a match, and, by position, the states where requests will go on.
+    @property
+    def deletion_fault(self) -> str:
+        """How many files could not be deleted, and why; "" if all are gone."""
+        if not self._undeleted:
+            return ""
+        reason = next(iter(self._undeleted.values()))
+        return f"{len(self._undeleted)} of its files are not deleted yet: {reason}"
 
-        That is at its end, and where system prompt and tools end. None if a file cannot
-        be read.
+    # -- reading -----------------------------------------------------------------------
+
+    def find(self, key: TokenKey) -> DiskMatch:
+        """The segments that have most of a prompt, as their tokens say.
+
+        Of three whose tokens are those of the prompt up to 900, 950 and 800:
+
+            root    [0 ................. 900 .. end)    900
+            child         [400 ............. 950)       950: the root and this child
+            child                  [700 .. 800 .. end)  800
         """
-        spans: list[KVSpan] = []
-        states: dict[int, StateCheckpoint] = {}
-        for segment, low, high in match.parts():
-            wanted = {match.depth, segment.head_end} & segment.states.keys()
-            positions = [p for p in wanted if low < p <= high]
-            prefixes = [f"state.{position}." for position in positions]
-            arrays = self._read_arrays(segment, ("kv.", *prefixes))
-            if arrays is None:
-                return None
-            # In the order in which they were written, as `checksums` has it.
-            views = [array for name, array in arrays.items() if name.startswith("kv.")]
-            span = KVSpan(views, segment.end - segment.start)
-            spans.append(span.cut(low - segment.start, high - segment.start))
-            for position in positions:
-                state = _state_from_json(segment.states[position], arrays)
-                states[position] = make_checkpoint(state)
-            self._note_use(segment)
-        return spans[0].join(*spans[1:]), states
+        self._remove_missing()
+        # By name: where a segment leaves the prompt. No tokens are the parent of roots.
+        depths = {name_segment(key, 0): 0}
+        for name, file in self._files.items():
+            start, end = file.segment.start, file.segment.end
+            if start > depths.get(file.segment.parent, -1):
+                continue  # it continues tokens that the prompt does not have
+            n_common = common_prefix_length(file.tokens, key.tokens[start:end])
+            if n_common:
+                depths[name] = start + n_common
+        last_name = max(depths, key=depths.__getitem__)
+        return DiskMatch(self._path_to(last_name), depths[last_name])
 
-    def _read_arrays(
-        self, segment: Segment, prefixes: tuple[str, ...]
-    ) -> dict[str, mx.array] | None:
-        """Arrays of a file, by name; None if it cannot be read.
+    def read(self, segment: Segment, prefixes: tuple[str, ...]) -> NamedArrays | None:
+        """The arrays of a file whose names begin with one of `prefixes`.
 
-        A damaged one is deleted, and what continues it.
+        None if it cannot be read. If it is damaged, it is deleted with its children.
         """
         try:
             found, arrays = read_segment(self._path_of(segment), prefixes)
@@ -11147,15 +11029,117 @@ class DiskCache:
             # gone. If it is, the next lookup will notice that.
             logger.warning("disk cache: %s cannot be read now: %s", segment.name, fault)
             return None
-        return {name: _to_mlx(array) for name, array in arrays.items()}
+        self._note_use(segment)
+        return arrays
 
-    def _note_use(self, segment: Segment) -> None:
-        """Remember, beyond a restart, that a segment and its parents are used now."""
-        now = self._clock()
-        for used in self._path_to(segment.name):
-            self._files[used.name].used_at = now
-            with suppress(OSError):
-                os.utime(self._path_of(used), (now, now))
+    # -- writing -----------------------------------------------------------------------
+    # One file at a time: the next one may be its child, so it has to be in the index.
+
+    def may_write(self, n_bytes: int) -> bool:
+        """Whether so many bytes more may be written today, and now (L-194)."""
+        if self.failure and time.monotonic() < self._retry_at:
+            return False
+        n_today = self._written_bytes[self._today()]
+        return n_today + n_bytes <= self.max_bytes_per_day
+
+    def _today(self) -> int:
+        return int(self._clock() // 86_400)
+
+    def write(self, segment: Segment, arrays: NamedArrays) -> None:
+        """Begin to write a file, on another thread; update() has had the last one."""
+        assert self._new_file is None
+        self._new_file = self._executor.submit(
+            write_segment, self.folder, segment, arrays
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a file is not on the disk yet."""
+        return self._new_file is not None and not self._new_file.done()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the file that is being written."""
+        if self._new_file is not None:
+            wait_for_futures([self._new_file], seconds)
+
+    def update(self) -> None:
+        """Bring the index up to date: add the new file, drop missing ones, make room.
+
+        Files that could not be deleted before are tried again.
+        """
+        new_file = self._new_file
+        if new_file is not None and new_file.done():
+            self._new_file = None
+            try:
+                segment, arrays = new_file.result()
+            except Exception as error:  # noqa: BLE001 - the server goes on without it
+                self.note_failure(error)
+            else:
+                if self.failure:
+                    logger.info("disk cache: KV is written again")
+                    self.failure = ""
+                self._written_bytes[self._today()] += segment.nbytes
+                self._add(_IndexedFile(segment, arrays["tokens"], self._clock()))
+                # If it could not be read at the start, its children are before it.
+                self._files = dict(
+                    sorted(self._files.items(), key=lambda item: item[1].segment.start)
+                )
+                self._note_use(segment)
+            for tenant, session in self._forgotten:
+                self._remove_session(tenant, session)
+            self._forgotten.clear()
+        self._remove_missing()
+        self._make_room()
+        for path in list(self._undeleted):
+            self._unlink(path)
+
+    def note_failure(self, error: Exception) -> None:
+        """Write nothing for a while: a disk that is full now has room later (L-194)."""
+        reason = _reason_of(error)
+        if not self.failure:
+            logger.warning("disk cache: nothing is written for now: %s", reason)
+        self.failure = reason
+        self._retry_at = time.monotonic() + WRITE_AGAIN_SECONDS
+
+    # -- forgetting --------------------------------------------------------------------
+
+    def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
+        """Delete the files of a session, or of a tenant (None), and their children.
+
+        Returns how many of the index, and why some are not gone; "" if all are.
+        """
+        self.wait(FORGET_SECONDS)
+        self.update()
+        n_files = self._remove_session(tenant, session)
+        fault = self.deletion_fault
+        if self._new_file is not None:
+            self._forgotten.append((tenant, session))  # it goes once it is there
+            fault = fault or "the disk does not answer"
+        return n_files, fault
+
+    def _remove_session(self, tenant: str, session: str | None) -> int:
+        """Delete files of the index, and, to forget all, those that were not read."""
+        n_files = self._remove(
+            name
+            for name, file in self._files.items()
+            if is_seen_by(tenant, file.segment.tenant)
+            and session in (None, file.segment.session)
+        )
+        if not tenant and session is None:
+            for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
+                self._unlink(path)
+        return n_files
+
+    def remove_idle(self, ttl_seconds: float) -> None:
+        """Delete files that were not used for so long; nor were their children."""
+        oldest = self._clock() - ttl_seconds
+        self._remove(
+            name for name, file in self._files.items() if file.used_at < oldest
+        )
+
+    def remove_prompt(self, key: TokenKey) -> None:
+        """Delete what would be loaded for a prompt: it may be faulty (L-114)."""
+        self._remove(segment.name for segment in self.find(key).segments)
 
     def report(self) -> DiskReport:
         """The cache on disk, for people."""
@@ -11170,36 +11154,259 @@ class DiskCache:
         if self.failure:
             report["off"] = self.failure
         if self._undeleted:
-            report["undeleted"] = self.undeleted
+            report["undeleted"] = self.deletion_fault
         return report
 
 
-# -- 3 KV to bytes, and back -----------------------------------------------------------
+# -- 3 the folders of all models -------------------------------------------------------
 
+_MAX_FOLDERS: Final = 16  # of a model: for so many servers at once
+_FOLDER_NAME: Final = re.compile(r"[0-9a-f]{16}(-\d+)?")  # others are not ours
+_LOCK_SECONDS: Final = 15.0  # for the last server of this port to end
+_DEFAULT_DISK_BYTES: Final = 32 << 30  # at most a tenth of the free disk
+_DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
+
+
+def wants_disk_cache(config: Config) -> bool:
+    """Whether KV may be written to the disk, though it contains conversations.
+
+    By default only where one person uses the server, on this machine.
+    """
+    if not config.prompt_cache_max_entries_global:
+        return False
+    if config.cache_disk != "auto":
+        return config.cache_disk == "on"
+    is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
+    return is_local and config.cache_isolation == "none"
+
+
+def _find_root(config: Config) -> Path:
+    return Path(os.path.expanduser(config.cache_disk_folder or "~/.cache/start-llm"))
+
+
+def open_kv_files(config: Config, identity: str) -> KVFiles:
+    """The files of a model. Raises DiskError: they cannot be used.
+
+    `identity` stands for all that makes KV of the same tokens another one, but tenants.
+    """
+    root = _find_root(config)
+    lock_file: io.BufferedReader | None = None
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        limit_bytes = config.cache_disk_max_bytes
+        if not limit_bytes:  # our own files count as free
+            free_bytes = shutil.disk_usage(root).free
+            free_bytes += sum(_file_bytes(f.rglob("*")) for f in _find_folders(root))
+            limit_bytes = min(_DEFAULT_DISK_BYTES, free_bytes // 10)
+        lock_file = _take_folder(root, identity, port=config.mlx_port)
+        own_folder = Path(lock_file.name).parent
+        other_bytes = _limit_other_folders(own_folder, limit_bytes // 2)
+        # Other servers that run may have taken more than a half.
+        max_bytes = max(limit_bytes - other_bytes, limit_bytes // 2)
+        max_daily_bytes = config.cache_disk_max_bytes_per_day
+        files = KVFiles(
+            lock_file,
+            max_bytes=max_bytes,
+            max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
+        )
+    except OSError as fault:
+        if lock_file is not None:
+            lock_file.close()
+        raise DiskError(_reason_of(fault)) from fault
+    logger.info(
+        "disk cache: %d files, %s of %s, in %s",
+        files.report()["files"],
+        in_bytes(files.nbytes),
+        in_bytes(max_bytes),
+        own_folder,
+    )
+    return files
+
+
+def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
+    """Lock a folder of the model: the one that this port had last, or the first free.
+
+    why(L-209): servers of one model that run at the same time have a folder each, and
+    each finds its own after a restart. Raises DiskError, OSError.
+    """
+    port_text = str(port).encode()
+    folders = [root / identity]
+    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
+    own_folders = []
+    for folder in folders:
+        with suppress(OSError):
+            if _read_file(folder / "port") == port_text:
+                own_folders.append(folder)
+    for folder in dict.fromkeys([*own_folders, *folders]):
+        # The server that had this port before may still be writing its last files.
+        is_own = folder in own_folders
+        with suppress(BlockingIOError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+            lock_file = _take_lock(folder, patience=_LOCK_SECONDS if is_own else 0.0)
+            if not is_own:
+                with suppress(OSError):
+                    _write_private(folder / "port", port_text)
+            return lock_file
+    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
+
+
+def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
+    """Have a folder for this server alone, until what is returned is closed.
+
+    Raises BlockingIOError: another one has it, after `patience` seconds; OSError.
+    """
+    path = folder / "lock"
+    with suppress(FileNotFoundError):
+        if not _is_file(path):  # nobody can have it
+            path.unlink()
+    if not path.exists():
+        path.touch(mode=0o600)
+    deadline = time.monotonic() + patience
+    while True:
+        lock_file = path.open("rb")  # each time: who had it may have deleted the folder
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock_file
+        except OSError as fault:
+            lock_file.close()
+            if not isinstance(fault, BlockingIOError) or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _find_folders(root: Path) -> list[Path]:
+    """The folders of all models, that which was used last first. Raises OSError."""
+    used_at: dict[Path, float] = {}
+    for folder in root.iterdir():
+        if _FOLDER_NAME.fullmatch(folder.name):
+            with suppress(OSError):
+                used_at[folder] = (folder / "lock").lstat().st_mtime
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)
+
+
+def _limit_other_folders(folder: Path, max_bytes: int) -> int:
+    """Delete folders other than this one that have no room beside those used later.
+
+    Returns the bytes of those that stay. Raises OSError.
+    """
+    n_bytes = 0
+    for other in _find_folders(folder.parent):
+        if other == folder:
+            continue
+        if n_bytes + _file_bytes(other.rglob("*")) > max_bytes:
+            _delete_folder(other)
+        n_bytes += _file_bytes(other.rglob("*"))  # of what is left
+    return n_bytes
+
+
+def _delete_folder(folder: Path) -> str:
+    """Delete a folder, unless a server uses it.
+
+    Returns why some of it is still there; "" if it is gone, or a server uses it.
+    """
+    faults: list[BaseException] = []
+    try:
+        with _take_lock(folder):
+            shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
+    except BlockingIOError:
+        return ""
+    except OSError as fault:
+        faults.append(fault)
+    return _reason_of(faults[0]) if faults else ""
+
+
+def delete_other_folders(config: Config) -> str:
+    """Delete all folders, but for those that a server uses, as this one uses its own.
+
+    Returns why some of it is still there; "" if all is gone, or if this server keeps
+    nothing on the disk.
+    """
+    if not wants_disk_cache(config):
+        return ""
+    fault = ""
+    try:
+        for folder in _find_folders(_find_root(config)):
+            fault = _delete_folder(folder) or fault
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # there never was one
+    except OSError as error:
+        fault = _reason_of(error)
+    return fault
+
+
+def report_unused(config: Config, fault: DiskError) -> DiskReport:
+    """What people are told of a folder that cannot be used."""
+    return {
+        "folder": str(_find_root(config)),
+        "files": 0,
+        "bytes": 0,
+        "max_bytes": 0,
+        "written_today_bytes": 0,
+        "max_bytes_per_day": 0,
+        "off": f"{fault}; what is there is not read or deleted either",
+    }
+
+
+def find_undeletable(config: Config, fault: DiskError) -> str:
+    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
+    try:
+        if not os.listdir(_find_root(config)):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError:
+        pass  # nobody can look, so there may be files
+    return f"what earlier servers left cannot be deleted: {fault}"
+
+
+# region DISK CACHE ============================================================
+# KV that outlives a restart, an update or a crash: when it is written, and loaded.
+#
+#     loading    when a request starts and files have more of its prompt than memory,
+#                the rest is loaded into an entry, which the request then continues
+#     saving     between two steps of the model some arrays of an entry at rest are
+#                copied; once all are, another thread writes them to a file
+#
+# Entries are saved one after the other. One is due if files lack so many of its tokens:
+#
+#        16    where memory loses it soon: it would be evicted next, or the server ends
+#       256    where it has rested for 2 s, or for 10 s beside running requests
+#     2,048    where it rests at all: an agent may never rest for so long
+#
+# Those that would be evicted next come first (L-163), then the one that was used last.
+# An eviction waits for no file. If a request continues an entry that is being copied,
+# no file comes of that: the entry is due again when it rests.
+#
+# From other sections: a CacheEntry is KV [start, end) of a conversation in memory, at
+# rest or held by a request that runs; the KV before it is its parent's. A PrefixMatch
+# is what memory has of a prompt. A checkpoint is the state of layers that cannot be
+# rewound, at one position.
+#
+# Uses     UPSTREAM, KV STATE, PREFIX CACHE, KV FILES
+# Thread   model, mlx
+
+MIN_FILE_TOKENS: Final = 256  # due after a rest; fewer are never loaded
+MIN_URGENT_TOKENS: Final = 16  # due where memory loses them soon; else worth no file
+MAX_UNSAVED_TOKENS: Final = 2048  # due at any pause
+SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
+SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside requests
+LOOK_SECONDS: Final = 1.0  # between two looks for entries that are due, beside requests
+MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV: it is copied before it is written
+SAVE_PIECE_SECONDS: Final = 0.01  # in which arrays are copied between two steps
+SAVE_SHARE: Final = 0.04  # of the time of running requests, for copying
+SPILL_SHARE: Final = 0.25  # the same, for entries that would be evicted next
+SPILL_PART: Final = 4  # next is what a prompt of 1/4 of the memory would push out
+WRITER_WAIT_SECONDS: Final = 0.02  # for a file, before new requests are looked for
+
+
+# -- 1 arrays and states, to files and back --------------------------------------------
 
 # What a file can have. numpy has no bfloat16: its bits are written as uint16.
 _WRITTEN_TYPES: Final = frozenset(
     {mx.bfloat16, mx.float16, mx.float32}
     | {mx.uint32, mx.uint8, mx.int32, mx.int64, mx.bool_}
 )
-
-
-def _choose_states(entry: CacheEntry, start: int, end: int) -> list[int]:
-    """The positions in (start, end] whose states are worth their bytes.
-
-    The last one, and that where system prompt and tools end: there requests go on. Of
-    the others the last ones, until all together are as large as the KV of these tokens:
-    in a hybrid model one state can be as large as that of 3,000 tokens.
-    """
-    span = entry.rested_span()
-    left_bytes = span.nbytes * (end - start) // span.length
-    states = entry.own_checkpoints(start, end)
-    positions: list[int] = []
-    for position in sorted(states, reverse=True):
-        left_bytes -= states[position].nbytes
-        if not positions or position == entry.head_end or left_bytes >= 0:
-            positions.append(position)
-    return sorted(positions)
 
 
 def _copy_array(array: mx.array) -> npt.NDArray[Any]:
@@ -11267,260 +11474,93 @@ def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
     return parts if kind == "list" else tuple(parts)
 
 
-# -- 4 which folder --------------------------------------------------------------------
+def _choose_states(entry: CacheEntry, start: int, end: int) -> list[int]:
+    """The positions in (start, end] whose states are worth their bytes.
 
-
-def wants_disk_cache(config: Config) -> bool:
-    """Whether KV may be written to the disk, though it contains conversations.
-
-    By default only where one person uses the server, on this machine.
+    The last one, and that where system prompt and tools end: there requests go on. Of
+    the others the last ones, until all together are as large as the KV of these tokens:
+    in a hybrid model one state can be as large as that of 3,000 tokens.
     """
-    if not config.prompt_cache_max_entries_global:
-        return False
-    if config.cache_disk != "auto":
-        return config.cache_disk == "on"
-    is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
-    return is_local and config.cache_isolation == "none"
+    span = entry.rested_span()
+    left_bytes = span.nbytes * (end - start) // span.length
+    states = entry.own_checkpoints(start, end)
+    positions: list[int] = []
+    for position in sorted(states, reverse=True):
+        left_bytes -= states[position].nbytes
+        if not positions or position == entry.head_end or left_bytes >= 0:
+            positions.append(position)
+    return sorted(positions)
 
 
-def _find_root(config: Config) -> Path:
-    return Path(os.path.expanduser(config.cache_disk_folder or "~/.cache/start-llm"))
+def _read_kv(
+    files: KVFiles, match: DiskMatch
+) -> tuple[KVSpan, dict[int, StateCheckpoint]] | None:
+    """The KV of a match, and, by position, the states where requests will go on.
 
-
-def open_disk_cache(config: Config, identity: str) -> DiskCache:
-    """The cache on disk of a model. Raises DiskError: it cannot be used.
-
-    `identity` stands for all that makes KV of the same tokens another one, but tenants.
+    That is at its end, and where system prompt and tools end. None if a file cannot be
+    read.
     """
-    root = _find_root(config)
-    lock_file: io.BufferedReader | None = None
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        limit_bytes = config.cache_disk_max_bytes
-        if not limit_bytes:  # files of the cache count as free
-            free_bytes = shutil.disk_usage(root).free
-            free_bytes += sum(_file_bytes(f.rglob("*")) for f in _find_folders(root))
-            limit_bytes = min(_DEFAULT_DISK_BYTES, free_bytes // 10)
-        lock_file = _take_folder(root, identity, port=config.mlx_port)
-        folder = Path(lock_file.name).parent
-        other_bytes = _drop_other_folders(folder, limit_bytes // 2)
-        # Other servers that run may have taken more than a half.
-        max_bytes = max(limit_bytes - other_bytes, limit_bytes // 2)
-        max_daily_bytes = config.cache_disk_max_bytes_per_day
-        disk = DiskCache(
-            folder,
-            lock_file,
-            max_bytes=max_bytes,
-            max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
-        )
-    except OSError as fault:
-        if lock_file is not None:
-            lock_file.close()
-        raise DiskError(_reason_of(fault)) from fault
-    logger.info(
-        "disk cache: %d files, %s of %s, in %s",
-        disk.report()["files"],
-        in_bytes(disk.nbytes),
-        in_bytes(max_bytes),
-        folder,
-    )
-    return disk
+    spans: list[KVSpan] = []
+    states: dict[int, StateCheckpoint] = {}
+    for segment, low, high in match.parts():
+        wanted = {match.depth, segment.head_end} & segment.states.keys()
+        positions = [p for p in wanted if low < p <= high]
+        prefixes = [f"state.{position}." for position in positions]
+        copies = files.read(segment, ("kv.", *prefixes))
+        if copies is None:
+            return None
+        # One at a time, so at most one exists twice.
+        arrays = {name: _to_mlx(copies.pop(name)) for name in [*copies]}
+        # In the order in which they were written, as `checksums` has it.
+        views = [array for name, array in arrays.items() if name.startswith("kv.")]
+        span = KVSpan(views, segment.end - segment.start)
+        spans.append(span.cut(low - segment.start, high - segment.start))
+        for position in positions:
+            state = _state_from_json(segment.states[position], arrays)
+            states[position] = make_checkpoint(state)
+    return spans[0].join(*spans[1:]), states
 
 
-def _file_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of all files among these paths."""
-    n_bytes = 0
-    for path in paths:
-        with suppress(OSError):  # another thread or server has deleted it
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                n_bytes += status.st_size
-    return n_bytes
+# -- 2 what the model thread does ------------------------------------------------------
 
 
-def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
-    """Lock a folder of the model: the one that this port had last, or the first free.
+class DiskCache:
+    """Loads KV that only files have, and saves KV that only memory has.
 
-    why(L-209): servers of one model that run at the same time have a folder each, and
-    each finds its own after a restart. Raises DiskError, OSError.
-    """
-    folders = [root / identity]
-    folders += [root / f"{identity}-{number}" for number in range(2, _MAX_FOLDERS + 1)]
-    own_folders = []
-    for folder in folders:
-        with suppress(OSError, ValueError, DiskError):
-            if int(_read_file(folder / "port")) == port:
-                own_folders.append(folder)
-    for folder in dict.fromkeys([*own_folders, *folders]):
-        # The server that had this port before may still be writing its last files.
-        is_own = folder in own_folders
-        with suppress(BlockingIOError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            folder.chmod(0o700)
-            lock_file = _take_lock(folder, patience=_LOCK_SECONDS if is_own else 0.0)
-            if not is_own:
-                with suppress(OSError):
-                    _write_private(folder / "port", str(port).encode())
-            return lock_file
-    raise DiskError(f"other servers use all {_MAX_FOLDERS} folders of this model")
-
-
-def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
-    """Have a folder for this server alone, until what is returned is closed.
-
-    Raises BlockingIOError: another one has it, after `patience` seconds; OSError.
-    """
-    path = folder / "lock"
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):  # nobody can have it
-            path.unlink()
-    if not path.exists():
-        path.touch(mode=0o600)
-    deadline = time.monotonic() + patience
-    while True:
-        lock_file = path.open("rb")
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            lock_file.close()
-            if not isinstance(fault, BlockingIOError) or time.monotonic() >= deadline:
-                raise
-        else:
-            return lock_file
-        time.sleep(0.1)
-
-
-def _find_folders(root: Path) -> list[Path]:
-    """The folders of all models, that which was used last first. Raises OSError."""
-    used_at: dict[Path, float] = {}
-    for folder in root.iterdir():
-        if not _FOLDER_NAME.fullmatch(folder.name):
-            continue
-        with suppress(OSError):
-            used_at[folder] = (folder / "lock").lstat().st_mtime
-    return sorted(used_at, key=used_at.__getitem__, reverse=True)
-
-
-def _drop_other_folders(folder: Path, max_bytes: int) -> int:
-    """Delete the folders of other models that have no room beside those used later.
-
-    Returns the bytes of those that stay. Raises OSError.
-    """
-    n_bytes = 0
-    for other in _find_folders(folder.parent):
-        if other == folder:
-            continue
-        if n_bytes + _file_bytes(other.rglob("*")) > max_bytes:
-            _delete_model_folder(other)
-        n_bytes += _file_bytes(other.rglob("*"))  # of what is left
-    return n_bytes
-
-
-def _delete_model_folder(folder: Path) -> str:
-    """Delete a folder, unless a server uses it.
-
-    Returns why some of it is still there; "" if it is gone, or a server uses it.
-    """
-    faults: list[BaseException] = []
-    try:
-        with _take_lock(folder):
-            shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
-    except BlockingIOError:
-        return ""
-    except OSError as fault:
-        faults.append(fault)
-    return _reason_of(faults[0]) if faults else ""
-
-
-def delete_other_folders(config: Config) -> str:
-    """Delete the folders of other models, but for those that a server uses.
-
-    Returns why some of it is still there; "" if all is gone, or if this server keeps
-    nothing on the disk.
-    """
-    if not wants_disk_cache(config):
-        return ""
-    fault = ""
-    try:
-        for folder in _find_folders(_find_root(config)):  # its own folder is in use
-            fault = _delete_model_folder(folder) or fault
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # there never was one
-    except OSError as error:
-        fault = _reason_of(error)
-    return fault
-
-
-def report_unused(config: Config, fault: DiskError) -> DiskReport:
-    """What people are told of a folder that cannot be used."""
-    return {
-        "folder": str(_find_root(config)),
-        "files": 0,
-        "bytes": 0,
-        "max_bytes": 0,
-        "written_today_bytes": 0,
-        "max_bytes_per_day": 0,
-        "off": f"{fault}; what is there is not read or deleted either",
-    }
-
-
-def find_undeletable(config: Config, fault: DiskError) -> str:
-    """Why a folder that cannot be used keeps what it has; "" if it has nothing."""
-    try:
-        if not os.listdir(_find_root(config)):
-            return ""
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError:
-        pass  # nobody can look, so there may be files
-    return f"what earlier servers left cannot be deleted: {fault}"
-
-
-# -- 5 what the model thread does ------------------------------------------------------
-
-
-class DiskTier:
-    """Loads what only the disk has, and writes what only memory has.
-
-    If a request continues an entry that is being written, no file comes of that: what is
-    new is written when it rests again. What will be evicted next is written as soon as
-    it rests (L-163). An eviction itself waits for no file.
-
-    `saved_end` of an entry is set where it changes what is due:
+    `saved_end` of an entry is how many of its tokens files have. It is set where it
+    changes what is due:
 
         EntryTree    it rests, or is the tail that was cut off    None: look it up
         _find_job    files are lost, but not for want of room     None
-        _find_saved  an entry may be due, or is begun             what files have
+        _look_up     an entry may be due, or is begun             what files have
         _begin       given up: no room for its files              `end`: nothing is due
     """
 
-    def __init__(self, disk: DiskCache, cache: PrefixCache, spec: KVSpec) -> None:
-        self.files = disk
+    def __init__(self, files: KVFiles, cache: PrefixCache, spec: KVSpec) -> None:
+        self.files = files
         self._cache = cache
         self._spec = spec
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
         self._max_tokens = max(MIN_FILE_TOKENS, max_tokens)  # of a segment
-        # While the disk was slow: what is deleted once it is there.
-        self._forgotten: list[tuple[str, str | None]] = []
-        self._n_lost = 0  # of the files; what they had may have to be written again
-        self._job: Generator[None] | None = None
-        self._share = SAVE_SHARE  # of the time of running requests that the job takes
+        self._n_lost = 0  # of the files, when entries were looked up
+        self._job: Generator[None] | None = None  # copies an array of an entry a step
+        self._share = SAVE_SHARE  # of the time of running requests, for the job
         self._not_before = 0.0  # when to go on, beside running requests
 
-    # -- reading -----------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------
 
     def load(
         self, key: TokenKey, match: PrefixMatch, *, owner: RequestOwner
     ) -> PrefixMatch:
-        """Load what the disk has of a prompt beyond `match`; returns what is cached now.
+        """Load what files have of a prompt beyond `match`; returns what is cached now.
 
         There must be memory for the whole prompt.
         """
         found = self.find_more(key, match)
         if found is None:
             return match
-        loaded = self.files.read(found)
+        loaded = _read_kv(self.files, found)
         if loaded is None:
             return match
         span, states = loaded
@@ -11554,7 +11594,7 @@ class DiskTier:
         return found._replace(depth=depth, start=start)
 
     def _usable_depth(self, found: DiskMatch) -> int:
-        """From where a request can go on: with state, where the last one is."""
+        """Where a request can go on: at the end, or with state at the last one."""
         if not self._spec.has_state:
             return found.depth
         positions = [
@@ -11565,22 +11605,22 @@ class DiskTier:
         ]
         return max(positions, default=0)
 
-    # -- writing -----------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------
 
     def save_some(
         self,
         *,
         is_busy: bool,
-        count_running: Callable[[], int] = int,
+        count_running: Callable[[], int] = lambda: 0,
         is_closing: bool = False,
     ) -> bool:
         """Copy some arrays, for SAVE_PIECE_SECONDS.
 
-        Returns False if it found nothing due. True: call again, as there is more to do,
-        a file is being written, or, beside requests, it is not time to look yet.
+        Returns False if no entry is due. True: call again, as there is more to copy, a
+        file is being written, or, beside requests, it is not time to go on.
 
-        `is_busy`: requests run, and wait for this. `count_running`: the bytes of KV that
-        they hold. `is_closing`: the server ends.
+        `is_busy`: requests run, and wait for this. `count_running`: the bytes of KV
+        that they hold. `is_closing`: memory is about to lose all entries.
         """
         began = self._clock()
         if is_busy and began < self._not_before:
@@ -11589,11 +11629,12 @@ class DiskTier:
             if not is_busy:
                 self.files.wait(WRITER_WAIT_SECONDS)
             return True
+
         if self._job is None:
-            rest_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
             self._job = self._find_job(
-                rest_seconds=0.0 if is_closing else rest_seconds,
+                rest_seconds=SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS,
                 running_bytes=count_running(),
+                is_closing=is_closing,
             )
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
@@ -11609,58 +11650,64 @@ class DiskTier:
         return True
 
     def save_all(self, seconds: float) -> None:
-        """Write what is due before the server ends, as far as the time is enough."""
+        """Save what is due before the server ends, as far as the time is enough."""
         deadline = self._clock() + seconds
         while self._clock() < deadline:
             if not self.save_some(is_busy=False, is_closing=True):
                 break
 
     def _find_job(
-        self, *, rest_seconds: float, running_bytes: int
+        self, *, rest_seconds: float, running_bytes: int, is_closing: bool
     ) -> Generator[None] | None:
-        """Begin to write what is due: what memory loses next, or else the newest.
-
-        Of the latter, what has rested for `rest_seconds`, or has much that is new.
-        """
-        self.files.collect()
-        for tenant, session in self._forgotten:
-            self.files.remove_session(tenant, session)
-        self._forgotten.clear()
+        """Begin to save the first entry that is due; None if none is."""
+        self.files.update()
         if self._n_lost != self.files.n_lost:
             self._n_lost = self.files.n_lost
             for entry in self._cache.entries:
-                entry.saved_end = None
+                entry.saved_end = None  # memory may have what was lost
         if not self.files.may_write(MIN_FILE_TOKENS * self._spec.token_bytes):
             return None
+
         # why(L-163): what runs takes the place of what rests, too.
         prompt_bytes = self._cache.max_bytes // SPILL_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
         resting = [entry for entry in self._cache.entries if not entry.is_running]
         resting.sort(key=lambda entry: entry.last_used, reverse=True)
-        candidates = [(entry, SPILL_SHARE, 0.0) for entry in endangered]
-        candidates += [(entry, SAVE_SHARE, rest_seconds) for entry in resting]
-        for entry, share, min_seconds in candidates:
-            job = self._begin(entry) if self._is_due(entry, min_seconds) else None
+        candidates = [(entry, SPILL_SHARE, True) for entry in endangered]
+        candidates += [(entry, SAVE_SHARE, is_closing) for entry in resting]
+        for entry, share, is_urgent in candidates:
+            is_due = self._is_due(entry, rest_seconds, is_urgent=is_urgent)
+            job = self._begin(entry) if is_due else None
             if job is not None:
                 self._share = share
                 return job
         return None
 
-    def _is_due(self, entry: CacheEntry, min_seconds: float) -> bool:
-        """Whether enough of an entry is new: the longer it has rested, the less.
+    def _is_due(
+        self, entry: CacheEntry, rest_seconds: float, *, is_urgent: bool
+    ) -> bool:
+        """Whether files lack so many tokens of an entry as the banner says.
 
-        `min_seconds`: of rest; 0.0: it may be lost soon (evicted, or the server closes),
-        so a few new tokens are enough.
+        `is_urgent`: memory loses it soon.
         """
-        min_new = MIN_FILE_TOKENS if min_seconds else MIN_SEGMENT_TOKENS
-        if self._clock() - entry.last_used < min_seconds:
-            min_new = MAX_UNSAVED_TOKENS
+        min_new = MAX_UNSAVED_TOKENS
+        if is_urgent:
+            min_new = MIN_URGENT_TOKENS
+        elif self._clock() - entry.last_used >= rest_seconds:
+            min_new = MIN_FILE_TOKENS
         if entry.end < max(min_new, MIN_FILE_TOKENS):
             return False
         saved_end = entry.saved_end
         if saved_end is None:
-            saved_end = self._find_saved(entry).depth
+            saved_end = self._look_up(entry).depth
         return entry.end - saved_end >= min_new
+
+    def _look_up(self, entry: CacheEntry) -> DiskMatch:
+        """What files have of an entry; `saved_end` is set to its depth."""
+        tokens = entry.key.tokens[: entry.end]
+        match = self.files.find(entry.key._replace(tokens=tokens))
+        entry.saved_end = match.depth
+        return match
 
     def has_all(self, entry: CacheEntry) -> bool:
         """Whether files have an entry, but for less than is worth one.
@@ -11670,37 +11717,30 @@ class DiskTier:
         end = entry.end
         if self._spec.has_state:
             end = max(entry.checkpoints, default=end)
-        n_saved = self._usable_depth(self._find_saved(entry))
-        return n_saved > 0 and end - n_saved < MIN_SEGMENT_TOKENS
-
-    def _find_saved(self, entry: CacheEntry) -> DiskMatch:
-        """What files have of an entry, which is noted."""
-        tokens = entry.key.tokens[: entry.end]
-        match = self.files.find(entry.key._replace(tokens=tokens))
-        entry.saved_end = match.depth
-        return match
+        n_saved = self._usable_depth(self._look_up(entry))
+        return n_saved > 0 and end - n_saved < MIN_URGENT_TOKENS
 
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
-        """Begin to write what the disk lacks of an entry; its parents come first.
+        """Begin to save one segment of an entry, or, if files lack it, of a parent.
 
-        None if nothing can be written of it: now, or, if it is given up, until it has
-        run again.
+        None if nothing can be saved of it: now, or, if it is given up, until it has run
+        again.
         """
-        match = self._find_saved(entry)
+        match = self._look_up(entry)
         waiting_entries: list[CacheEntry] = []
-        while match.depth < entry.start:  # its parent is not written yet
+        while match.depth < entry.start:  # files lack its parent, or the end of it
             waiting_entries.append(entry)
             assert entry.parent is not None
             entry = entry.parent
             if entry.is_running:
                 return None
-            match = self._find_saved(entry)
+            match = self._look_up(entry)
         if not entry.start and match.depth < MIN_PREFIX_TOKENS:
-            # why(L-211): else its file would go with that of another conversation.
+            # why(L-211): a child of another conversation's file would go with that.
             match = DiskMatch((), 0)
         start = match.depth
         end = min(entry.end, start + self._max_tokens)
-        if end <= start:  # files that were written meanwhile have all of it
+        if end <= start:  # what was saved meanwhile has all of it
             return None
 
         states: dict[int, Any] = {}
@@ -11719,12 +11759,13 @@ class DiskTier:
             return None
         if not self.files.may_write(n_bytes):
             return None
-        last_name = name_segment(entry.key, 0)
+
+        parent_name = name_segment(entry.key, 0)
         if match.segments:
-            last_name = match.segments[-1].name
+            parent_name = match.segments[-1].name
         segment = Segment(
             name=name_segment(entry.key, end),
-            parent=last_name,
+            parent=parent_name,
             start=start,
             end=end,
             head_end=entry.head_end,
@@ -11737,7 +11778,7 @@ class DiskTier:
     def _copy(
         self, entry: CacheEntry, segment: Segment, state_arrays: dict[str, mx.array]
     ) -> Generator[None]:
-        """Copy a segment of an entry, an array at a time, and have it written.
+        """Copy a segment of an entry, an array at a step, and have it written.
 
         KV is read when it is copied: a request that writes into KV that is held copies
         it first (L-03). States may be held: nobody writes into them.
@@ -11746,13 +11787,12 @@ class DiskTier:
         assert entry.start <= start < end <= entry.end
         key, entry_end = entry.key, entry.end
         kv_names = [f"kv.{number}" for number in range(len(entry.rested_span().arrays))]
-        copies: dict[str, npt.NDArray[Any]] = {"tokens": key.tokens[start:end].copy()}
+        copies: NamedArrays = {"tokens": key.tokens[start:end].copy()}
 
         for number, name in enumerate([*kv_names, *state_arrays]):
             yield
             # A request may have taken the KV since the last step, or it is evicted.
-            has_changed = entry.key is not key or entry.end != entry_end
-            if entry.span is None or has_changed:
+            if entry.span is None or entry.key is not key or entry.end != entry_end:
                 return
             array = state_arrays.get(name)
             if array is None:
@@ -11763,20 +11803,11 @@ class DiskTier:
         self.files.write(segment, copies)
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
-        """Delete what is of a session, or of a tenant (None), also if it is on its way.
-
-        Returns the number of files, and why some are not gone; "" if all are.
-        """
+        """KVFiles.forget(), also what is being copied."""
         if self._job is not None:
             self._job.close()
             self._job = None
-        fault = ""
-        if not self.files.wait(FORGET_SECONDS):
-            self._forgotten.append((tenant, session))
-            fault = "the disk does not answer"
-        self.files.collect()
-        n_files = self.files.remove_session(tenant, session)
-        return n_files, self.files.undeleted or fault
+        return self.files.forget(tenant, session)
 
 
 # region SESSIONS ==============================================================
@@ -17448,7 +17479,7 @@ class Scheduler:
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
-        self.disk: DiskTier | None = None  # ENGINE opens it
+        self.disk: DiskCache | None = None  # ENGINE opens it
         self.disk_fault = ""  # why a folder that cannot be used forgets nothing
         # In the order they came; first those that were put back, or are tried again.
         self.waiting: list[RequestHandle] = []
@@ -18320,8 +18351,8 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #     "dead"     refuses all, saves KV, ends        after stop(), abandon() or a failure
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
-#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS, PREFILL TIMES,
-#          SCHEDULER, WARM-UP
+#          PREFIX CACHE, KV FILES, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS,
+#          PREFILL TIMES, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports
@@ -18682,17 +18713,17 @@ class Engine:
             )
             return
         try:
-            disk = open_disk_cache(self._config, scheduler.kv_identity())
+            files = open_kv_files(self._config, scheduler.kv_identity())
         except DiskError as fault:
             self.disk = report_unused(self._config, fault)
             scheduler.disk_fault = find_undeletable(self._config, fault)
             folder = self.disk["folder"]
             logger.warning("disk cache: %s is not used: %s", folder, fault)
             return
-        self._use_folder(disk.folder)
-        scheduler.disk = DiskTier(disk, scheduler.cache, scheduler.spec)
+        self._use_folder(files.folder)
+        scheduler.disk = DiskCache(files, scheduler.cache, scheduler.spec)
         if scheduler.loaded.vision is not None:
-            scheduler.loaded.vision.secret = disk.image_secret
+            scheduler.loaded.vision.secret = files.image_secret
 
     def _save_all(self, scheduler: Scheduler) -> None:
         """Write to the disk what only memory has, as far as there is time.
@@ -23517,7 +23548,7 @@ class ReplyGeneration:
 # figures a few times a second, each second when idle; what needs more is asked of it
 # with Engine.call(), between two of its steps.
 #
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, KV FILES,
 #          SESSIONS, CLUSTER, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
@@ -24748,7 +24779,7 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # this server; another rank has an engine and no addresses (_follow), and ends when rank
 # 0 does.
 #
-# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+# Uses     OPTIONS, ERRORS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, KV FILES,
 #          CLUSTER, MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 

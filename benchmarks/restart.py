@@ -149,12 +149,10 @@ def start(scratch: Path, n_files: int = 10_000) -> float:
         module.write_segment(folder, segment, {"tokens": tokens})
     lock_file = module._take_lock(folder)
     began = time.perf_counter()
-    disk = module.DiskCache(
-        folder, lock_file, max_bytes=1 << 40, max_bytes_per_day=1 << 40
-    )
+    files = module.KVFiles(lock_file, max_bytes=1 << 40, max_bytes_per_day=1 << 40)
     seconds = time.perf_counter() - began
-    assert disk.report()["files"] == n_files
-    disk.close()
+    assert files.report()["files"] == n_files
+    files.close()
     return seconds
 
 

@@ -43,7 +43,7 @@ def on_model_thread(bench, function):
 def save(bench):
     """Write what rests, as at the end of the program."""
     on_model_thread(bench, lambda disk: disk.save_all(60.0))
-    on_model_thread(bench, lambda disk: disk.files.collect())
+    on_model_thread(bench, lambda disk: disk.files.update())
 
 
 PROMPT = words(np.random.default_rng(1), 600)
@@ -114,7 +114,7 @@ def test_a_fault_while_the_disk_is_opened_costs_the_disk_alone(
     def fail(*_args):
         raise KeyError("planted")
 
-    monkeypatch.setattr(s, "open_disk_cache", fail)
+    monkeypatch.setattr(s, "open_kv_files", fail)
     bench = restart()
     _, error, ids = difference(bench, words(np.random.default_rng(5), 50), n=2)
 
@@ -295,7 +295,7 @@ def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
             files.remove_idle(-1.0)
         elif loss == "damaged":
             file.write_bytes(b"damaged")
-            assert files.read(files.find(key)) is None
+            assert s._read_kv(files, files.find(key)) is None
         else:
             file.unlink()
 
@@ -330,7 +330,7 @@ def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, rn
         save(bench)
     assert segments(bench) == [(0, 604), (0, 904)]
 
-    on_model_thread(bench, lambda disk: disk.files.remove_session("", "a"))
+    on_model_thread(bench, lambda disk: disk.files.forget("", "a"))
 
     assert segments(bench) == [(0, 604)]
 
@@ -420,7 +420,7 @@ def test_what_continues_another_one_is_deleted_for_room_before_it(restart, rng):
 
     def make_room(disk):
         disk.files.max_bytes = disk.files.nbytes - 1
-        disk.files.collect()
+        disk.files.update()
 
     on_model_thread(bench, make_room)
 
@@ -452,7 +452,7 @@ def test_saving_ends_on_a_disk_that_is_smaller_than_a_conversation(
         disk.files.max_bytes = n_room * disk._spec.token_bytes
         disk._max_tokens = 256
         disk.save_all(60.0)
-        disk.files.collect()
+        disk.files.update()
         return disk.files.nbytes <= disk.files.max_bytes, disk._job
 
     assert on_model_thread(bench, save_all) == (True, None)
@@ -538,11 +538,11 @@ def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path
 
 def read_arrays(folder, key):
     """The bytes of all that is loaded for a prompt; None if nothing is."""
-    files = s.DiskCache(
-        folder, s._take_lock(folder), max_bytes=1 << 30, max_bytes_per_day=1 << 30
+    files = s.KVFiles(
+        s._take_lock(folder), max_bytes=1 << 30, max_bytes_per_day=1 << 30
     )
     match = files.find(key)
-    loaded = files.read(match) if match.segments else None
+    loaded = s._read_kv(files, match) if match.segments else None
     files.close()
     if loaded is None:
         return None
@@ -667,7 +667,7 @@ def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(restart, tm
     timer = threading.Timer(0.5, first.engine.stop)
     timer.start()
 
-    disk = s.open_disk_cache(config, folder.name)
+    disk = s.open_kv_files(config, folder.name)
     disk.close()
     timer.join()
 
@@ -675,8 +675,8 @@ def test_folder_is_waited_for_while_the_last_server_of_the_port_ends(restart, tm
 
 
 def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
-    files = s.DiskCache(
-        tmp_path, s._take_lock(tmp_path), max_bytes=1 << 20, max_bytes_per_day=1 << 20
+    files = s.KVFiles(
+        s._take_lock(tmp_path), max_bytes=1 << 20, max_bytes_per_day=1 << 20
     )
     may_go_on = threading.Event()
     monkeypatch.setattr(s, "write_segment", lambda *_arguments: may_go_on.wait(60.0))
@@ -864,7 +864,7 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
     def fail(*_arguments, **_options):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(s.DiskTier, "save_some", fail)
+    monkeypatch.setattr(s.DiskCache, "save_some", fail)
     wait_until(lambda: "a fault while KV was copied" in caplog.text)
 
     cached, error, _ = difference(bench, words(np.random.default_rng(2), 600), n=2)
@@ -931,7 +931,7 @@ def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
     (tmp_path / loop).mkdir()
     (tmp_path / loop / "lock").symlink_to("lock")
 
-    n_bytes = s._drop_other_folders(tmp_path / own, 1500)
+    n_bytes = s._limit_other_folders(tmp_path / own, 1500)
 
     assert n_bytes == 1000
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -1021,8 +1021,10 @@ def test_file_that_cannot_be_looked_at_now_is_kept(restart, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(s.Path, "stat", refuse)
         match = on_model_thread(bench, lambda disk: disk.files.find(key))
-        assert on_model_thread(bench, lambda disk: disk.files.read(match)) is None
-    on_model_thread(bench, lambda disk: disk.files.collect())
+        assert (
+            on_model_thread(bench, lambda disk: s._read_kv(disk.files, match)) is None
+        )
+    on_model_thread(bench, lambda disk: disk.files.update())
 
     assert len(files_in(tmp_path / "kv")) == 1
     assert on_model_thread(bench, lambda disk: disk.files.find(key)).depth == 601

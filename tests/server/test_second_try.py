@@ -169,7 +169,7 @@ def test_scheduler_answers_though_the_disk_cache_fails_at_each_look(
     def fail(*_):
         raise planted()
 
-    monkeypatch.setattr(s.DiskCache, "find", fail)
+    monkeypatch.setattr(s.KVFiles, "find", fail)
     ids, _, ticket = b.ask(prompt)
 
     assert b.largest_difference(ticket, ids) == 0.0
