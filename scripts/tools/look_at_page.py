@@ -69,8 +69,12 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
     context = browser.new_context(viewport=window, color_scheme=scheme, **scale)
     page = context.new_page()
     wrong: list[str] = []
-    messages: list[Any] = []
-    page.on("console", messages.append)
+
+    def note_error(message: Any) -> None:
+        if message.type == "error":
+            wrong.append(message.text)
+
+    page.on("console", note_error)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(url)
     page.wait_for_selector(shot.ready, timeout=1000 * PATIENCE_SECONDS)
@@ -81,7 +85,6 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
         clip = {"x": 0, "y": 0, "width": width, "height": box["y"] + box["height"] + 12}
         page.screenshot(path=picture, full_page=True, clip=clip)
 
-    wrong += [message.text for message in messages if message.type == "error"]
     page_width = page.evaluate("document.documentElement.scrollWidth")
     if page_width > width:
         wrong.append(f"{page_width} px wide in a window of {width}")
