@@ -47,8 +47,13 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
     DRAFTS            several tokens a step: copies of what was said, or guesses
     EXACT CHECKS      now and then a warm reply is computed again without the cache
+    ENGINE REQUESTS   what is asked of the model, and what is told of it
+    RUNNING REQUESTS  a request on the model; batches in which requests decode
+    MEMORY BUDGET     how much KV there may be: who fits, who must end
     PREFILL TIMES     how long prompts take to read, by the slices that were timed
-    SCHEDULER         which requests run: admit, prefill, decode, put back
+    PREFILL           the model reads prompts, slice by slice
+    PREFILL POLICY    whose prompt is read next, and whether decoding waits for it
+    SCHEDULER         which requests run: admit, decode, prefill, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
     CALL TEXT         text of calls as it is read, schemas of tools, values as JSON
@@ -15981,6 +15986,840 @@ class ExactChecks:
         )
 
 
+# region ENGINE REQUESTS =======================================================
+# What is asked of the model, and what is told of it until it has ended.
+#
+#     waiting ------> prefilling ------> decoding ------> put back into the cache
+#              admit      slice by slice     step by step
+#
+# A request is submitted as an EngineRequest in a RequestHandle. The handle is all that
+# its connection has of it; the SCHEDULER makes a RunningRequest of it, and puts events
+# into the handle.
+#
+# Uses     ERRORS, API TYPES, PREFIX CACHE, VISION MODEL, SAMPLING
+# Thread   any
+
+WaitReason = Literal["queue", "prefix", "memory"]
+EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
+
+# Log-probability of a token; ids and log-probabilities of the most probable tokens.
+Logprob = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class EngineRequest:
+    """A request in the model's terms: tokens, not messages."""
+
+    key: TokenKey  # the prompt
+    checkpoint_positions: tuple[int, ...]  # where other prompts may part from this one
+    checkpoint_ids: frozenset[int] = frozenset()  # a reply may be over after these
+    max_tokens: int
+    sampling: SamplingParams
+    images: tuple[tuple[int, ImageTokens], ...] = ()  # by position, ascending
+    owner: RequestOwner = NO_OWNER
+    request_id: str = ""  # shown to those who wait for its prefix
+    is_background: bool = False  # others come first, for BACKGROUND_SECONDS
+    top_logprobs: int = -1  # how many of the most probable tokens; -1: no logprobs
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def n_prompt(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.key.tokens)
+
+
+class TokenEvent(NamedTuple):
+    """A token was generated."""
+
+    token_id: int
+    logprob: Logprob | None = None  # if it was asked for
+
+
+class SecondTryEvent(NamedTuple):
+    """The request begins again, without the cache. There was no token yet."""
+
+
+# An int: KV of so many tokens of the prompt is there. The last two end the request: its
+# KV is in the cache then, unless it has failed.
+type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
+
+
+class WaitCause(NamedTuple):
+    """What a request waits for.
+
+    queue    its turn: BATCH_MAX_ROWS run, or others are read before it
+    prefix   another request, which reads a prefix that both have
+    memory   room for its KV
+    """
+
+    reason: WaitReason
+    request_id: str | None = None  # whose prefix it waits for
+
+
+# None: it has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
+
+
+class RequestTimes(NamedTuple):
+    """What a request does, and for how long it did what; never changed in place."""
+
+    since: float  # when `activity` began; time.monotonic()
+    activity: Activity = None
+    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
+
+    @property
+    def phase(self) -> Literal["queued", "prefill", "decode"]:
+        """What it does. One that has ended decodes, until its connection knows."""
+        if self.activity is None or isinstance(self.activity, WaitCause):
+            return "queued"
+        return "prefill" if self.activity == "prefill" else "decode"
+
+    def begin(self, activity: Activity, now: float) -> RequestTimes:
+        """Its times if it does something else from `now` on.
+
+        The time until the scheduler sees it belongs to the cause that is found then.
+        """
+        if self.activity is None and isinstance(activity, WaitCause):
+            return self._replace(activity=activity)
+        if self.activity == activity:
+            return self
+        return RequestTimes(now, activity, self.seconds(now))
+
+    def seconds(self, now: float) -> defaultdict[Activity, float]:
+        """How long it has done what."""
+        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
+        seconds[self.activity] += now - self.since
+        return seconds
+
+    def wait_seconds(self, now: float) -> dict[WaitCause, float]:
+        """How long it has waited for each cause."""
+        return {
+            activity: seconds
+            for activity, seconds in self.seconds(now).items()
+            if isinstance(activity, WaitCause)
+        }
+
+
+class RequestHandle:
+    """A submitted request, its times, and the events that its connection has yet to take.
+
+    Any thread may read it. Its connection takes events, and may set `stop_reason`; all
+    else is the scheduler's.
+    """
+
+    def __init__(
+        self, request: EngineRequest, submitted_at: float | None = None
+    ) -> None:
+        """`submitted_at`: time.monotonic(); None: now."""
+        self.request = request
+        self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
+        self.times = RequestTimes(self.submitted_at)
+        self.is_second_try = False  # without the cache, after an error
+        # What of the prompt was cached when it was admitted; "-": it was not yet.
+        self.hit_kind: HitKind | Literal["-"] = "-"
+        self.cached_tokens = 0
+        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
+        self.disk_tokens = 0  # of those cached: loaded from the disk for it
+        self.saved_steps = 0  # by tokens of drafts
+        self.stop_reason: EndReason | None = None  # set it to end the request
+        self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+
+    def set_activity(self, activity: Activity, now: float) -> None:
+        """Note what it does from now on."""
+        self.times = self.times.begin(activity, now)
+
+    def begin_again(self, now: float) -> None:
+        """Note that its second try begins, as if it had just come."""
+        self.is_second_try = True
+        self.set_activity(None, now)
+        self.hit_kind = "-"
+        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
+        self.saved_steps = 0
+        self.put(SecondTryEvent())
+
+    def end(self, end: EndReason | ServerError) -> None:
+        """Note that it is over, or has failed, and tell its connection."""
+        self.set_activity("ended", time.monotonic())
+        self.put(end)
+
+    def put(self, event: EngineEvent) -> None:
+        """Tell its connection."""
+        self._events.put(event)
+
+    def next_event(self, timeout: float) -> EngineEvent | None:
+        """Take the oldest event; None if there is none for so many seconds."""
+        try:
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+
+# region RUNNING REQUESTS ======================================================
+# A request on the model, and the batches in which requests decode.
+#
+# A request that decodes alone does so in its own buffers; those of similar length decode
+# as one batch, which they join when they begin to decode, not later. Requests that have
+# only a short rest to read are merged before that, and read it in one call (L-123).
+# Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
+# tokens needs its KV twice).
+#
+# A prompt of five tokens, p0 to p4, and its reply, r0, r1, ...:
+#
+#                        feeds      KV of    output_ids   reported
+#     prefill slices     p0 .. p3   4        -            -
+#     DecodeBatch(...)   p4         5        r0           r0
+#     step               r0         6        r0           -
+#     step               r1         7        r0 r1        r1
+#     step               r2         8        r0 r1 r2     r2
+#
+# A step *accepts* the tokens that it feeds: their KV is there, they are in the reply.
+# After each step KV and `output_ids` end with the same token; after a draft only once
+# what is pending was fed (`settled_caches`). A step reports what it accepts, and
+# meanwhile the token after it is being computed (L-10). Only r0 is reported when it is
+# sampled, for the sake of the time to the first token; so the first step accepts r0, and
+# has nothing to report.
+#
+# Uses     API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE, MODEL LOADING,
+#          SAMPLING, DRAFTS, EXACT CHECKS, ENGINE REQUESTS
+# Thread   model; mlx
+
+
+# -- 1 a request -----------------------------------------------------------------------
+
+NO_TOKEN: Final = -1  # in the place of a token for which the model computed no numbers
+FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
+MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
+SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
+
+
+class RunningRequest:
+    """A request on the model, from its start to the return of its KV.
+
+    The KV is that of exactly the first `num_computed_tokens` of prompt and output:
+
+        prefilling   in `layer_caches`; `batch` is None
+        decoding     in the caches of `batch`; `layer_caches` is empty
+    """
+
+    def __init__(
+        self,
+        handle: RequestHandle,
+        match: PrefixMatch,
+        *,
+        loaded: LoadedModel,
+        cache: PrefixCache,
+    ) -> None:
+        """Take over the KV that was matched.
+
+        Raises what PrefixCache.start and `load_kv` raise.
+        """
+        request = handle.request
+        self.handle = handle
+        self.request = request
+        self.n_prompt = request.n_prompt
+        self.submitted_at = handle.submitted_at
+        self.lockstep = loaded.lockstep
+
+        # why(L-09): without a maximum size, with which the model forgets.
+        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
+        self.batch: DecodeBatch | None = None
+        self.num_computed_tokens = match.cached_tokens
+
+        self.began_at = math.inf  # when the model first read for it, in this try
+        self.prefill_speed = FIRST_SPEED  # tokens a second of the last slice
+        self.slice_ends: list[int] = []  # where a slice must end, ascending
+        self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
+
+        self.output_ids: list[int] = []
+        self.drafters: list[Drafter] = []  # in the order in which they are asked
+        self.warm_reply: WarmReply | None = None  # what of its reply will be checked
+        # Where its state was last kept only for the sake of spacing; 0: nowhere.
+        self.spaced_checkpoint = 0
+
+        self.cache = cache
+        self.source = match.kv_owner  # the entry that its cached KV came from
+        self.entry, span = cache.start(
+            match,
+            request.key,
+            read_span=self.read_span,
+            owner=request.owner,
+            head_end=min(request.checkpoint_positions, default=0),
+            is_background=request.is_background,
+        )
+        if span is not None:
+            try:
+                self.load_kv(span, match.state)
+            except Exception:
+                cache.drop(self.entry)
+                raise
+
+    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
+        """Take over KV and state from the cache."""
+        load_span(self.layer_caches, span)
+        if state is not None:
+            restore_state(self.layer_caches, state)
+
+    def read_span(self, end: int) -> KVSpan:
+        """A copy of KV [0, end), wherever it is now."""
+        if self.batch is None:
+            return copy_span(self.layer_caches, end, row=0)
+        row = self.batch.requests.index(self)
+        return copy_span(self.batch.settled_caches(), end, row=row)
+
+    def computed_key(self, block_size: int) -> TokenKey:
+        """The key of all tokens whose KV the request has."""
+        salt, prompt_ids, prompt_hashes = self.request.key
+        output_ids = np.asarray(self.output_ids, dtype=np.int32)
+        tokens = np.concatenate([prompt_ids, output_ids])[: self.num_computed_tokens]
+        hashes = block_hashes(tokens, block_size, root=salt, first_hashes=prompt_hashes)
+        return TokenKey(salt, tokens, hashes)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has begun to read for it, in this try."""
+        return self.began_at < math.inf
+
+    def remaining_prefill(self) -> TokenIds:
+        """The tokens of the prompt that are left, but the last.
+
+        The first decode step feeds that one, and samples a token from it (L-11).
+        """
+        offset = kv_cache_offset(self.layer_caches, recorded=self.num_computed_tokens)
+        return self.request.key.tokens[offset : self.n_prompt - 1]
+
+    @property
+    def n_to_prefill(self) -> int:
+        """How many tokens `remaining_prefill` has."""
+        return self.n_prompt - 1 - self.num_computed_tokens
+
+    @property
+    def seconds_left(self) -> float:
+        """How long reading the rest of its prompt takes, by the speed so far."""
+        return self.n_to_prefill / self.prefill_speed
+
+    @property
+    def needs_slice(self) -> bool:
+        """Whether a slice of its prompt must be read before it can decode."""
+        return self.n_to_prefill > MAX_REST_TOKENS or bool(self.slice_ends)
+
+    @property
+    def can_read_with_others(self) -> bool:
+        """Whether the rest of its prompt may be read in one call with those of others.
+
+        A second try may not: what failed may have been another's (L-114).
+        """
+        if self.slice_ends or self.handle.is_second_try:
+            return False
+        return 0 < self.n_to_prefill <= SHORT_TOKENS
+
+    def add_slice_ends(self, positions: Iterable[int]) -> None:
+        """Let prefill slices end at these positions, too, those not reached yet."""
+        next_ends = {p for p in positions if p > self.num_computed_tokens}
+        self.slice_ends = sorted(next_ends.union(self.slice_ends))
+
+    def position_shift(self) -> int:
+        """By how much the images so far move the positions of what follows.
+
+        An image has rows and columns of positions, and so fewer than it has tokens.
+        """
+        n_computed = self.num_computed_tokens
+        return sum(n for start, n in self.image_shifts.items() if start < n_computed)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the model computed no numbers for a token: it is the last one."""
+        return self.output_ids[-1:] == [NO_TOKEN]
+
+    def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
+        """Add and report a token sampled from `logprobs`, `(vocab,)`: computed ones.
+
+        If the model computed no numbers, NO_TOKEN takes its place, and is the last.
+        """
+        if self.has_failed:
+            return
+        is_number = partial(_is_finite_at, logprobs, token_id)
+        if not self.lockstep.from_rank_0("number", is_number):
+            self.output_ids.append(NO_TOKEN)
+            return
+        self.output_ids.append(token_id)
+        if self.warm_reply is not None:
+            self.warm_reply.note(token_id, logprobs)
+        n_top = self.request.top_logprobs
+        logprob = read_logprobs(logprobs, token_id, n_top) if n_top >= 0 else None
+        self.handle.put(TokenEvent(token_id, logprob))
+
+
+def _is_finite_at(logprobs: mx.array, token_id: int) -> bool:
+    """Whether the log-probability of a token is a number, by the bits in its buffer.
+
+    why(L-54): NaN and infinity have all bits of the exponent set; one bad logit makes
+    all log-probabilities bad. As operations of MLX this took 3 % of a small model.
+    """
+    # A float32 is two halves, of which the upper one comes last; others are one.
+    halves = np.frombuffer(logprobs, np.uint16)
+    halves_per_value = halves.size // logprobs.size
+    upper_half = halves[(token_id + 1) * halves_per_value - 1]
+    exponent_bits = 0x7C00 if logprobs.dtype == mx.float16 else 0x7F80
+    return bool(upper_half & exponent_bits != exponent_bits)
+
+
+def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
+    """The log-probability of a token, and the `n_top` most probable tokens."""
+    n_top = min(n_top, logprobs.size - 1)
+    top_ids: Any = []
+    if n_top:
+        unsorted_ids = mx.argpartition(-logprobs, n_top)[:n_top]
+        order = mx.argsort(-logprobs[unsorted_ids])
+        top_ids = unsorted_ids[order].tolist()
+    values: Any = logprobs[mx.array([token_id, *top_ids])].tolist()
+    return values[0], tuple(zip(top_ids, values[1:], strict=True))
+
+
+def make_model_call(
+    loaded: LoadedModel, requests: Sequence[RunningRequest]
+) -> ModelCall:
+    """The model as a function of text tokens `(rows, n)` and of these requests' KV.
+
+    `requests` may change later: a row is always the request at its index.
+    """
+    vision = loaded.vision
+    if vision is None:
+        call: ModelCall = loaded.model
+        return call
+
+    def call_with_shifts(tokens: mx.array, cache: LayerCaches) -> mx.array:
+        shifts = [running.position_shift() for running in requests]
+        logits: mx.array = vision(tokens, cache, shifts=shifts)
+        return logits
+
+    return call_with_shifts
+
+
+# -- 2 how long steps take -------------------------------------------------------------
+
+
+class StepTimer:
+    """Times the steps of a request that decodes alone, for the budgets of its drafters.
+
+    For example a step with the draft a b c d, of which only a is right, and plain ones,
+    of a model with state, which has to be fed y and a again:
+
+        step           what the device does     is a cost of
+        with a draft   computes y a b c d       the draft
+        plain          nothing                  the draft: what to feed was not known
+        plain          computes y a x           the draft
+        plain          computes one token       a plain step
+    """
+
+    def __init__(self) -> None:
+        self._drafter: Drafter | None = None  # of the last step; None: it was plain
+        self._draft_ended_at = 0.0
+        self._draft_seconds = 0.0
+        # Of what is being computed: when it was launched, and whose draft was wrong, if
+        # it is fed again. -inf: nothing is, or something else has waited for it.
+        self._launched_at = -math.inf
+        self._wrong_drafter: Drafter | None = None
+
+    def begin_step(self) -> None:
+        """Charge a draft of the last step for the time since: nothing was launched."""
+        self._charge_idle(time.monotonic() - self._draft_ended_at)
+
+    def end_draft(
+        self, drafter: Drafter, *, began: float, n_draft: int, n_accepted: int
+    ) -> None:
+        """A step with a draft has ended, which waited for all that was launched."""
+        self._draft_ended_at = time.monotonic()
+        self._draft_seconds = self._draft_ended_at - began
+        drafter.learn(
+            n_draft=n_draft, n_accepted=n_accepted, seconds=self._draft_seconds
+        )
+        self._drafter = drafter
+        self.interrupt()
+
+    def end_plain(
+        self, drafters: Sequence[Drafter], *, began: float, feeds_again: bool
+    ) -> None:
+        """A step has ended without a draft, and has launched the next token.
+
+        `drafters`: none, if several requests decode. `feeds_again`: it has launched
+        what is right of a wrong draft, too.
+        """
+        ended = time.monotonic()
+        seconds = ended - self._launched_at
+        # For example launched 2 ms before this step, and waited for 8 ms in it: the
+        # device was at work for all of that. If it was launched 30 ms before, it may
+        # have been done long ago, or had something else to do.
+        has_waited = ended - began > began - self._launched_at
+        if has_waited and self._wrong_drafter is not None:
+            self._wrong_drafter.budget.charge(seconds, n_tokens=1)
+        elif has_waited:
+            for drafter in drafters:
+                drafter.budget.learn_plain(seconds)
+        self._charge_idle(ended - began)
+        self._wrong_drafter = self._drafter if feeds_again else None
+        self._drafter = None
+        self._launched_at = ended
+
+    def interrupt(self) -> None:
+        """What is being computed is not timed: something else waits for it."""
+        self._launched_at = -math.inf
+        self._wrong_drafter = None
+
+    def _charge_idle(self, seconds: float) -> None:
+        if self._drafter is not None:
+            # More was something else's: a slice of a prompt, for example.
+            idle_seconds = min(seconds, self._draft_seconds)
+            self._drafter.budget.charge(idle_seconds)
+
+
+# -- 3 a decode batch ------------------------------------------------------------------
+#
+# State that cannot be rewound is kept from before the last step, too: a client may send
+# the reply back without its last token, which is often an end token.
+
+HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
+
+# What a step has added to the reply of each request: a token, or more by a draft.
+type AcceptedTokens = dict[RunningRequest, list[int]]
+
+
+class DecodeBatch:
+    """Requests that decode together: one in its own buffers, several as one batch.
+
+    An exception in a method leaves the KV of all of them in doubt.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        requests: Sequence[RunningRequest],
+        joint_caches: LayerCaches | None = None,
+    ) -> None:
+        """Feed what is left of prompts, and sample their first tokens.
+
+        `joint_caches`: the KV of several requests, of all their prompts but the last
+        token, in batch form. None: there is one request, and it has its KV.
+        """
+        # The model's call reads this very list: it is only changed in place.
+        self.requests = list(requests)
+        self._timer = StepTimer()
+        token_rows = [running.request.key.tokens[-1:] for running in requests]
+        if joint_caches is None:
+            token_rows = [np.append(requests[0].remaining_prefill(), token_rows[0])]
+        draft_model = loaded.draft_model
+        tap = draft_model.head.tap if isinstance(draft_model, LoadedDraftHead) else None
+        self._generator = TokenGenerator(
+            make_model_call(loaded, self.requests),
+            mx.array(np.stack(token_rows)),
+            joint_caches or requests[0].layer_caches,
+            [_token_choice(running.request) for running in requests],
+            agree=loaded.lockstep.agree if loaded.lockstep.n_ranks > 1 else None,
+            tap=tap,
+        )
+        for running in requests:
+            running.num_computed_tokens = running.n_prompt
+            running.batch = self
+            running.layer_caches = []
+
+        # State before the last step, and the row and position of each request in it.
+        # None: there is none, or it is not known. Of windows none is held.
+        self._held_state: LayerCaches | None = None
+        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
+        layer_caches = self._generator.layer_caches
+        self._can_hold = hold_recurrent_state(layer_caches) is not None
+
+    def report_first_tokens(self) -> None:
+        """Report what was sampled after the prompts, before the first step."""
+        first_tokens = self._generator.next_tokens()
+        for running, token in zip(self.requests, first_tokens, strict=True):
+            running.add_token(token.token_id, logprobs=token.logprobs)
+        # why(L-46): else the token is sent only when the next step has been launched.
+        time.sleep(HANDOVER_SECONDS)
+
+    def settled_caches(self) -> LayerCaches:
+        """Feed what is pending; returns the KV of all requests.
+
+        Of more than one it is in batch form.
+        """
+        self._generator.settle()
+        return self._generator.layer_caches
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV and state, padding included."""
+        return count_kv_bytes(self._generator.layer_caches)
+
+    def step(self) -> AcceptedTokens:
+        """Feed and report the next token of each request, or more of them by a draft.
+
+        Since a state cannot be rewound, only the last token may be an end token, one of
+        `checkpoint_ids`, or the last of `max_tokens`.
+        """
+        self._timer.begin_step()
+        n_pending = len(self._generator.pending_ids)
+        if self._can_hold:
+            self._hold_state(n_pending)
+
+        first = self.requests[0]
+        drafters = first.drafters if len(self.requests) == 1 else []
+        found = self._find_draft(first, drafters)
+        began = time.monotonic()
+        if found is None:
+            rows = [[token] for token in self._generator.step()]
+            self._timer.end_plain(drafters, began=began, feeds_again=n_pending > 0)
+        else:
+            drafter, draft = found
+            rows = [self._generator.step_with(draft)]
+            n_accepted = len(rows[0]) - 1
+            first.handle.saved_steps += n_accepted
+            self._timer.end_draft(
+                drafter, began=began, n_draft=len(draft), n_accepted=n_accepted
+            )
+
+        accepted: AcceptedTokens = {}
+        for running, tokens in zip(self.requests, rows, strict=True):
+            for token in tokens:
+                # `report_first_tokens` has reported the first one.
+                if running.num_computed_tokens > running.n_prompt:
+                    running.add_token(token.token_id, logprobs=token.logprobs)
+                running.num_computed_tokens += 1
+            accepted[running] = [token.token_id for token in tokens]
+        return accepted
+
+    def _hold_state(self, n_pending: int) -> None:
+        self._held_state = hold_recurrent_state(self._generator.layer_caches)
+        self._held_rows = {
+            running: (row, running.num_computed_tokens - n_pending)
+            for row, running in enumerate(self.requests)
+        }
+
+    def _find_draft(
+        self, running: RunningRequest, drafters: Sequence[Drafter]
+    ) -> tuple[Drafter, list[int]] | None:
+        """The first drafter that has a draft, and the draft."""
+        n_fed = running.num_computed_tokens - running.n_prompt
+        # y, the token sampled last, is not counted yet, nor that after the draft.
+        n_left = running.request.max_tokens - n_fed - 2
+        for drafter in drafters:
+            drafter.follow(running.output_ids, n_fed)
+            draft = drafter.draft(n_left, self._wait_for_y, self._generator)
+            if draft:
+                return drafter, draft
+        return None
+
+    def _wait_for_y(self) -> int:
+        """The id of y, when it is computed."""
+        self._timer.interrupt()
+        (token,) = self._generator.next_tokens()
+        return token.token_id
+
+    def read_held_state(
+        self, running: RunningRequest
+    ) -> tuple[int, StateCheckpoint] | None:
+        """Position and state of a request before the last step, if they are known."""
+        if self._held_state is None:
+            return None
+        row, position = self._held_rows[running]
+        return position, copy_state(self._held_state, row=row)
+
+    def padding_with(self, joining_batch: DecodeBatch) -> float:
+        """Padding as a share of real tokens, if another batch joined.
+
+        A short request counts as BUFFER_STEP_TOKENS: no buffer has fewer places.
+        """
+        requests = self.requests + joining_batch.requests
+        lengths = [running.num_computed_tokens for running in requests]
+        return padding_share([max(length, BUFFER_STEP_TOKENS) for length in lengths])
+
+    def merge(self, joining_batch: DecodeBatch) -> None:
+        """Take over the requests of another batch, which must not be used any more."""
+        for batch in (self, joining_batch):
+            if len(batch.requests) == 1:
+                batch._generator.layer_caches = to_batch(batch.settled_caches())
+        self._generator.extend(joining_batch._generator)
+        # why(L-69): now, or the next step would make this copy and its own at once.
+        evaluate_caches(self._generator.layer_caches)
+        self._held_state = None
+        self._timer.interrupt()
+        self.requests += joining_batch.requests
+        for running in joining_batch.requests:
+            running.batch = self
+
+    def remove(self, running: RunningRequest) -> None:
+        """Give a request its KV back, and take it out of the batch."""
+        layer_caches = self.settled_caches()
+        row = self.requests.index(running)
+        other_rows = [i for i in range(len(self.requests)) if i != row]
+        if other_rows:
+            running.layer_caches = extract_row(layer_caches, row)
+            self._generator.keep_rows(other_rows)
+            evaluate_caches(layer_caches)  # why(L-69): as in `merge`
+        else:
+            running.layer_caches = layer_caches
+        if len(other_rows) == 1:
+            # Into buffers of its own, which can be put back without a copy.
+            self._generator.layer_caches = extract_row(layer_caches, 0)
+        self.requests.remove(running)
+        self._timer.interrupt()
+        running.batch = None
+
+
+def _token_choice(request: EngineRequest) -> TokenChoice:
+    processors = make_processors(request.sampling, request.constraints)
+    context: list[int] = []
+    if processors:
+        prompt_ids = request.key.tokens[:-1]
+        context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
+    return TokenChoice(make_sampler(request.sampling), processors, TokenBuffer(context))
+
+
+def collect_batches(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
+    """The batches in which requests decode, each once."""
+    return list(dict.fromkeys(r.batch for r in requests if r.batch is not None))
+
+
+def padding_share(lengths: Sequence[int]) -> float:
+    """Padding of rows of these lengths, as a share of real tokens."""
+    return max(lengths) * len(lengths) / sum(lengths) - 1
+
+
+# region MEMORY BUDGET =========================================================
+# How much KV there may be: who fits, what is evicted for it, who must end.
+#
+#     memory limit = weights + KV + image features + working memory
+#
+# KV gets KV_SHARE of what the weights leave: a decode step of a model with few attention
+# layers may need nearly as much as all KV (L-55).
+#
+# A request fits if its whole prompt does. It grows while it decodes, so that those that
+# run may not fit together any more: then the newest must end (L-79).
+#
+# Uses     ERRORS, KV STATE, PREFIX CACHE, RUNNING REQUESTS
+# Thread   model
+
+KV_SHARE: Final = 0.55
+FEATURES_PART: Final = 8  # 1/8 of KV, for what the vision tower made of images
+HEADROOM_PART: Final = 32  # 1/32 of a prompt, as spare places of its buffers
+
+
+class MemoryShares(NamedTuple):
+    """How memory is divided, in bytes."""
+
+    limit: int
+    kv: int
+    features: int
+    working: int
+
+
+def divide_memory(
+    limit: int, *, model_bytes: int, max_kv_bytes: int, has_vision: bool
+) -> MemoryShares:
+    """The shares of what a model leaves of a limit. `max_kv_bytes`: a setting, or 0."""
+    free_bytes = limit - model_bytes
+    kv_bytes = min(max_kv_bytes or free_bytes, int(free_bytes * KV_SHARE))
+    working_bytes = free_bytes - kv_bytes
+    feature_bytes = kv_bytes // FEATURES_PART if has_vision else 0
+    return MemoryShares(limit, kv_bytes - feature_bytes, feature_bytes, working_bytes)
+
+
+def count_places(n_prompt: int) -> int:
+    """Places for a prompt and some reply, so that decoding seldom grows the buffers."""
+    return n_prompt + n_prompt // HEADROOM_PART + BUFFER_STEP_TOKENS
+
+
+class MemoryBudget:
+    """Keeps KV within its share: who fits, what is evicted for it, who must end.
+
+    What runs is counted here; what rests, and checkpoints, by the cache.
+    """
+
+    def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
+        self.shares = shares
+        self.spec = spec
+        self._cache = cache
+        # What opaque leaves take with each token: those that run, and their copies.
+        # why(L-173): a few copies are never thinned.
+        self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
+        kv_bytes = shares.kv - self.prompt_bytes(0)
+        token_bytes = spec.token_bytes + self.opaque_token_bytes
+        n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
+        # The longest prompt whose KV fits.
+        self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
+
+    def prompt_bytes(self, n_prompt: int) -> int:
+        """What a request will hold when its prompt is read."""
+        n_places = count_places(n_prompt)
+        return n_places * self.spec.token_bytes + self.spec.count_state_bytes(n_places)
+
+    def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
+        """What running requests hold, or will when their prompts are read."""
+        batch_bytes = sum(batch.nbytes for batch in collect_batches(requests))
+        prefilling = [running for running in requests if running.batch is None]
+        return batch_bytes + sum(self.prompt_bytes(r.n_prompt) for r in prefilling)
+
+    def make_room(
+        self,
+        extra_bytes: int,
+        requests: Sequence[RunningRequest],
+        *,
+        keep: PrefixMatch = NO_MATCH,
+        spares_recent: bool = False,
+    ) -> bool:
+        """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
+
+        Nothing of `keep` goes, nor with `spares_recent` of what was used lately, and
+        nothing at all if what runs, with a few checkpoints of each that the cache does
+        not evict, leaves too little even with an empty cache (L-97).
+        """
+        needed_bytes = self.running_bytes(requests) + extra_bytes
+        few_bytes = MIN_CHECKPOINTS * self.spec.state_bytes
+        few_token_bytes = SPARED_CHECKPOINTS * self.spec.opaque_token_bytes
+        checkpoint_bytes = sum(
+            min(r.entry.state_bytes, few_bytes + few_token_bytes * r.n_prompt)
+            for r in requests
+        )
+        if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
+            return False
+        return self._cache.evict_to_fit(
+            needed_bytes, keep=keep, spares_recent=spares_recent
+        )
+
+    def make_room_to_merge(
+        self, n_bytes: int, requests: Sequence[RunningRequest]
+    ) -> bool:
+        """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
+        return self.make_room(max(0, 2 * n_bytes - self.shares.working), requests)
+
+    def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
+        """The request that must end: the newest of several that do not fit together.
+
+        why(L-79): only for their own KV, not for room to copy it: batches can go on
+        unmerged, and what rests can be evicted instead.
+        """
+        if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
+            return None
+        return max(
+            requests, key=lambda running: (running.began_at, running.submitted_at)
+        )
+
+    def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
+        """Evict until running requests fit, and a copy of their largest batch, too."""
+        batches = collect_batches(requests)
+        copy_bytes = max((batch.nbytes for batch in batches), default=0)
+        lacking_bytes = max(0, copy_bytes - self.shares.working)
+        self._cache.evict_to_fit(self.running_bytes(requests) + lacking_bytes)
+
+    def shortage(
+        self, n_tokens: int, requests: Sequence[RunningRequest]
+    ) -> ServerError:
+        """The error for a request of so many tokens that does not fit now."""
+        held_bytes = self.running_bytes(requests)
+        return Overloaded(
+            f"no memory for {n_tokens:,} tokens now: {held_bytes:,} of"
+            f" {self._cache.max_bytes:,} bytes of KV are in use"
+        )
+
+
 # region PREFILL TIMES =========================================================
 # What prompts cost, learned from their slices: for reports, not for the SCHEDULER.
 #
@@ -16067,1109 +16906,32 @@ def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
     return tuple(c for error, c in fits if error <= best_error + SAME_FIT_ERROR)
 
 
-# region SCHEDULER =============================================================
-# What the model does next, and for whom.
+# region PREFILL ===============================================================
+# The model reads prompts, slice by slice, and keeps states on the way.
 #
-#     waiting ------> prefilling ------> decoding ------> put back into the cache
-#              admit      slice by slice     step by step
-#
-# One step of the scheduler ends what is over, admits what fits, decodes one step in
-# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
-# of short prompts as many as others may pause for, about a second, so that those that
-# come together decode together. Four times a second ENGINE calls `hold_limit`.
-#
-# For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
-#
-#     1st step    C is admitted. A gets a token. C is read, since it ends before B, and
-#                 decodes from now on. It took 0.1 s, so decoding is owed 0.2 s.
-#     some steps  A and C get tokens, until decoding has had its 0.2 s
-#     next step   A and C get a token; B reads a slice of 0.2 s, so 0.4 s are owed
-#     and so on   until B has read its prompt, and decodes, too
-#
-#  1 Requests      what is asked of the model; its events; handles for connections
-#  2 Policy        who prefills next, how much, and whether decoding waits for it
-#  3 Running       one request: its KV, its tokens, its entry in the cache
-#  4 Decode batch  requests that decode together
-#  5 Memory        who fits, what is evicted, who must end
-#  6 Prefill       the model reads prompts, slice by slice, and keeps states on the way
-#  7 Scheduler     chooses: who ends, who starts, who prefills; and what a failure ends
-#
-# A background request (a title) waits for others, for ten seconds: it is read after
-# them, and it evicts nothing used lately. Its reply pauses while they are read, unless
-# its batch has been merged with one of theirs.
-#
-# A request that decodes alone does so in its own buffers; those of similar length decode
-# as one batch, which they join when they begin to decode, not later. Requests that have
-# only a short rest to read are merged before that, and read it in one call (L-123).
-# Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice).
-#
-# Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS,
-#          EXACT CHECKS, PREFILL TIMES
-# Thread   model, mlx; RequestHandle: any
-
-
-# -- 1 requests ------------------------------------------------------------------------
-
-WaitReason = Literal["queue", "prefix", "memory"]
-EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
-
-# Log-probability of a token; ids and log-probabilities of the most probable tokens.
-Logprob = tuple[float, tuple[tuple[int, float], ...]]
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class EngineRequest:
-    """A request in the model's terms: tokens, not messages."""
-
-    key: TokenKey  # the prompt
-    checkpoint_positions: tuple[int, ...]  # where other prompts may part from this one
-    checkpoint_ids: frozenset[int] = frozenset()  # a reply may be over after these
-    max_tokens: int
-    sampling: SamplingParams
-    images: tuple[tuple[int, ImageTokens], ...] = ()  # by position, ascending
-    owner: RequestOwner = NO_OWNER
-    request_id: str = ""  # shown to those who wait for its prefix
-    is_background: bool = False  # others come first, for BACKGROUND_SECONDS
-    top_logprobs: int = -1  # how many of the most probable tokens; -1: no logprobs
-    constraints: tuple[Constraint, ...] = ()
-
-    @property
-    def n_prompt(self) -> int:
-        """How many tokens the prompt has."""
-        return len(self.key.tokens)
-
-
-class TokenEvent(NamedTuple):
-    """A token was generated."""
-
-    token_id: int
-    logprob: Logprob | None = None  # if it was asked for
-
-
-class DroppedKV(NamedTuple):
-    """What was forgotten, in memory and on the disk."""
-
-    n_entries: int  # of the cache, evicted or shortened
-    n_files: int  # deleted
-    fault: str  # which files are not deleted yet, and why; "" if all are
-
-
-class SecondTryEvent(NamedTuple):
-    """The request begins again, without the cache. There was no token yet."""
-
-
-# An int: KV of so many tokens of the prompt is there. The last two end the request; its
-# KV is in the cache then, unless it has failed.
-type EngineEvent = int | TokenEvent | SecondTryEvent | EndReason | ServerError
-
-
-class WaitCause(NamedTuple):
-    """What a request waits for.
-
-    queue    its turn: BATCH_MAX_ROWS run, or others are read before it
-    prefix   another request, which reads a prefix that both have
-    memory   room for its KV
-    """
-
-    reason: WaitReason
-    request_id: str | None = None  # whose prefix it waits for
-
-
-# None: it has just come, or come again, and the scheduler has not seen it yet.
-type Activity = WaitCause | Literal["prefill", "decode", "ended"] | None
-
-
-class RequestTimes(NamedTuple):
-    """What a request does, and for how long it did what; never changed in place."""
-
-    since: float  # when `activity` began; time.monotonic()
-    activity: Activity = None
-    earlier: Mapping[Activity, float] = {}  # seconds of what it did before
-
-    @property
-    def phase(self) -> Literal["queued", "prefill", "decode"]:
-        """What it does. One that has ended decodes, until its connection knows."""
-        match self.activity:
-            case "prefill" | "decode":
-                return self.activity
-            case "ended":
-                return "decode"
-        return "queued"
-
-    def begin(self, activity: Activity, now: float) -> RequestTimes:
-        """Its times if it does something else from `now` on.
-
-        The time until the scheduler sees it belongs to the cause that is found then.
-        """
-        if self.activity is None and isinstance(activity, WaitCause):
-            return self._replace(activity=activity)
-        if self.activity == activity:
-            return self
-        return RequestTimes(now, activity, self.seconds(now))
-
-    def seconds(self, now: float) -> defaultdict[Activity, float]:
-        """How long it has done what."""
-        seconds: defaultdict[Activity, float] = defaultdict(float, self.earlier)
-        seconds[self.activity] += now - self.since
-        return seconds
-
-    def wait_seconds(self, now: float) -> dict[WaitCause, float]:
-        """How long it has waited for each cause."""
-        return {
-            activity: seconds
-            for activity, seconds in self.seconds(now).items()
-            if isinstance(activity, WaitCause)
-        }
-
-
-class RequestHandle:
-    """A submitted request: what is asked, and what is told of it until it has ended.
-
-    Any thread may read it. Its connection takes events, and may set `stop_reason`; all
-    else is the scheduler's.
-    """
-
-    def __init__(
-        self, request: EngineRequest, submitted_at: float | None = None
-    ) -> None:
-        """`submitted_at`: time.monotonic(); None: now."""
-        self.request = request
-        self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
-        self.times = RequestTimes(self.submitted_at)
-        self.is_second_try = False  # without the cache, after an error
-        # What of the prompt was cached when the model began with it; "-": it has not.
-        self.hit_kind: HitKind | Literal["-"] = "-"
-        self.cached_tokens = 0
-        self.matched_tokens = 0  # leading tokens with KV, be it without usable state
-        self.disk_tokens = 0  # of those cached: loaded from the disk for it
-        self.saved_steps = 0  # by tokens of drafts
-        self.stop_reason: EndReason | None = None  # set it to end the request
-        self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
-
-    def begin(self, activity: Activity, now: float) -> None:
-        """Note what it does from now on."""
-        self.times = self.times.begin(activity, now)
-
-    def begin_again(self, now: float) -> None:
-        """Note that its second try begins, as if it had just come."""
-        self.is_second_try = True
-        self.begin(None, now)
-        self.hit_kind = "-"
-        self.cached_tokens = self.matched_tokens = self.disk_tokens = 0
-        self.saved_steps = 0
-        self.put(SecondTryEvent())
-
-    def end(self, end: EndReason | ServerError) -> None:
-        """Note that it is over, or has failed, and tell its connection."""
-        self.begin("ended", time.monotonic())
-        self.put(end)
-
-    def put(self, event: EngineEvent) -> None:
-        """Tell its connection."""
-        self._events.put(event)
-
-    def next_event(self, timeout: float) -> EngineEvent | None:
-        """Take the oldest event; None if there is none for so many seconds."""
-        try:
-            return self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-
-
-# -- 2 policy --------------------------------------------------------------------------
-# Pure: no model, no thread, no clock; who calls passes the time. Of a running request
-# it reads how long the prompt is, how much of it is left, in tokens and seconds, when it
-# came, and whether it is a background one.
-
-# While the model reads, nobody decodes, and nothing is noticed. So there is a limit to
-#
-#     a slice of a prompt             SLICE_SECONDS; LONE_SLICE_SECONDS if nobody else
-#                                     is there; BACKGROUND_SLICE_SECONDS
-#     short prompts between steps     the pause: `pause_seconds`, by the last step
-#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the pause
-#     prompts, step after step        the accounts of SchedulingPolicy
-SLICE_SECONDS: Final = 0.2
-LONE_SLICE_SECONDS: Final = 0.4
-BACKGROUND_SLICE_SECONDS: Final = 0.02
-MAX_JOINT_SECONDS: Final = 3.0
-GATHER_SHARE: Final = 0.1  # of what reading takes, to wait for others to read with
-MAX_GATHER_SECONDS: Final = 0.05
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
-MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
-MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
-BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
-DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
-MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
-# Decoding bars the oldest, and it is its turn: others read for one turn more.
-MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
-BACKGROUND_SECONDS: Final = 10.0  # a background request waits for others so long
-
-MIN_SLICE_TOKENS: Final = 64
-MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
-MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
-SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
-# If another request is reading so many more tokens of the same prompt than are cached,
-# a request waits for them.
-MIN_WAIT_GAIN_TOKENS: Final = 64
-
-
-def is_in_background(handle: RequestHandle, now: float) -> bool:
-    """Whether others come before a request: a background one that came just now."""
-    age = now - handle.submitted_at
-    return handle.request.is_background and age < BACKGROUND_SECONDS
-
-
-def without_background(
-    requests: Sequence[RunningRequest], now: float
-) -> list[RunningRequest]:
-    """Those before which no other comes."""
-    return [r for r in requests if not is_in_background(r.handle, now)]
-
-
-class PrefillTurn(NamedTuple):
-    """Whose prompt is read now, and for how long."""
-
-    reader: RunningRequest
-    seconds: float  # of its slice
-    joint_seconds: float  # of a call that reads the prompts of others, too
-
-
-class SchedulingPolicy:
-    """Which request prefills next, and whether it may while others decode.
-
-    Two accounts, in seconds, decide whether a prompt is read beside decoding:
-
-                        1 s of prefill    1 s of decoding    bars
-        decode_debt     + 2, at most 3    - 1                long prompts, above 0
-        burst_seconds   + 1               - 0.5              short ones, from 8 on
-
-    For example eight prompts come at once that take 0.4 s each. The first one decodes
-    after 0.4 s, in steps of 0.2 s. The others do not wait until it has had 0.8 s for
-    each of them: two are read, then comes a step, and so on.
-
-    A third, `oldest_credit`, decides who reads: the oldest while it is above 0, else
-    who ends first. For example a short prompt has been read for 0.2 s: the credit is
-    0.2. The oldest, which takes minutes, reads a slice of 0.2 s, and pays 8 times that:
-    -1.4. Now short prompts have 1.4 s before the oldest reads again. Near its end it
-    pays less: 2 for each second if one second of it is left. If decoding bars it, the
-    others pass it until the credit is MAX_OLDEST_CREDIT.
-    """
-
-    def __init__(self) -> None:
-        self.decode_debt = 0.0
-        self.burst_seconds = 0.0
-        self.oldest_credit = 0.0
-        self.is_turn_of_oldest = False  # `next_prefill` has chosen it by its credit
-        self.step_seconds = 0.0  # of the last decode step of all batches
-
-    def next_turn(
-        self,
-        candidates: Sequence[RunningRequest],
-        *,
-        is_decoding: bool,
-        is_background: bool,
-        is_alone: bool,
-        pause_left: float | None,
-    ) -> PrefillTurn | None:
-        """Who prefills now; None: others decode before that.
-
-        `is_background`: all candidates are. `is_alone`: nobody else waits or runs, but in
-        the background.
-        `pause_left`: of `pause_seconds`, in this step; None: nobody was read in it.
-        """
-        reader = self.next_prefill(candidates, is_decoding=is_decoding)
-        if not self.may_prefill(
-            reader, is_decoding=is_decoding, is_background=is_background
-        ):
-            return None
-        # The first read of a step needs only leave; further ones must fit in the pause.
-        is_short = self.is_short(reader) and not is_background
-        if pause_left is None:
-            pause_left = self.pause_seconds
-        elif not is_short or reader.seconds_left > pause_left:
-            return None
-
-        if is_background:
-            return PrefillTurn(reader, BACKGROUND_SLICE_SECONDS, MAX_JOINT_SECONDS)
-        if is_short and is_decoding:
-            return PrefillTurn(reader, pause_left, pause_left)
-        seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
-        return PrefillTurn(reader, seconds, MAX_JOINT_SECONDS)
-
-    def next_prefill(
-        self, candidates: Sequence[RunningRequest], *, is_decoding: bool
-    ) -> RunningRequest:
-        """The candidate that ends first, or the oldest one if it is its turn.
-
-        why(L-71): prompts that come together are not all answered last, and a long one
-        gets its share beside short ones without end.
-        """
-        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
-        oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
-        may_read = self.may_prefill(oldest, is_decoding=is_decoding)
-        min_credit = 0.0 if may_read else MAX_OLDEST_CREDIT
-        self.is_turn_of_oldest = self.oldest_credit > min_credit
-        return oldest if self.is_turn_of_oldest else first
-
-    def is_short(self, candidate: RunningRequest) -> bool:
-        """Whether so little of a prompt is left that others wait for it (L-68).
-
-        A step of a batch costs nearly the same with one request more.
-        """
-        if candidate.n_to_prefill <= SHORT_TOKENS:
-            return True
-        return candidate.seconds_left < SOON_SECONDS
-
-    def may_prefill(
-        self,
-        candidate: RunningRequest,
-        *,
-        is_decoding: bool,
-        is_background: bool = False,
-    ) -> bool:
-        """Whether this one may prefill now. `is_decoding`: others decode."""
-        if not is_decoding:
-            return True
-        if self.is_short(candidate) and not is_background:
-            return self.burst_seconds < BURST_SECONDS
-        return self.decode_debt <= 0
-
-    @property
-    def pause_seconds(self) -> float:
-        """How long short prompts are read before others decode a step again (L-220).
-
-        That step falls into the pause, too, and the first of who was read.
-        """
-        longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
-        return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
-
-    def charge_decode(self, seconds: float) -> None:
-        """All batches have decoded a step, for so long."""
-        self.step_seconds = seconds
-        self.decode_debt = max(0.0, self.decode_debt - seconds)
-        self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
-
-    def charge_prefill(
-        self,
-        reader: RunningRequest,
-        seconds: float,
-        *,
-        is_only_reader: bool,
-        is_decoding: bool,
-    ) -> None:
-        """`reader` has read, for so long. `is_only_reader`: no other one is prefilling.
-
-        If nobody else decodes, the debt so far is void: whom it was owed to is gone. This
-        slice counts all the same: the reader itself may decode from now on. A lone
-        reader takes no time from other prompts, but it has had its turn: a shorter one
-        that comes now is read before its next slice (L-71).
-        """
-        if not is_decoding:
-            self.decode_debt = self.burst_seconds = 0.0
-        debt = self.decode_debt + seconds * DECODE_SHARE
-        self.decode_debt = min(debt, MAX_DECODE_DEBT)
-        self.burst_seconds += seconds
-
-        if is_only_reader:
-            self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
-        elif self.is_turn_of_oldest:
-            seconds_in_all = seconds + reader.seconds_left
-            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
-            self.oldest_credit -= seconds * others_share
-        else:
-            self.oldest_credit += seconds
-
-
-def choose_companions(
-    chosen: RunningRequest,
-    candidates: Iterable[RunningRequest],
-    *,
-    max_tokens: float,
-    max_padding: float,
-    free_padding: float = 0.0,
-) -> list[RunningRequest]:
-    """Who is read in one call with `chosen`: rests that are most like it in length.
-
-    `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
-    tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
-    `free_padding`: so many tokens of it cost less than a call. Each one more saves one.
-    """
-    group = [chosen]
-    for candidate in sorted(
-        candidates, key=lambda other: abs(other.n_to_prefill - chosen.n_to_prefill)
-    ):
-        wider_group = [*group, candidate]
-        n_to_prefill = [member.n_to_prefill for member in wider_group]
-        n_fed = max(n_to_prefill) * len(wider_group)
-        n_padding = n_fed - sum(n_to_prefill)
-        n_saved_calls = len(group)  # all are read in one
-        is_free = n_padding <= n_saved_calls * free_padding
-        may_pad = is_free or _padding(n_to_prefill) <= max_padding
-        # No buffer has fewer places than BUFFER_STEP_TOKENS.
-        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
-        if n_fed <= max_tokens and may_pad and _padding(n_places) <= max_padding:
-            group = wider_group
-    return group[1:]
-
-
-def _padding(lengths: Sequence[int]) -> float:
-    """Padding of rows of these lengths, as a share of real tokens."""
-    return max(lengths) * len(lengths) / sum(lengths) - 1
-
-
-class SliceCost(NamedTuple):
-    """What was measured of a prefill slice."""
-
-    end: int  # position
-    bytes_per_token: float  # of working memory, at its peak
-
-
-def affordable_tokens(
-    costs: Sequence[SliceCost], position: int, *, working_bytes: int
-) -> float:
-    """How many tokens a slice from `position` may have, by the memory of earlier ones.
-
-    why(L-55): where attention scores are kept, a token costs bytes with its depth. A
-    straight line through what was measured predicts it, but never less than the least
-    that was measured. Infinite if nothing was.
-    """
-    if not costs:
-        return math.inf
-    ends = np.array([float(cost.end) for cost in costs])
-    per_token = np.array([cost.bytes_per_token for cost in costs])
-
-    slope = np.polyfit(ends, per_token, 1)[0] if np.ptp(ends) else 0.0
-    on_line = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
-    predicted = max(on_line, per_token.min())
-    # Twice the prediction has to fit: a slice may need more than the line says.
-    return float(working_bytes / max(2 * predicted, 1.0))
-
-
-def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
-    """Where a slice from `start` ends: at `stop`, or before, but not inside an image.
-
-    A slice of an image alone ends at `stop`, which is then the image's end. A rest of
-    less than MIN_WAIT_GAIN_TOKENS is added to the slice, whatever `max_tokens` is.
-    """
-    end = start + max_tokens
-    if stop - end < MIN_WAIT_GAIN_TOKENS:
-        return stop  # requests that wait for `stop` would all prefill such a short rest
-    while end > start and is_inside_image(tokens, end):
-        end -= 1
-    return end if end > start else stop
-
-
-# -- 3 running -------------------------------------------------------------------------
-
-NO_TOKEN: Final = -1  # in the place of a token for which the model computed no numbers
-FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
-
-
-class RunningRequest:
-    """A request on the model, from its start to the return of its KV.
-
-    The KV is that of exactly the first `num_computed_tokens` of prompt and output:
-
-        prefilling   in `layer_caches`; `batch` is None
-        decoding     in the caches of `batch`; `layer_caches` is empty
-    """
-
-    def __init__(
-        self,
-        handle: RequestHandle,
-        match: PrefixMatch,
-        *,
-        loaded: LoadedModel,
-        cache: PrefixCache,
-    ) -> None:
-        """Take over the KV that was matched.
-
-        Raises what PrefixCache.start and `load_kv` raise.
-        """
-        request = handle.request
-        self.handle = handle
-        self.request = request
-        self.n_prompt = request.n_prompt
-        self.lockstep = loaded.lockstep
-        # why(L-09): without a maximum size, with which the model forgets.
-        self.layer_caches: LayerCaches = make_prompt_cache(loaded.model)
-        self.batch: DecodeBatch | None = None
-        self.num_computed_tokens = match.cached_tokens
-        self.output_ids: list[int] = []
-        self.slice_ends: list[int] = []  # where a slice must end, ascending
-        self.prefill_speed = FIRST_SPEED  # tokens a second of the last slice
-        self.submitted_at = handle.submitted_at
-        self.started_at = math.inf  # when the model began to read for it, in this try
-        self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.warm_reply: WarmReply | None = None  # what of its reply will be checked
-        self.reply_checkpoint = 0  # the position of the last one; 0: there is none
-        self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
-        self.cache = cache
-        self.source = match.kv_owner  # the entry that its cached KV came from
-        self.entry, span = cache.start(
-            match,
-            request.key,
-            read_span=self.read_span,
-            owner=request.owner,
-            head_end=min(request.checkpoint_positions, default=0),
-            is_background=request.is_background,
-        )
-        if span is not None:
-            try:
-                self.load_kv(span, match.state)
-            except Exception:
-                cache.drop(self.entry)
-                raise
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the model has begun to read for it, in this try."""
-        return self.started_at < math.inf
-
-    @property
-    def n_to_prefill(self) -> int:
-        """How many tokens `remaining_prefill` has."""
-        return self.n_prompt - 1 - self.num_computed_tokens
-
-    @property
-    def seconds_left(self) -> float:
-        """How long reading the rest of its prompt takes, by the speed so far."""
-        return self.n_to_prefill / self.prefill_speed
-
-    def remaining_prefill(self) -> TokenIds:
-        """The tokens of the prompt that are left, but the last.
-
-        The first decode step feeds that one, and samples a token from it (L-11).
-        """
-        offset = kv_cache_offset(self.layer_caches, recorded=self.num_computed_tokens)
-        return self.request.key.tokens[offset : self.n_prompt - 1]
-
-    @property
-    def needs_slice(self) -> bool:
-        """Whether a slice of its prompt must be read before it can decode."""
-        return self.n_to_prefill > MAX_REST_TOKENS or bool(self.slice_ends)
-
-    @property
-    def can_read_with_others(self) -> bool:
-        """Whether the rest of its prompt may be read in one call with those of others.
-
-        A second try may not: what failed may have been another's (L-114).
-        """
-        if self.slice_ends or self.handle.is_second_try:
-            return False
-        return 0 < self.n_to_prefill <= SHORT_TOKENS
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the model computed no numbers for a token: it is the last one."""
-        return self.output_ids[-1:] == [NO_TOKEN]
-
-    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over KV and state from the cache."""
-        load_span(self.layer_caches, span)
-        if state is not None:
-            restore_state(self.layer_caches, state)
-
-    def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end), wherever it is now."""
-        if self.batch is None:
-            return copy_span(self.layer_caches, end, row=0)
-        row = self.batch.requests.index(self)
-        return copy_span(self.batch.layer_caches, end, row=row)
-
-    def add_slice_ends(self, positions: Iterable[int]) -> None:
-        """Let prefill slices end at these positions, too, those not reached yet."""
-        next_ends = {p for p in positions if p > self.num_computed_tokens}
-        self.slice_ends = sorted(next_ends.union(self.slice_ends))
-
-    def position_shift(self) -> int:
-        """By how much the images so far move the positions of what follows.
-
-        An image has rows and columns of positions, and so fewer than it has tokens.
-        """
-        n_computed = self.num_computed_tokens
-        return sum(n for start, n in self.image_shifts.items() if start < n_computed)
-
-    def computed_key(self, block_size: int) -> TokenKey:
-        """The key of all tokens whose KV the request has."""
-        salt, prompt_ids, prompt_hashes = self.request.key
-        output_ids = np.asarray(self.output_ids, dtype=np.int32)
-        tokens = np.concatenate([prompt_ids, output_ids])[: self.num_computed_tokens]
-        hashes = block_hashes(tokens, block_size, root=salt, first_hashes=prompt_hashes)
-        return TokenKey(salt, tokens, hashes)
-
-    def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
-        """Add and report a token sampled from `logprobs`, `(vocab,)`: computed ones.
-
-        If the model computed no numbers, NO_TOKEN takes its place, and is the last.
-        """
-        if self.has_failed:
-            return
-        is_number = partial(_is_finite_at, logprobs, token_id)
-        if not self.lockstep.from_rank_0("number", is_number):
-            self.output_ids.append(NO_TOKEN)
-            return
-        self.output_ids.append(token_id)
-        if self.warm_reply is not None:
-            self.warm_reply.note(token_id, logprobs)
-        n_top = self.request.top_logprobs
-        logprob = read_logprobs(logprobs, token_id, n_top) if n_top >= 0 else None
-        self.handle.put(TokenEvent(token_id, logprob))
-
-
-def _is_finite_at(logprobs: mx.array, token_id: int) -> bool:
-    """Whether the log-probability of a token is a number, by the bits in its buffer.
-
-    why(L-54): NaN and infinity have all bits of the exponent set; one bad logit makes
-    all log-probabilities bad. As operations of MLX this took 3 % of a small model.
-    """
-    # A float32 is two halves, of which the upper one comes last; others are one.
-    halves = np.frombuffer(logprobs, np.uint16)
-    halves_per_value = halves.size // logprobs.size
-    upper_half = halves[(token_id + 1) * halves_per_value - 1]
-    exponent_bits = 0x7C00 if logprobs.dtype == mx.float16 else 0x7F80
-    return bool(upper_half & exponent_bits != exponent_bits)
-
-
-def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
-    """The log-probability of a token, and the `n_top` most probable tokens."""
-    n_top = min(n_top, logprobs.size - 1)
-    top_ids: Any = []
-    if n_top:
-        unsorted_ids = mx.argpartition(-logprobs, n_top)[:n_top]
-        order = mx.argsort(-logprobs[unsorted_ids])
-        top_ids = unsorted_ids[order].tolist()
-    values: Any = logprobs[mx.array([token_id, *top_ids])].tolist()
-    return values[0], tuple(zip(top_ids, values[1:], strict=True))
-
-
-def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> ModelCall:
-    """The model as a function of text tokens `(rows, n)` and of these requests' KV.
-
-    `requests` may change later: a row is always the request at its index.
-    """
-    vision = loaded.vision
-    if vision is None:
-        call: ModelCall = loaded.model
-        return call
-
-    def call_with_shifts(tokens: mx.array, cache: LayerCaches) -> mx.array:
-        shifts = [running.position_shift() for running in requests]
-        logits: mx.array = vision(tokens, cache, shifts=shifts)
-        return logits
-
-    return call_with_shifts
-
-
-# -- 4 decode batch --------------------------------------------------------------------
-#
-# A prompt of five tokens, p0 to p4, and its reply, r0, r1, ...:
-#
-#                        feeds      KV of    output_ids   reported
-#     prefill slices     p0 .. p3   4        -            -
-#     DecodeBatch(...)   p4         5        r0           r0
-#     step               r0         6        r0           -
-#     step               r1         7        r0 r1        r1
-#     step               r2         8        r0 r1 r2     r2
-#
-# A step *accepts* the tokens that it feeds: their KV is there, they are in the reply.
-# After each step KV and `output_ids` end with the same token; after a draft only once
-# what is pending was fed (`DecodeBatch.layer_caches`). A step reports what it accepts,
-# and meanwhile the token after it is being computed (L-10). Only r0 is reported when it
-# is sampled, for the sake of the time to the first token; so the first step accepts r0,
-# and has nothing to report.
-#
-# State that cannot be rewound is kept from before the last step, too: a client may send
-# the reply back without its last token, which is often an end token.
-
-HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
-
-
-class AcceptedTokens(NamedTuple):
-    """What a step has added to the reply of a request: one token, or more by a draft.
-
-    Since a state cannot be rewound, only the last one may be an end token, one of
-    `checkpoint_ids`, or the last of `max_tokens`.
-    """
-
-    running: RunningRequest
-    token_ids: list[int]
-
-
-class DecodeBatch:
-    """Requests that decode together: one in its own buffers, several as one batch.
-
-    An exception in a method leaves the KV of all of them in doubt.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        requests: Sequence[RunningRequest],
-        joint_caches: LayerCaches | None = None,
-    ) -> None:
-        """Feed what is left of prompts, and sample and report their first tokens.
-
-        `joint_caches`: the KV of several requests, of all their prompts but the last
-        token, in batch form. None: there is one request, and it has its KV.
-        """
-        # The model's call reads this very list: it is only changed in place.
-        self.requests = list(requests)
-        lockstep = loaded.lockstep
-        # State before the last step, and the row and position of each request in it.
-        # None: there is none, or it is not known. Of windows none is held.
-        self._held_state: LayerCaches | None = None
-        self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
-        # When the token that is being computed was launched; -inf: there is none, or
-        # something has waited for it.
-        self._launched_at = -math.inf
-        # Whose draft was wrong, so that what is being computed feeds tokens again.
-        self._wrong_drafter: Drafter | None = None
-        self._last_drafter: Drafter | None = None
-        self._draft_ended_at = 0.0  # when the last step with a draft did
-        self._draft_seconds = 0.0  # that the last step took; 0.0: it had no draft
-
-        rows = [running.request.key.tokens[-1:] for running in requests]
-        if joint_caches is None:
-            rows = [np.append(requests[0].remaining_prefill(), rows[0])]
-        head = loaded.draft_model
-        tap = head.head.tap if isinstance(head, LoadedDraftHead) else None
-        self._generator = TokenGenerator(
-            _model_call(loaded, self.requests),
-            mx.array(np.stack(rows)),
-            joint_caches or requests[0].layer_caches,
-            [_token_choice(running.request) for running in requests],
-            agree=lockstep.agree if lockstep.n_ranks > 1 else None,
-            tap=tap,
-        )
-        held_state = hold_recurrent_state(self._generator.layer_caches)
-        self._can_hold = held_state is not None
-        for running in requests:
-            running.num_computed_tokens = running.n_prompt
-            running.batch = self
-            running.layer_caches = []
-
-        first_tokens = self._generator.next_tokens()
-        for running, token in zip(requests, first_tokens, strict=True):
-            running.add_token(token.token_id, logprobs=token.logprobs)
-        # why(L-46): else the token is sent only when the next step has been launched.
-        time.sleep(HANDOVER_SECONDS)
-
-    @property
-    def layer_caches(self) -> LayerCaches:
-        """The KV of all its requests; of more than one in batch form.
-
-        Runs the model, where tokens are pending.
-        """
-        self._generator.settle()
-        return self._generator.layer_caches
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of KV and state, padding included."""
-        return count_kv_bytes(self._generator.layer_caches)
-
-    def step(self) -> list[AcceptedTokens]:
-        """Feed and report the next token of each request; returns what was accepted."""
-        self._charge_gap(time.monotonic() - self._draft_ended_at)
-        if self._can_hold:
-            n_pending = len(self._generator.pending_ids)
-            self._held_state = hold_recurrent_state(self._generator.layer_caches)
-            self._held_rows = {
-                running: (row, running.num_computed_tokens - n_pending)
-                for row, running in enumerate(self.requests)
-            }
-        found = self._find_draft()
-        rows = self._step_plain() if found is None else [self._step_with(*found)]
-
-        accepted: list[AcceptedTokens] = []
-        for running, tokens in zip(self.requests, rows, strict=True):
-            for token in tokens:
-                is_first_token = running.num_computed_tokens == running.n_prompt
-                if not is_first_token:  # which __init__ has reported
-                    running.add_token(token.token_id, logprobs=token.logprobs)
-                running.num_computed_tokens += 1
-            token_ids = [token.token_id for token in tokens]
-            accepted.append(AcceptedTokens(running, token_ids))
-        return accepted
-
-    def _find_draft(self) -> tuple[Drafter, list[int]] | None:
-        """The first drafter that has a draft, and the draft."""
-        running, *others = self.requests
-        if others:
-            return None
-        n_fed = running.num_computed_tokens - running.n_prompt
-        # y, the token sampled last, is not counted yet, nor that after the draft.
-        n_left = running.request.max_tokens - n_fed - 2
-        for drafter in running.drafters:
-            drafter.follow(running.output_ids, n_fed)
-            draft = drafter.draft(n_left, self._wait_for_y, self._generator)
-            if draft:
-                return drafter, draft
-        return None
-
-    def _charge_gap(self, seconds: float) -> None:
-        """Since a draft was known, nothing was launched: that is a part of its cost."""
-        if self._last_drafter is not None and self._draft_seconds:
-            # More was something else's: a slice of a prompt, for example.
-            gap_seconds = min(seconds, self._draft_seconds)
-            self._last_drafter.budget.charge(gap_seconds)
-
-    def _wait_for_y(self) -> int:
-        """The id of y, when it is computed."""
-        self._launched_at = -math.inf
-        (token,) = self._generator.next_tokens()
-        return token.token_id
-
-    def _step_plain(self) -> list[list[SampledToken]]:
-        began = time.monotonic()
-        has_pending = bool(self._generator.pending_ids)
-        rows = [[token] for token in self._generator.step()]
-        ended = time.monotonic()
-        # For example launched 2 ms before this step, and waited for 8 ms in it: the
-        # device was at work for all of that. If it was launched 30 ms before, it may
-        # have been done long ago, or had something else to do.
-        has_waited = ended - began > began - self._launched_at
-        if len(rows) == 1 and has_waited:
-            seconds = ended - self._launched_at
-            if self._wrong_drafter is not None:
-                self._wrong_drafter.budget.charge(seconds, n_tokens=1)
-            else:
-                for drafter in self.requests[0].drafters:
-                    drafter.budget.learn_plain(seconds)
-        self._charge_gap(ended - began)
-        self._draft_seconds = 0.0
-        self._wrong_drafter = self._last_drafter if has_pending else None
-        self._launched_at = ended
-        return rows
-
-    def _step_with(self, drafter: Drafter, draft: list[int]) -> list[SampledToken]:
-        """A step with a draft of the only request."""
-        began = time.monotonic()
-        tokens = self._generator.step_with(draft)
-        seconds = time.monotonic() - began
-        n_accepted = len(tokens) - 1
-        (running,) = self.requests
-        running.handle.saved_steps += n_accepted
-        drafter.learn(n_draft=len(draft), n_accepted=n_accepted, seconds=seconds)
-        self._last_drafter = drafter
-        self._wrong_drafter = None
-        self._launched_at = -math.inf
-        self._draft_ended_at = began + seconds
-        self._draft_seconds = seconds
-        return tokens
-
-    def read_held_state(
-        self, running: RunningRequest
-    ) -> tuple[int, StateCheckpoint] | None:
-        """Position and state of a request before the last step, if they are known."""
-        if self._held_state is None:
-            return None
-        row, position = self._held_rows[running]
-        return position, copy_state(self._held_state, row=row)
-
-    def padding_with(self, joining_batch: DecodeBatch) -> float:
-        """Padding as a share of real tokens, if another batch joined.
-
-        A short request counts as BUFFER_STEP_TOKENS: no buffer has fewer places.
-        """
-        requests = self.requests + joining_batch.requests
-        lengths = [running.num_computed_tokens for running in requests]
-        return _padding([max(length, BUFFER_STEP_TOKENS) for length in lengths])
-
-    def merge(self, joining_batch: DecodeBatch) -> None:
-        """Take over the requests of another batch, which must not be used any more."""
-        for batch in (self, joining_batch):
-            if len(batch.requests) == 1:
-                batch._generator.layer_caches = to_batch(batch.layer_caches)
-        self._generator.extend(joining_batch._generator)
-        # why(L-69): now, or the next step would make this copy and its own at once.
-        evaluate_caches(self.layer_caches)
-        self._held_state = None
-        self.requests += joining_batch.requests
-        for running in joining_batch.requests:
-            running.batch = self
-
-    def remove(self, running: RunningRequest) -> None:
-        """Give a request its KV back, and take it out of the batch."""
-        row = self.requests.index(running)
-        running.layer_caches = self.layer_caches
-        if len(self.requests) > 1:
-            running.layer_caches = extract_row(self.layer_caches, row)
-            other_rows = [i for i in range(len(self.requests)) if i != row]
-            self._generator.keep_rows(other_rows)
-            evaluate_caches(self.layer_caches)  # why(L-69): as in `merge`
-        self.requests.remove(running)
-        self._launched_at = -math.inf  # with other rows
-        if len(self.requests) == 1:
-            # Into buffers of its own, which can be put back without a copy.
-            self._generator.layer_caches = extract_row(self.layer_caches, 0)
-        running.batch = None
-
-
-def _token_choice(request: EngineRequest) -> TokenChoice:
-    processors = make_processors(request.sampling, request.constraints)
-    context: list[int] = []
-    if processors:
-        prompt_ids = request.key.tokens[:-1]
-        context = prompt_ids[prompt_ids >= 0].tolist()  # without markers of images
-    sampler = make_sampler(request.sampling)
-    return TokenChoice(sampler, processors, TokenBuffer(context))
-
-
-def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
-    """The batches in which requests decode, each once."""
-    return list(dict.fromkeys(r.batch for r in requests if r.batch is not None))
-
-
-# -- 5 memory --------------------------------------------------------------------------
-#
-#     memory limit = weights + KV + image features + working memory
-#
-# KV gets KV_SHARE of what the weights leave: a decode step of a model with few attention
-# layers may need nearly as much as all KV (L-55).
-
-KV_SHARE: Final = 0.55
-FEATURES_PART: Final = 8  # 1/8 of KV, for what the vision tower made of images
-HEADROOM_PART: Final = 32  # 1/32 of a prompt, as spare places of its buffers
-
-
-class MemoryShares(NamedTuple):
-    """How memory is divided, in bytes."""
-
-    limit: int
-    kv: int
-    features: int
-    working: int
-
-
-def divide_memory(
-    limit: int, *, model_bytes: int, max_kv_bytes: int, has_vision: bool
-) -> MemoryShares:
-    """The shares of what a model leaves of a limit. `max_kv_bytes`: a setting, or 0."""
-    free_bytes = limit - model_bytes
-    kv_bytes = min(max_kv_bytes or free_bytes, int(free_bytes * KV_SHARE))
-    working_bytes = free_bytes - kv_bytes
-    feature_bytes = kv_bytes // FEATURES_PART if has_vision else 0
-    return MemoryShares(limit, kv_bytes - feature_bytes, feature_bytes, working_bytes)
-
-
-def _with_headroom(n_prompt: int) -> int:
-    """Places for a prompt and some reply, so that decoding seldom grows the buffers."""
-    return n_prompt + n_prompt // HEADROOM_PART + BUFFER_STEP_TOKENS
-
-
-class MemoryBudget:
-    """Keeps KV within its share: who fits, what is evicted for it, who must end.
-
-    What runs is counted here; what rests, and checkpoints, by the cache.
-    """
-
-    def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
-        self.shares = shares
-        self.spec = spec
-        self._cache = cache
-        # What opaque leaves take with each token: those that run, and their copies.
-        # why(L-173): a few copies are never thinned.
-        self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
-        kv_bytes = shares.kv - self.prompt_bytes(0)
-        token_bytes = spec.token_bytes + self.opaque_token_bytes
-        n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
-        # The longest prompt whose KV fits.
-        self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
-
-    def prompt_bytes(self, n_prompt: int) -> int:
-        """What a request will hold when its prompt is read."""
-        n_places = _with_headroom(n_prompt)
-        kv_bytes = n_places * self.spec.token_bytes
-        return kv_bytes + self.spec.count_state_bytes(n_places)
-
-    def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
-        """What running requests hold, or will when their prompts are read."""
-        n_bytes = sum(batch.nbytes for batch in _batches_of(requests))
-        for running in requests:
-            if running.batch is None:
-                n_bytes += self.prompt_bytes(running.n_prompt)
-        return n_bytes
-
-    def make_room(
-        self,
-        extra_bytes: int,
-        requests: Sequence[RunningRequest],
-        *,
-        keep: PrefixMatch = NO_MATCH,
-        spares_recent: bool = False,
-    ) -> bool:
-        """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
-
-        Nothing of `keep` goes, nor with `spares_recent` of what was used lately, and
-        nothing at all if what runs, with a few checkpoints of each that the cache does
-        not evict, leaves too little even with an empty cache (L-97).
-        """
-        needed_bytes = self.running_bytes(requests) + extra_bytes
-        checkpoint_bytes = 0
-        for running in requests:
-            few_bytes = MIN_CHECKPOINTS * self.spec.state_bytes
-            opaque_bytes = running.n_prompt * self.spec.opaque_token_bytes
-            few_bytes += SPARED_CHECKPOINTS * opaque_bytes
-            checkpoint_bytes += min(running.entry.state_bytes, few_bytes)
-        if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
-            return False
-        return self._cache.evict_to_fit(
-            needed_bytes, keep=keep, spares_recent=spares_recent
-        )
-
-    def make_room_to_merge(
-        self, n_bytes: int, requests: Sequence[RunningRequest]
-    ) -> bool:
-        """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
-        copy_bytes = 2 * n_bytes
-        return self.make_room(max(0, copy_bytes - self.shares.working), requests)
-
-    def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
-        """The request that must end: the newest of several that do not fit together.
-
-        why(L-79): only for their own KV, not for room to copy it: batches can go on
-        unmerged, and what rests can be evicted instead.
-        """
-        if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
-            return None
-        return max(
-            requests, key=lambda running: (running.started_at, running.submitted_at)
-        )
-
-    def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
-        """Evict until running requests fit, and a copy of their largest batch, too."""
-        copy_bytes = max((batch.nbytes for batch in _batches_of(requests)), default=0)
-        lacking_bytes = max(0, copy_bytes - self.shares.working)
-        self._cache.evict_to_fit(self.running_bytes(requests) + lacking_bytes)
-
-    def shortage(
-        self, n_tokens: int, requests: Sequence[RunningRequest]
-    ) -> ServerError:
-        """The error for a request of so many tokens that does not fit now."""
-        held_bytes = self.running_bytes(requests)
-        return Overloaded(
-            f"no memory for {n_tokens:,} tokens now: {held_bytes:,} of"
-            f" {self._cache.max_bytes:,} bytes of KV are in use"
-        )
-
-
-# -- 6 prefill -------------------------------------------------------------------------
-#
-# A prompt is read slice by slice, all but its last token. A slice ends after its
-# seconds, or PREFILL_STEP_SIZE; before that where `_find_slice_ends` says, or where
-# somebody waits for the prefix (both are in `slice_ends`).
+# All but the last token of a prompt is read here. A slice ends after its seconds, or
+# PREFILL_STEP_SIZE; before that where `_find_slice_ends` says, or where somebody waits
+# for the prefix (both are in `slice_ends`).
 #
 #     prompt of 5,000     slice        slice        slice    p4999: first decode step
 #     if 2,048 are    [0 .. 2048)  [.. 4096)    [.. 4999)
 #     the most
+#
+# Each slice is measured: how fast it was, and what working memory it took.
+#
+# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING,
+#          ENGINE REQUESTS, RUNNING REQUESTS, MEMORY BUDGET, PREFILL TIMES
+# Thread   model; mlx
 
-CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
+
+# -- 1 where a slice ends --------------------------------------------------------------
+
+MIN_SLICE_TOKENS: Final = 64
+# If another request is reading so many more tokens of the same prompt than are cached,
+# a request waits for them.
+MIN_WAIT_GAIN_TOKENS: Final = 64
 N_MEASURED_SLICES: Final = 32
+CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
 
 
 def _find_slice_ends(request: EngineRequest, *, spec: KVSpec) -> list[int]:
@@ -17202,12 +16964,60 @@ def _find_checkpoints(
     spacing = CHECKPOINT_SPACING if is_spaced else end + 1
     spaced_positions = range(spacing, end + 1, spacing)
     last_position = request.n_prompt - 1
-    positions: set[int] = set()
-    for wanted_position in (*request.checkpoint_positions, *spaced_positions):
-        position = min(wanted_position, last_position)
-        if start < position <= end and not is_inside_image(tokens, position):
-            positions.add(position)
-    return sorted(positions)
+    wanted_positions = (*request.checkpoint_positions, *spaced_positions)
+    positions = {min(position, last_position) for position in wanted_positions}
+    return sorted(
+        position
+        for position in positions
+        if start < position <= end and not is_inside_image(tokens, position)
+    )
+
+
+def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
+    """Where a slice from `start` ends: at `stop`, or before, but not inside an image.
+
+    A slice of an image alone ends at `stop`, which is then the image's end. A rest of
+    less than MIN_WAIT_GAIN_TOKENS is added to the slice, whatever `max_tokens` is.
+    """
+    end = start + max_tokens
+    if stop - end < MIN_WAIT_GAIN_TOKENS:
+        return stop  # requests that wait for `stop` would all prefill such a short rest
+    while end > start and is_inside_image(tokens, end):
+        end -= 1
+    return end if end > start else stop
+
+
+class SliceCost(NamedTuple):
+    """What was measured of a prefill slice."""
+
+    end: int  # position
+    bytes_per_token: float  # of working memory, at its peak
+
+
+def affordable_tokens(
+    costs: Sequence[SliceCost], position: int, *, working_bytes: int
+) -> float:
+    """How many tokens a slice from `position` may have, by the memory of earlier ones.
+
+    why(L-55): where attention scores are kept, a token costs bytes with its depth. A
+    straight line through what was measured predicts it, but never less than the least
+    that was measured. Infinite if nothing was.
+    """
+    if not costs:
+        return math.inf
+    ends = np.array([float(cost.end) for cost in costs])
+    per_token = np.array([cost.bytes_per_token for cost in costs])
+
+    slope = np.polyfit(ends, per_token, 1)[0] if np.ptp(ends) else 0.0
+    on_line = per_token.mean() + max(slope, 0.0) * (position - ends.mean())
+    predicted = max(on_line, per_token.min())
+    # Twice the prediction has to fit: a slice may need more than the line says.
+    return float(working_bytes / max(2 * predicted, 1.0))
+
+
+# -- 2 reading -------------------------------------------------------------------------
+
+MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
 
 
 @contextmanager
@@ -17231,9 +17041,8 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
 
 
 def _reserve(running: RunningRequest) -> None:
-    n_prompt = running.n_prompt
-    capacity = _with_headroom(n_prompt)
-    reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
+    capacity = count_places(running.n_prompt)
+    reserve_tokens(running.layer_caches, running.n_prompt, capacity=capacity)
 
 
 class PromptReader:
@@ -17284,13 +17093,13 @@ class PromptReader:
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
         # A slice has one at most, and ends with it: it takes a call of its own kind.
-        images = [image for place, image in request.images if start <= place < end]
-        image = images[0] if images else None
+        images = (image for place, image in request.images if start <= place < end)
+        image = next(images, None)
         with self._measure([running], is_usual=image is None):
             tokens = running.remaining_prefill()[: end - start]
             with _taking_checkpoints(running, end):
                 if image is None:
-                    model = _model_call(self._loaded, [running])
+                    model = make_model_call(self._loaded, [running])
                     model(mx.array(tokens)[None], cache=running.layer_caches)
                 else:
                     counter = self._loaded.model.prefill_image(
@@ -17318,13 +17127,13 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            rests = [running.remaining_prefill() for running in requests]
-            token_rows = [rest.tolist() for rest in rests]
+            token_rows = [running.remaining_prefill().tolist() for running in requests]
             joint_caches = to_batch(*(running.layer_caches for running in requests))
             evaluate_caches(joint_caches)
             for running in requests:
                 running.layer_caches = []  # else the KV would be there twice
-            feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+            model = make_model_call(self._loaded, requests)
+            feed_padded(model, token_rows, joint_caches)
             evaluate_caches(joint_caches)
             for running in requests:
                 running.num_computed_tokens = running.n_prompt - 1
@@ -17349,9 +17158,9 @@ class PromptReader:
 
         now = self._loaded.lockstep.now()
         for running in requests:
-            running.handle.begin("decode", now)
+            running.handle.set_activity("decode", now)
         with _taking_checkpoints(first, first.n_prompt):  # several keep no states
-            DecodeBatch(self._loaded, requests, joint_caches)
+            DecodeBatch(self._loaded, requests, joint_caches).report_first_tokens()
         for running in requests:
             running.cache.advance(running.entry, running.num_computed_tokens)
 
@@ -17373,12 +17182,6 @@ class PromptReader:
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
         return min(max_tokens, self._config.prefill_step_size)
 
-    def estimate_speeds(self, requests: Sequence[RunningRequest]) -> None:
-        """Let those that have read nothing expect the speed of the last slice."""
-        for running in requests:
-            if not running.has_begun and self.measured_speed is not None:
-                running.prefill_speed = self.measured_speed
-
     def note_peak(self) -> None:
         """Keep MLX's peak of memory, which each prefill slice sets back."""
         self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
@@ -17397,7 +17200,9 @@ class PromptReader:
         self.note_peak()
         mx.reset_peak_memory()
         starts = [running.num_computed_tokens for running in requests]
+
         yield
+
         seconds = max(lockstep.now() - began, 1e-6)
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
@@ -17411,20 +17216,291 @@ class PromptReader:
             if len(requests) == 1:  # others in the same call make each cheaper
                 depth = (starts[0] + ends[0]) / 2
                 self.times.add(TimedSlice(n_tokens, depth, seconds))
+
             peak_bytes = lockstep.from_rank_0("memory", mx.get_peak_memory)
             slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
-        mx.clear_cache()
+        mx.clear_cache()  # the buffers of a slice are working memory, too
 
 
-# -- 7 scheduler -----------------------------------------------------------------------
+# region PREFILL POLICY ========================================================
+# Whose prompt is read now, for how long, and whether decoding waits for it.
+#
+# For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
+#
+#     1st step    C is admitted. A gets a token. C is read, since it ends before B, and
+#                 decodes from now on. It took 0.1 s, so decoding is owed 0.2 s.
+#     some steps  A and C get tokens, until decoding has had its 0.2 s
+#     next step   A and C get a token; B reads a slice of 0.2 s, so 0.4 s are owed
+#     and so on   until B has read its prompt, and decodes, too
+#
+# There is no model here, no thread and no clock: who calls passes the time. Of a running
+# request it reads how long the prompt is, how much of it is left, in tokens and seconds,
+# when it came, and whether it is a background one.
+#
+# Uses     KV STATE, ENGINE REQUESTS, RUNNING REQUESTS
+# Thread   model; pure
+
+# While the model reads, nobody decodes, and nothing is noticed. So there is a limit to
+#
+#     a slice of a prompt             SLICE_SECONDS; LONE_SLICE_SECONDS if nobody else
+#                                     is there; BACKGROUND_SLICE_SECONDS
+#     short prompts between steps     the pause: `pause_seconds`, by the last step
+#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the pause
+#     prompts, step after step        the accounts of PrefillPolicy
+SLICE_SECONDS: Final = 0.2
+LONE_SLICE_SECONDS: Final = 0.4
+BACKGROUND_SLICE_SECONDS: Final = 0.02
+MAX_JOINT_SECONDS: Final = 3.0
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
+BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
+DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
+MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
+MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+# If decoding bars the oldest when it is its turn, others pass it for one turn more.
+MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
+BACKGROUND_SECONDS: Final = 10.0  # a background request waits for others so long
+
+
+def is_in_background(handle: RequestHandle, now: float) -> bool:
+    """Whether others come before a request: a background one that came just now."""
+    age = now - handle.submitted_at
+    return handle.request.is_background and age < BACKGROUND_SECONDS
+
+
+def without_background(
+    requests: Sequence[RunningRequest], now: float
+) -> list[RunningRequest]:
+    """Those before which no other comes."""
+    return [r for r in requests if not is_in_background(r.handle, now)]
+
+
+class PrefillTurn(NamedTuple):
+    """Whose prompt is read now, and for how long."""
+
+    chosen: RunningRequest
+    seconds: float  # of its slice
+    joint_seconds: float  # of a call that reads the prompts of others, too
+
+
+class PrefillPolicy:
+    """Which request prefills next, and whether it may while others decode.
+
+    Two accounts, in seconds, decide whether a prompt is read beside decoding:
+
+                        1 s of prefill    1 s of decoding    bars
+        decode_debt     + 2, at most 3    - 1                long prompts, above 0
+        burst_seconds   + 1               - 0.5              short ones, from 8 on
+
+    For example eight prompts come at once that take 0.4 s each. The first one decodes
+    after 0.4 s, in steps of 0.2 s. The others do not wait until it has had 0.8 s for
+    each of them: two are read, then comes a step, and so on.
+
+    A third, `oldest_credit`, decides who reads: the oldest while it is above 0, else
+    who ends first. For example a short prompt has been read for 0.2 s: the credit is
+    0.2. The oldest, which takes minutes, reads a slice of 0.2 s, and pays 8 times that:
+    -1.4. Now short prompts have 1.4 s before the oldest reads again. Near its end it
+    pays less: 2 for each second if one second of it is left. If decoding bars it, the
+    others pass it until the credit is MAX_OLDEST_CREDIT.
+    """
+
+    def __init__(self) -> None:
+        self.decode_debt = 0.0
+        self.burst_seconds = 0.0
+        self.oldest_credit = 0.0
+        # Whether `choose_request` has chosen the oldest for its credit: then it pays.
+        self.is_turn_of_oldest = False
+        self.step_seconds = 0.0  # of the last decode step of all batches
+
+    def choose_turn(
+        self,
+        candidates: Sequence[RunningRequest],
+        *,
+        is_decoding: bool,
+        is_background: bool,
+        is_alone: bool,
+        pause_left: float | None,
+    ) -> PrefillTurn | None:
+        """Who prefills now; None: others decode before that.
+
+        `is_background`: all candidates are. `is_alone`: nobody else waits or runs, but in
+        the background. `pause_left`: of `pause_seconds`, in this step; None: nobody was
+        read in it.
+        """
+        chosen = self.choose_request(candidates, is_decoding=is_decoding)
+        if not self.may_prefill(
+            chosen, is_decoding=is_decoding, is_background=is_background
+        ):
+            return None
+
+        # The first read of a step needs only leave; further ones must fit in the pause.
+        is_short = self.is_short(chosen) and not is_background
+        if pause_left is None:
+            pause_left = self.pause_seconds
+        elif not is_short or chosen.seconds_left > pause_left:
+            return None
+
+        if is_background:
+            return PrefillTurn(chosen, BACKGROUND_SLICE_SECONDS, MAX_JOINT_SECONDS)
+        if is_short and is_decoding:
+            return PrefillTurn(chosen, pause_left, pause_left)
+        seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
+        return PrefillTurn(chosen, seconds, MAX_JOINT_SECONDS)
+
+    def choose_request(
+        self, candidates: Sequence[RunningRequest], *, is_decoding: bool
+    ) -> RunningRequest:
+        """The candidate that ends first, or the oldest one if it is its turn.
+
+        why(L-71): prompts that come together are not all answered last, and a long one
+        gets its share beside short ones without end.
+        """
+        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
+        oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
+        may_read = self.may_prefill(oldest, is_decoding=is_decoding)
+        min_credit = 0.0 if may_read else MAX_OLDEST_CREDIT
+        self.is_turn_of_oldest = self.oldest_credit > min_credit
+        return oldest if self.is_turn_of_oldest else first
+
+    def is_short(self, candidate: RunningRequest) -> bool:
+        """Whether so little of a prompt is left that others wait for it (L-68).
+
+        A step of a batch costs nearly the same with one request more.
+        """
+        if candidate.n_to_prefill <= SHORT_TOKENS:
+            return True
+        return candidate.seconds_left < SOON_SECONDS
+
+    def may_prefill(
+        self,
+        candidate: RunningRequest,
+        *,
+        is_decoding: bool,
+        is_background: bool = False,
+    ) -> bool:
+        """Whether a prompt may be read now; in the background none counts as short.
+
+        `is_decoding`: others decode.
+        """
+        if not is_decoding:
+            return True
+        if self.is_short(candidate) and not is_background:
+            return self.burst_seconds < BURST_SECONDS
+        return self.decode_debt <= 0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long short prompts are read before others decode a step again (L-220).
+
+        That step falls into the pause, too, and the first of who was read.
+        """
+        longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
+        return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
+
+    def charge_decode(self, seconds: float) -> None:
+        """All batches have decoded a step, for so long."""
+        self.step_seconds = seconds
+        self.decode_debt = max(0.0, self.decode_debt - seconds)
+        self.burst_seconds = max(0.0, self.burst_seconds - seconds / DECODE_SHARE)
+
+    def charge_prefill(
+        self,
+        chosen: RunningRequest,
+        seconds: float,
+        *,
+        is_only_prefill: bool,
+        is_decoding: bool,
+    ) -> None:
+        """`chosen` was read, for so long. `is_only_prefill`: no other one is prefilling.
+
+        If nobody else decodes, the debt so far is void: whom it was owed to is gone. This
+        slice counts all the same: `chosen` itself may decode from now on. Alone it takes
+        no time from other prompts, but it has had its turn: a shorter one that comes now
+        is read before its next slice (L-71).
+        """
+        if not is_decoding:
+            self.decode_debt = self.burst_seconds = 0.0
+        debt = self.decode_debt + seconds * DECODE_SHARE
+        self.decode_debt = min(debt, MAX_DECODE_DEBT)
+        self.burst_seconds += seconds
+
+        if is_only_prefill:
+            self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
+        elif self.is_turn_of_oldest:
+            seconds_in_all = seconds + chosen.seconds_left
+            others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
+            self.oldest_credit -= seconds * others_share
+        else:
+            self.oldest_credit += seconds
+
+
+def choose_companions(
+    chosen: RunningRequest,
+    candidates: Iterable[RunningRequest],
+    *,
+    max_tokens: float,
+    max_padding: float,
+    free_padding: float = 0.0,
+) -> list[RunningRequest]:
+    """Who is read in one call with `chosen`: rests that are most like it in length.
+
+    `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
+    tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
+    `free_padding`: so many tokens of it cost less than a call. Each one more saves one.
+    """
+    group = [chosen]
+    for candidate in sorted(
+        candidates, key=lambda other: abs(other.n_to_prefill - chosen.n_to_prefill)
+    ):
+        wider_group = [*group, candidate]
+        n_to_prefill = [member.n_to_prefill for member in wider_group]
+        n_fed = max(n_to_prefill) * len(wider_group)
+        n_padding = n_fed - sum(n_to_prefill)
+        is_free = n_padding <= len(group) * free_padding  # it saves so many calls
+        may_pad = is_free or padding_share(n_to_prefill) <= max_padding
+        # No buffer has fewer places than BUFFER_STEP_TOKENS.
+        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
+        if n_fed <= max_tokens and may_pad and padding_share(n_places) <= max_padding:
+            group = wider_group
+    return group[1:]
+
+
+# region SCHEDULER =============================================================
+# What the model does next, and for whom.
+#
+# One step of the scheduler ends what is over, admits what fits, decodes one step in
+# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
+# of short prompts as many as others may pause for, about a second, so that those that
+# come together decode together. Between two steps ENGINE asks for other things: four
+# times a second for `hold_limit`.
+#
+# A background request (a title) waits for others, for ten seconds: it is read after
+# them, and it evicts nothing used lately. Its reply pauses while they are read, unless
+# its batch has been merged with one of theirs.
+#
+# Uses     CONFIG, ERRORS, LOGGING, KV STATE, PREFIX CACHE, DISK CACHE, MODEL LOADING,
+#          SAMPLING, DRAFTS, EXACT CHECKS, ENGINE REQUESTS, RUNNING REQUESTS,
+#          MEMORY BUDGET, PREFILL, PREFILL POLICY
+# Thread   model; mlx
 
 _QUEUE: Final = WaitCause("queue")
 _MEMORY: Final = WaitCause("memory")
 
-MAX_LOOKUPS: Final = 32  # of waiting requests, in one step
+MAX_LOOKUPS: Final = 32  # of waiting requests, in one step: one may take 2 ms
 MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so long
+GATHER_SHARE: Final = 0.1  # of what reading takes, to wait for others to read with
+MAX_GATHER_SECONDS: Final = 0.05
 REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
+
+
+class DroppedKV(NamedTuple):
+    """What was forgotten, in memory and on the disk."""
+
+    n_entries: int  # of the cache, evicted or shortened
+    n_files: int  # deleted
+    fault: str  # which files are not deleted yet, and why; "" if all are
 
 
 class Scheduler:
@@ -17443,6 +17519,7 @@ class Scheduler:
         self._lockstep = loaded.lockstep
         self._now = loaded.lockstep.now  # no other clock is read in a step
         self.spec = measure_kv(loaded.model)
+
         self._can_draft = config.speculation == "auto" and can_draft(
             make_prompt_cache(loaded.model)
         )
@@ -17457,6 +17534,7 @@ class Scheduler:
                 if isinstance(loaded.draft_model, LoadedDraftHead)
                 else DraftModel(loaded.draft_model)
             )
+
         draft_bytes = self.draft_model.nbytes if self.draft_model else 0
         shares = divide_memory(
             memory_limit(config),
@@ -17467,20 +17545,21 @@ class Scheduler:
         if loaded.vision is not None:
             loaded.vision.max_bytes = shares.features
 
-        # Another generation_config.json would end replies at other steps.
-        eos_ids = sorted(loaded.eos_ids)
         self._lockstep.compare("the KV", lambda: [repr(self.spec), *shares])
-        self._lockstep.compare("the list of end tokens", lambda: eos_ids)
+        # Another generation_config.json would end replies at other steps.
+        self._lockstep.compare("the list of end tokens", lambda: sorted(loaded.eos_ids))
+
         self.cache = PrefixCache(
             config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=self._now
         )
         self.budget = MemoryBudget(shares, self.spec, self.cache)
         self.reader = PromptReader(loaded, config, budget=self.budget, metrics=metrics)
-        self.policy = SchedulingPolicy()
+        self.policy = PrefillPolicy()
         self.draft_costs = DraftCosts()
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
         self.disk: DiskCache | None = None  # ENGINE opens it
         self.disk_fault = ""  # why a folder that cannot be used forgets nothing
+
         # In the order they came; first those that were put back, or are tried again.
         self.waiting: list[RequestHandle] = []
         self.running: list[RunningRequest] = []  # in the order they started
@@ -17491,15 +17570,6 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def idle_seconds(self) -> float:
-        """How long ENGINE sleeps before the next step.
-
-        More than 0 if some wait and nobody runs: background requests, for memory of
-        what was used lately; or a second try that has yet to begin.
-        """
-        return 0.05 if self.waiting and not self.running else 0.0
-
-    @property
     def prefilling(self) -> list[RunningRequest]:
         """Running requests whose prompts are not read yet, or not to their end."""
         return [running for running in self.running if running.batch is None]
@@ -17507,37 +17577,13 @@ class Scheduler:
     @property
     def batches(self) -> list[DecodeBatch]:
         """All decode batches."""
-        return _batches_of(self.running)
-
-    def kv_identity(self) -> str:
-        """What makes KV of the same tokens the same, in 16 hex digits.
-
-        Another version of a library may compute it otherwise.
-        """
-        packages = ("mlx", "mlx-lm", "mlx-vlm")
-        facts = (
-            self.loaded.revision,
-            self.loaded.nbytes,  # tells weights that were made float32
-            self.loaded.device,
-            self.spec,
-            [version_of_package(name) for name in packages],
-        )
-        return sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def figures(self) -> list[object]:
-        """What is the same on all ranks before each step, as plain data."""
-        running = [
-            (running.num_computed_tokens, running.output_ids[-1:])
-            for running in self.running
-        ]
-        n_waiting = len(self.waiting)
-        return [n_waiting, repr(running), len(self.cache.entries), self.cache.nbytes]
+        return collect_batches(self.running)
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
         self.exact_checks.pause()  # whoever is here is served first
         now = self._now()
-        self._end_some(now)
+        self._end_stopped(now)
         if self.waiting:
             self._admit_waiting(now)
 
@@ -17555,8 +17601,13 @@ class Scheduler:
         return [b for b in self.batches if without_background(b.requests, now)]
 
     # -- end ---------------------------------------------------------------------------
+    #
+    # A request leaves `running` in one of two ways:
+    #
+    #     _put_back   the cache gets its KV: it is over (_finish), or waits again
+    #     _fail       its KV is dropped: it ends with an error, or has a second try
 
-    def _end_some(self, now: float) -> None:
+    def _end_stopped(self, now: float) -> None:
         """End requests that are over for their clients, or overdue."""
         running_by_handle = {running.handle: running for running in self.running}
         handles = [*self.waiting, *running_by_handle]
@@ -17564,6 +17615,7 @@ class Scheduler:
         reasons = self._lockstep.from_rank_0(
             "stop", lambda: [handle.stop_reason for handle in handles]
         )
+
         for handle, reason in zip(handles, reasons, strict=True):
             running = running_by_handle.get(handle)
             end = reason or self._find_overdue(handle, running, now)
@@ -17582,7 +17634,7 @@ class Scheduler:
         # why(L-87): the deadline does not count the wait for the first slice.
         if running is not None and running.has_begun:
             max_seconds = self.config.generation_watchdog_seconds or math.inf
-            if now - running.started_at > max_seconds:
+            if now - running.began_at > max_seconds:
                 logger.warning(
                     "a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", max_seconds
                 )
@@ -17590,8 +17642,10 @@ class Scheduler:
         elif not handle.is_second_try:  # for which the model had time before
             max_seconds = self.config.queue_timeout_seconds or math.inf
             if now - handle.submitted_at > max_seconds:
-                setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
-                return Overloaded(f"it waited for the model longer than {setting}")
+                return Overloaded(
+                    "it waited for the model longer than QUEUE_TIMEOUT_SECONDS"
+                    f" ({max_seconds:g})"
+                )
         return None
 
     def _finish(
@@ -17607,13 +17661,15 @@ class Scheduler:
         """
         if running not in self.running:
             return
+
         # The spaced state is for a reply that comes back in part. A whole one does not,
         # nor one that was cut after a call, at whose end a newer state is kept.
         entry = running.entry
-        is_newest = running.reply_checkpoint == max(entry.checkpoints, default=0)
+        is_newest = running.spaced_checkpoint == max(entry.checkpoints, default=0)
         if end != "cancelled" and not (is_cut and is_newest):
             # Before `_take_out`, which may keep another state at this position.
-            self.cache.drop_checkpoint(entry, running.reply_checkpoint)
+            self.cache.drop_checkpoint(entry, running.spaced_checkpoint)
+
         if self._take_out(running):
             self._put_back(running)
             running.handle.end(end)
@@ -17624,7 +17680,7 @@ class Scheduler:
         Returns False after a failure, which has ended all of the batch.
         """
         if running.batch is not None:
-            with self.guard(*running.batch.requests):
+            with self._guard(*running.batch.requests):
                 held = running.batch.read_held_state(running)
                 running.batch.remove(running)
                 if held is not None:
@@ -17660,21 +17716,6 @@ class Scheduler:
             self._free_memory(error)
         self.running.remove(running)
 
-    def hold_limit(self) -> None:
-        """Keep running requests within memory: they grow while they decode (L-79).
-
-        As long as they alone have too much, the newest ends; or it waits again, if the
-        model has not begun with it. Its KV is kept. ENGINE logs what this raises.
-        """
-        while running := self.budget.find_excess(self.running):
-            if running.has_begun:
-                n_tokens = running.num_computed_tokens
-                self._finish(running, self.budget.shortage(n_tokens, self.running))
-            else:
-                self._put_back(running)
-                self.waiting.insert(0, running.handle)
-        self.budget.evict_for_running(self.running)
-
     # -- admit -------------------------------------------------------------------------
 
     def _admit_waiting(self, now: float) -> None:
@@ -17687,7 +17728,7 @@ class Scheduler:
         for index, handle in enumerate(ordered):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
-                handle.begin(_QUEUE, now)
+                handle.set_activity(_QUEUE, now)
                 continue
             try:
                 can_go_on = self._admit(handle, now)
@@ -17703,12 +17744,11 @@ class Scheduler:
         match = self._find_prefix(handle)
         is_background = is_in_background(handle, now)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
-            (reader,) = [r for r in self.running if r.entry is match.entry]
+            (other,) = [r for r in self.running if r.entry is match.entry]
             # One in the background may take long: nobody else waits for it.
-            if is_background or not is_in_background(reader.handle, now):
-                end = min(match.pending_tokens, reader.n_prompt - 1)
-                reader.add_slice_ends([end])
-                handle.begin(WaitCause("prefix", reader.request.request_id), now)
+            if is_background or not is_in_background(other.handle, now):
+                other.add_slice_ends([min(match.pending_tokens, other.n_prompt - 1)])
+                handle.set_activity(WaitCause("prefix", other.request.request_id), now)
                 return True
 
         n_prompt = handle.request.n_prompt
@@ -17720,11 +17760,11 @@ class Scheduler:
         if not has_room and is_alone:  # even its own cached prefix may go
             has_room = self.budget.make_room(n_bytes, self.running)
         if has_room:
-            self._start(handle)
+            self._start_running(handle)
             self.waiting.remove(handle)
             return True
         if not is_alone:
-            handle.begin(_MEMORY, now)
+            handle.set_activity(_MEMORY, now)
             return handle.times.seconds(now)[_MEMORY] < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
         handle.end(self.budget.shortage(n_prompt, self.running))
@@ -17736,20 +17776,21 @@ class Scheduler:
             return NO_MATCH
         return self.cache.find(handle.request.key)
 
-    def _start(self, handle: RequestHandle) -> None:
+    def _start_running(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
         If there are others, it waits for its turn; else it is read in this step.
         """
         request = handle.request
         if len(self.running) + len(self.waiting) > 1:
-            handle.begin(_QUEUE, self._now())
+            handle.set_activity(_QUEUE, self._now())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         n_in_memory = match.cached_tokens
         if self.disk is not None and not handle.is_second_try:
             # What only the disk has comes into the cache, if it is much.
             match = self.disk.load(request.key, match, owner=request.owner)
+
         running: RunningRequest | None = None
         try:
             running = RunningRequest(
@@ -17770,6 +17811,7 @@ class Scheduler:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop(match.kv_owner)
             raise
+
         # Not the match itself: a checkpoint would outlive its eviction there (L-105).
         handle.hit_kind = match.hit_kind
         handle.cached_tokens = match.cached_tokens
@@ -17808,32 +17850,75 @@ class Scheduler:
             )
         ]
         if self.draft_model is not None:
-            guess_drafter = GuessDrafter(
-                prompt,
-                self.draft_model,
-                tenant=owner.tenant,
-                end_ids=end_ids,
-                metrics=metrics,
+            drafters.append(
+                GuessDrafter(
+                    prompt,
+                    self.draft_model,
+                    tenant=owner.tenant,
+                    end_ids=end_ids,
+                    metrics=metrics,
+                )
             )
-            drafters.append(guess_drafter)
         return drafters
 
-    def find_reusable(self, key: TokenKey) -> PrefixMatch:
-        """What a request with this prompt would reuse, also of the disk.
+    # -- decode ------------------------------------------------------------------------
 
-        Nothing is loaded.
+    def _decode(self, batch: DecodeBatch) -> None:
+        """Decode a step of each request, and end those that are complete."""
+        accepted: AcceptedTokens = {}  # stays so if the step fails
+        with self._guard(*batch.requests):
+            accepted = batch.step()
+            if self.spec.has_state:
+                self._keep_reply_states(batch, accepted)
+
+        for running, token_ids in accepted.items():
+            if running not in self.running:  # a failure of its batch has ended it
+                continue
+            if running.has_failed:  # the others of its batch go on
+                error = GenerationFailed("the model computed NaN or infinity")
+                if self._take_out(running):
+                    self._fail(running, error)
+            elif end := self._find_reply_end(running, token_ids):
+                self._finish(running, end)
+
+    def _find_reply_end(
+        self, running: RunningRequest, token_ids: Sequence[int]
+    ) -> EndReason | None:
+        """Why a reply ends with the tokens accepted last; None: it goes on."""
+        if not self.loaded.eos_ids.isdisjoint(token_ids):
+            return "stop"
+        is_full = len(running.output_ids) >= running.request.max_tokens
+        return "length" if is_full else None
+
+    def _keep_reply_states(self, batch: DecodeBatch, accepted: AcceptedTokens) -> None:
+        """Keep states from which a part of a reply can be gone on with.
+
+        One after each token that may end it, though the model goes on (L-120). One
+        every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
+        client that cancels the reply (L-121).
         """
-        match = self.cache.find(key)
-        if self.disk is None:
-            return match
-        found = self.disk.find_more(key, match)
-        if found is None:
-            return match
-        return match._replace(
-            cached_tokens=found.depth,
-            matched_tokens=max(match.matched_tokens, found.depth),
-            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
-        )
+        for running, token_ids in accepted.items():
+            if self._find_reply_end(running, token_ids) is not None:
+                continue  # `_finish` keeps what is needed then
+            position = running.num_computed_tokens
+            n_since_spaced = (position - running.n_prompt) % REPLY_CHECKPOINT_SPACING
+            is_spaced = n_since_spaced < len(token_ids)  # one of them is at a multiple
+            may_end = token_ids[-1] in running.request.checkpoint_ids
+
+            if not may_end:
+                if not is_spaced:
+                    continue
+                if self.spec.is_opaque:
+                    # why(L-173): a copy would be one of all KV. why(L-172): but what
+                    # layers have written, and do not need yet, is computed.
+                    evaluate_caches(batch.settled_caches())
+                    continue
+                self.cache.drop_checkpoint(running.entry, running.spaced_checkpoint)
+                running.spaced_checkpoint = position
+
+            row = batch.requests.index(running)
+            state = copy_state(batch.settled_caches(), row=row)
+            self.cache.add_checkpoint(running.entry, position, state)
 
     # -- prefill -----------------------------------------------------------------------
 
@@ -17849,12 +17934,14 @@ class Scheduler:
         while self.prefilling:
             in_front = without_background(self.prefilling, now)
             candidates = in_front or self.prefilling
-            self.reader.estimate_speeds(candidates)
+            for candidate in candidates:
+                if not candidate.has_begun:  # it expects the speed of the last slice
+                    candidate.prefill_speed = self.reader.measured_speed or FIRST_SPEED
             is_decoding = bool(self._decoding_batches(now))
             # Those in the background wait for each slice anyway, short or long.
             handles = [*self.waiting, *(running.handle for running in self.running)]
             n_in_front = sum(not is_in_background(handle, now) for handle in handles)
-            turn = self.policy.next_turn(
+            turn = self.policy.choose_turn(
                 candidates,
                 is_decoding=is_decoding,
                 is_background=not in_front,
@@ -17864,17 +17951,16 @@ class Scheduler:
             if turn is None:
                 return
 
-            reader = turn.reader
-            companions: list[RunningRequest] = []
-            with self.guard():  # it changes no KV: if it fails, this one reads alone
-                companions = self._find_companions(
-                    reader, now, max_seconds=turn.joint_seconds
+            chosen = turn.chosen
+            requests = [chosen]
+            with self._guard():  # it changes no KV: if it fails, this one reads alone
+                requests += self._find_companions(
+                    chosen, now, max_seconds=turn.joint_seconds
                 )
-            self._prefill(
-                [reader, *companions], seconds=turn.seconds, is_decoding=is_decoding
-            )
-            if reader.batch is None:  # its prompt has more to read, or it has failed
+            self._prefill(requests, seconds=turn.seconds, is_decoding=is_decoding)
+            if chosen.batch is None:  # its prompt has more to read, or it has failed
                 return
+            self._merge_with_others(chosen.batch)
             pause_left = pause_ends - self._now()
 
     def _prefill(
@@ -17886,15 +17972,15 @@ class Scheduler:
     ) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
-        If that was the last slice they decode from now on, in the batch that suits them
-        best. `seconds`: of the slice.
+        After its last slice they decode, in a batch of their own. `seconds`: of the
+        slice.
         """
         chosen = requests[0]
         began = self._now()
-        with self.guard(*requests):
+        with self._guard(*requests):
             for running in requests:
-                running.started_at = min(running.started_at, began)
-                running.handle.begin("prefill", began)
+                running.began_at = min(running.began_at, began)
+                running.handle.set_activity("prefill", began)
             if len(requests) == 1 and chosen.needs_slice:
                 self.reader.read_slice(chosen, seconds=seconds)
             if len(requests) > 1 or not chosen.needs_slice:
@@ -17903,18 +17989,9 @@ class Scheduler:
             self.policy.charge_prefill(
                 chosen,
                 self._now() - began,  # with the rests that a new batch has read
-                is_only_reader=all(r in requests for r in self.prefilling),
+                is_only_prefill=all(r in requests for r in self.prefilling),
                 is_decoding=is_decoding,
             )
-        batch = chosen.batch
-        if batch is None:
-            return
-        host = None
-        with self.guard():  # it changes no KV: if it fails, the batch decodes alone
-            host = self._find_host(batch)
-        if host is not None:
-            with self.guard(*batch.requests, *host.requests):
-                host.merge(batch)
 
     @property
     def _can_pad(self) -> bool:
@@ -17924,24 +18001,6 @@ class Scheduler:
         """
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
         return has_attention_alone and self.loaded.vision is None
-
-    def gather_seconds(self) -> float:
-        """How long an idle model waits for requests that are being prepared (L-220).
-
-        They may be read with those that have come, if these have short rests to read.
-        """
-        if self.running or not self._can_pad:
-            return 0.0
-        if not 0 < len(self.waiting) < self.config.batch_max_rows:
-            return 0.0
-        rests = [
-            handle.request.n_prompt - self._find_prefix(handle).cached_tokens
-            for handle in self.waiting
-        ]
-        if max(rests) > SHORT_TOKENS:
-            return 0.0
-        speed = self.reader.measured_speed or FIRST_SPEED
-        return min(GATHER_SHARE * sum(rests) / speed, MAX_GATHER_SECONDS)
 
     def _find_companions(
         self, running: RunningRequest, now: float, *, max_seconds: float
@@ -17975,6 +18034,15 @@ class Scheduler:
             return companions
         return []
 
+    def _merge_with_others(self, batch: DecodeBatch) -> None:
+        """Let a new batch join the one that suits it best, if there is one."""
+        host = None
+        with self._guard():  # it changes no KV: if it fails, the batch decodes alone
+            host = self._find_host(batch)
+        if host is not None:
+            with self._guard(*batch.requests, *host.requests):
+                host.merge(batch)
+
     def _find_host(self, batch: DecodeBatch) -> DecodeBatch | None:
         """The batch whose requests are most alike in length to those of a new one.
 
@@ -17990,74 +18058,14 @@ class Scheduler:
             return host
         return None
 
-    # -- decode ------------------------------------------------------------------------
-
-    def _decode(self, batch: DecodeBatch) -> None:
-        """Decode a step of each request, and end those that are complete."""
-        accepted: list[AcceptedTokens] = []  # stays so if the step fails
-        with self.guard(*batch.requests):
-            accepted = batch.step()
-            if self.spec.has_state:
-                self._keep_reply_states(batch, accepted)
-        for running, token_ids in accepted:
-            if running not in self.running:  # a failure of its batch has ended it
-                continue
-            end = self._find_reply_end(running, token_ids)
-            if running.has_failed:  # the others of its batch go on
-                error = GenerationFailed("the model computed NaN or infinity")
-                if self._take_out(running):
-                    self._fail(running, error)
-            elif end is not None:
-                self._finish(running, end)
-
-    def _find_reply_end(
-        self, running: RunningRequest, token_ids: Sequence[int]
-    ) -> EndReason | None:
-        """Why a reply ends with the tokens accepted last; None: it goes on."""
-        if not self.loaded.eos_ids.isdisjoint(token_ids):
-            return "stop"
-        is_full = len(running.output_ids) >= running.request.max_tokens
-        return "length" if is_full else None
-
-    def _keep_reply_states(
-        self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
-    ) -> None:
-        """Keep states from which a part of a reply can be gone on with.
-
-        One after each token that may end it, though the model goes on (L-120). One
-        every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
-        """
-        for running, token_ids in accepted:
-            if self._find_reply_end(running, token_ids) is not None:
-                continue  # `_finish` keeps what is needed then
-            position = running.num_computed_tokens
-            n_replied = position - running.n_prompt
-            n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
-            may_end = token_ids[-1] in running.request.checkpoint_ids
-            is_spaced = n_since_spaced < len(token_ids)  # one of them is at a multiple
-            if not may_end and not is_spaced:
-                continue
-            if not may_end and self.spec.is_opaque:
-                # why(L-173): a copy would be one of all KV. why(L-172): but what layers
-                # have written, and do not need yet, is computed.
-                evaluate_caches(batch.layer_caches)
-                continue
-            row = batch.requests.index(running)
-            state = copy_state(batch.layer_caches, row=row)
-            if not may_end:
-                self.cache.drop_checkpoint(running.entry, running.reply_checkpoint)
-                running.reply_checkpoint = position
-            self.cache.add_checkpoint(running.entry, position, state)
-
     # -- failures ----------------------------------------------------------------------
 
     @contextmanager
-    def guard(self, *requests: RunningRequest) -> Iterator[None]:
+    def _guard(self, *requests: RunningRequest) -> Iterator[None]:
         """If what follows raises, these requests fail, and no others.
 
         An exception may leave KV half written, so it is dropped (L-17). So `requests`
-        are all whose KV is changed: of a batch all that are in it.
+        are all whose KV is changed: of a batch all that are in it; or none.
         """
         try:
             yield
@@ -18096,6 +18104,7 @@ class Scheduler:
         ):
             handle.end(error)
             return False
+
         self.metrics.bump("second_tries")
         logger.warning(
             "id=%s: it failed before its first token, and is read again without the"
@@ -18103,7 +18112,7 @@ class Scheduler:
             handle.request.request_id or "-",
         )
         if self.disk is not None:
-            with self.guard():  # a second try does not look there
+            with self._guard():  # a second try does not look there
                 self.disk.files.remove_prompt(handle.request.key)
         if handle.request.images:
             self.loaded.model.forget_features()
@@ -18113,12 +18122,98 @@ class Scheduler:
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""
-        if not _is_out_of_memory(error):
-            return
-        kept_bytes = self.cache.nbytes // 2
-        self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
+        if _is_out_of_memory(error):
+            self.cache.evict_to_fit(self.cache.max_bytes - self.cache.nbytes // 2)
 
     # -- between steps: for ENGINE -----------------------------------------------------
+
+    @property
+    def sleep_seconds(self) -> float:
+        """How long ENGINE sleeps before the next step.
+
+        More than 0 if some wait and nobody runs: background requests, for memory of
+        what was used lately; or a second try that has yet to begin.
+        """
+        return 0.05 if self.waiting and not self.running else 0.0
+
+    def gather_seconds(self) -> float:
+        """How long an idle model waits for requests that are being prepared (L-220).
+
+        They may be read with those that have come, if these have short rests to read.
+        """
+        if self.running or not self._can_pad:
+            return 0.0
+        if not 0 < len(self.waiting) < self.config.batch_max_rows:
+            return 0.0
+        rests = [
+            handle.request.n_prompt - self._find_prefix(handle).cached_tokens
+            for handle in self.waiting
+        ]
+        if max(rests) > SHORT_TOKENS:
+            return 0.0
+        speed = self.reader.measured_speed or FIRST_SPEED
+        return min(GATHER_SHARE * sum(rests) / speed, MAX_GATHER_SECONDS)
+
+    def hold_limit(self) -> None:
+        """Keep running requests within memory: they grow while they decode (L-79).
+
+        As long as they alone have too much, the newest ends; or it waits again, if the
+        model has not begun with it. Its KV is kept. ENGINE logs what this raises.
+        """
+        while running := self.budget.find_excess(self.running):
+            if running.has_begun:
+                n_tokens = running.num_computed_tokens
+                self._finish(running, self.budget.shortage(n_tokens, self.running))
+            else:
+                self._put_back(running)
+                self.waiting.insert(0, running.handle)
+        self.budget.evict_for_running(self.running)
+
+    def figures(self) -> list[object]:
+        """What is the same on all ranks before each step, as plain data."""
+        progress = [(r.num_computed_tokens, r.output_ids[-1:]) for r in self.running]
+        cache = self.cache
+        return [len(self.waiting), repr(progress), len(cache.entries), cache.nbytes]
+
+    def kv_identity(self) -> str:
+        """What makes KV of the same tokens the same, in 16 hex digits.
+
+        Another version of a library may compute it otherwise.
+        """
+        facts = (
+            self.loaded.revision,
+            self.loaded.nbytes,  # tells weights that were made float32
+            self.loaded.device,
+            self.spec,
+            [version_of_package(name) for name in ("mlx", "mlx-lm", "mlx-vlm")],
+        )
+        return sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def find_reusable(self, key: TokenKey) -> PrefixMatch:
+        """What a request with this prompt would reuse, also of the disk.
+
+        Nothing is loaded.
+        """
+        match = self.cache.find(key)
+        found = self.disk.find_more(key, match) if self.disk is not None else None
+        if found is None:
+            return match
+        return match._replace(
+            cached_tokens=found.depth,
+            matched_tokens=max(match.matched_tokens, found.depth),
+            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
+        )
+
+    def describe_cache(
+        self, *, shows_checkpoints: bool = False
+    ) -> list[tuple[str, EntryReport]]:
+        """PrefixCache.describe(), with how long each entry would take to read."""
+        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
+        for _, report in reports:
+            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
+            if cold_seconds is not None:
+                report["cold_seconds"] = round(cold_seconds, 3)
+        return reports
 
     def save_some(self, *, is_closing: bool = False) -> bool:
         """Bring some KV to the disk; whether there is more to do.
@@ -18147,23 +18242,12 @@ class Scheduler:
             return False
         free_bytes = self.cache.max_bytes - self.cache.nbytes
         speed = self.reader.measured_speed or FIRST_SPEED
-        with self.guard():
+        with self._guard():
             return self.exact_checks.check_some(
                 slice_tokens=max(MIN_SLICE_TOKENS, int(speed * CHECK_SLICE_SECONDS)),
                 fits=lambda n: self.budget.prompt_bytes(n) <= free_bytes,
             )
         return False
-
-    def describe_cache(
-        self, *, shows_checkpoints: bool = False
-    ) -> list[tuple[str, EntryReport]]:
-        """PrefixCache.describe(), with how long each entry would take to read."""
-        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
-        for _, report in reports:
-            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
-            if cold_seconds is not None:
-                report["cold_seconds"] = round(cold_seconds, 3)
-        return reports
 
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
@@ -18182,20 +18266,14 @@ class Scheduler:
         self.exact_checks.pause()
         if self.disk is not None:
             self.cache.evict_where(self.disk.has_all)
-        if self.loaded.vision is not None:
-            self.loaded.vision.forget_features()
-        if self.draft_model is not None:
-            self.draft_model.forget()
+        self._forget_derived()
         free_weights(self.loaded)
 
     def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
         """Forget what rests of a session, or of a tenant (None), on the disk, too."""
         self.exact_checks.forget(tenant, session)
         n_entries = self.cache.evict_session(tenant, session)
-        if self.loaded.vision is not None:  # nobody knows whose images they are of
-            self.loaded.vision.forget_features()
-        if self.draft_model is not None:
-            self.draft_model.forget()
+        self._forget_derived()
         n_files, fault = 0, ""
         if self.disk is not None:
             n_files, fault = self.disk.forget(tenant, session)
@@ -18204,6 +18282,13 @@ class Scheduler:
             # STATUS deletes the folders themselves.
             fault = self.disk_fault
         return DroppedKV(n_entries, n_files, fault)
+
+    def _forget_derived(self) -> None:
+        """Drop what was made of anybody's images, and what DRAFT_MODEL has read."""
+        if self.loaded.vision is not None:
+            self.loaded.vision.forget_features()
+        if self.draft_model is not None:
+            self.draft_model.forget()
 
 
 def _explain_failure(error: Exception) -> ServerError:
@@ -18225,8 +18310,9 @@ _OUT_OF_MEMORY: Final = ("to allocate", "insufficient memory", "out of memory")
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether an exception means that memory ran out. MLX has no type for it."""
     sentence = str(error).lower()
-    is_named = any(phrase in sentence for phrase in _OUT_OF_MEMORY)
-    return is_named or isinstance(error, MemoryError)
+    return isinstance(error, MemoryError) or any(
+        phrase in sentence for phrase in _OUT_OF_MEMORY
+    )
 
 
 # region WARM-UP ===============================================================
@@ -18242,7 +18328,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # measured of the model's speed stays.
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PREFIX CACHE, SAMPLING,
-#          SCHEDULER
+#          ENGINE REQUESTS, SCHEDULER
 # Thread   model; mlx
 
 _WARM_REPLY_TOKENS: Final = 8
@@ -18352,7 +18438,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, KV FILES, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS,
-#          PREFILL TIMES, SCHEDULER, WARM-UP
+#          ENGINE REQUESTS, PREFILL TIMES, PREFILL, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports
@@ -18778,7 +18864,7 @@ class Engine:
         reported_at = worked_at
         can_rest = True  # nothing runs, and no KV is left to be saved
         while not self._has_ended.is_set():
-            wait_seconds = IDLE_SECONDS if can_rest else scheduler.idle_seconds
+            wait_seconds = IDLE_SECONDS if can_rest else scheduler.sleep_seconds
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._gather(scheduler)
             idle_seconds = 0.0

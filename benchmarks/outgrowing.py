@@ -49,7 +49,7 @@ DECODE_SPEED: Final = 159.0  # tokens a second of one reply
 # of eight at once together; of more, it is taken to be the same
 BATCH_SPEED: Final = 443.0
 BATCH: Final = 8
-# start-llm.py, SCHEDULER: seconds of decoding for each second of prefill beside it.
+# start-llm.py, PREFILL POLICY: seconds of decoding for each second of prefill beside it.
 DECODE_SHARE: Final = 2.0
 # docs/benchmarks.md, "Packed KV": bytes with KV_BITS=8 by those of bfloat16.
 PACKED_SHARE: Final = 0.53

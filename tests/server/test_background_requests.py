@@ -177,7 +177,7 @@ def test_what_was_used_lately_is_not_evicted_for_it(on_stage):
         stage.step(3)
         assert title.times.phase == "queued"
         assert entry_of(stage, question).end >= 1500
-        assert stage.scheduler.idle_seconds > 0  # nobody spins meanwhile
+        assert stage.scheduler.sleep_seconds > 0  # nobody spins meanwhile
 
         stage.now += s.BACKGROUND_SECONDS
         stage.run(title)

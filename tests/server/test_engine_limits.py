@@ -629,9 +629,9 @@ STEPS = {
     s.PrefixCache: "find start evict_to_fit put_back add_checkpoint advance",
     s.EntryTree: "start take_kv _split insert _join_to_parent",
     s.CacheEntry: "copy_kv path_checkpoints",
-    s.Scheduler: "_admit _start _make_drafters _find_host _keep_reply_states",
+    s.Scheduler: "_admit _start_running _make_drafters _find_host _keep_reply_states",
     s.PromptReader: "prepare read_slice begin_batch max_slice_tokens",
-    s.SchedulingPolicy: "charge_prefill",
+    s.PrefillPolicy: "charge_prefill",
     s.MemoryBudget: "make_room make_room_to_merge",
     s.DecodeBatch: "__init__ step merge remove padding_with",
     s.RunningRequest: "add_token load_kv read_span computed_key add_slice_ends"
@@ -815,7 +815,7 @@ def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench, r
 def no_prefill(monkeypatch):
     """Nobody prefills beside requests that decode."""
     monkeypatch.setattr(
-        s.SchedulingPolicy,
+        s.PrefillPolicy,
         "may_prefill",
         lambda _policy, _candidate, *, is_decoding, **_: not is_decoding,
     )

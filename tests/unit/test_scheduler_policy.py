@@ -1,4 +1,4 @@
-"""SCHEDULER, policy: who prefills next, whether beside decoding, and how long a slice is.
+"""PREFILL POLICY, PREFILL: who is read next, whether beside decoding, and how long a slice is.
 
 Nothing here needs a model, a thread or a clock.
 """
@@ -34,16 +34,16 @@ READER = Prefill(0.0, 10**6)
 
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
     """Let the next candidate prefill for so long, as Scheduler does; returns it."""
-    chosen = policy.next_prefill(candidates, is_decoding=is_decoding)
+    chosen = policy.choose_request(candidates, is_decoding=is_decoding)
     chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
-    is_only_reader = len(candidates) == 1
-    charge(policy, chosen, seconds, is_only_reader, is_decoding=is_decoding)
+    is_only_prefill = len(candidates) == 1
+    charge(policy, chosen, seconds, is_only_prefill, is_decoding=is_decoding)
     return chosen
 
 
-def charge(policy, reader, seconds, is_only_reader=True, *, is_decoding=True):
+def charge(policy, reader, seconds, is_only_prefill=True, *, is_decoding=True):
     policy.charge_prefill(
-        reader, seconds, is_only_reader=is_only_reader, is_decoding=is_decoding
+        reader, seconds, is_only_prefill=is_only_prefill, is_decoding=is_decoding
     )
 
 
@@ -89,7 +89,7 @@ def test_a_joint_call_keeps_to_its_tokens_and_its_padding(seed):
 
 
 def test_policy_gives_the_oldest_a_ninth_of_the_time():
-    policy = s.SchedulingPolicy()
+    policy = s.PrefillPolicy()
     old = Prefill(0.0, 10**9)
     n_slices_of_old = 0
 
@@ -105,7 +105,7 @@ def test_policy_gives_the_oldest_a_ninth_of_the_time():
 @pytest.mark.parametrize("seconds", [0.6, 0.85, 2.0])
 def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
     """why(L-71): one of 0.85 s waited 26 s for short ones, behind which others decoded."""
-    policy = s.SchedulingPolicy()
+    policy = s.PrefillPolicy()
     policy.oldest_credit = -s.SLICE_SECONDS * s.MAX_OTHERS_SHARE
     old = Prefill(0.0, int(seconds * SPEED))
     now = 0.0
@@ -114,7 +114,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
         policy.charge_decode(0.03)
         now += 0.03
         candidates = [old, Prefill(now, 100)]
-        chosen = policy.next_prefill(candidates, is_decoding=True)
+        chosen = policy.choose_request(candidates, is_decoding=True)
         if policy.may_prefill(chosen, is_decoding=True):
             run_slice(policy, candidates, seconds=0.1, is_decoding=True)
             now += 0.1
@@ -125,7 +125,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
 
 def test_policy_reads_equal_prompts_one_after_the_other():
     """In turns, all would end last (L-71)."""
-    policy = s.SchedulingPolicy()
+    policy = s.PrefillPolicy()
     candidates = [Prefill(float(n), 2000) for n in range(6)]
     order = []
 
@@ -144,7 +144,7 @@ def test_policy_reads_equal_prompts_one_after_the_other():
 @pytest.mark.parametrize("n_tokens", [int(SPEED * s.SOON_SECONDS) - 1, s.SHORT_TOKENS])
 def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     """why(L-68)"""
-    policy = s.SchedulingPolicy()
+    policy = s.PrefillPolicy()
     short = Prefill(0.0, n_tokens)
     n_slices = 0
 
