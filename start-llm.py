@@ -15046,7 +15046,7 @@ def make_constraints(
     elif request.json_schema is not None:
         grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
-    elif grammars.has_strict_calls and tags.call_id:
+    elif grammars.strict_calls and tags.call_id:
         # `strict`, too, needs one token that opens a call (docs/known-limitations.md).
         grammar = grammars.compile_calls("calls")
         openings = [loaded.template.encode(call.opening) for call in call_forms]
@@ -15067,7 +15067,7 @@ class _ReplyGrammars:
         self._loaded = loaded
         self._tags = tags
         self._calls = calls
-        self.has_strict_calls = any(call.is_strict for call in calls)
+        self.strict_calls = [call for call in calls if call.is_strict]
 
     def compile_schema(self, wanted: ReplySchema, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
@@ -15084,7 +15084,7 @@ class _ReplyGrammars:
         except _GrammarFault as fault:
             quote = str(fault)
             raise BadRequest(quote, field=wanted.path, quote=quote) from None
-        if not self.has_strict_calls:
+        if not self.strict_calls:
             return matcher
         return self.compile_calls(self._tags.rule_of_json("calls"), schema)
 
@@ -15115,15 +15115,14 @@ class _ReplyGrammars:
             return self._compile(start, calls, schema)
         except _GrammarFault as error:
             fault = error
-        strict_calls = [call for call in calls if call.is_strict]
-        if not strict_calls:
+        if not self.strict_calls:
             sentence = "the tools are too many for a call to be forced"
             raise BadRequest(sentence, field="tool_choice")
         if not isinstance(fault, _TooLarge):
-            for call in strict_calls:
+            for call in self.strict_calls:
                 self._free_if_faulty(call)  # raises, if it is at fault
         sentence = f"the grammar of all tools and schemas: {fault}"
-        raise strict_calls[0].refusal(sentence)
+        raise self.strict_calls[0].refusal(sentence)
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
@@ -19328,9 +19327,10 @@ class SchemaPart(NamedTuple):
         return place
 
     @property
-    def keys(self) -> list[str]:
-        """The members that it names."""
-        return list(self._properties)
+    def properties(self) -> Schema:
+        """The schemas of the members that it names; of two for one name, the first."""
+        maps = [v for v in self._values_of("properties") if isinstance(v, dict)]
+        return ChainMap(*maps)
 
     @property
     def items(self) -> SchemaPart:
@@ -19339,16 +19339,10 @@ class SchemaPart(NamedTuple):
 
     def member(self, key: str) -> SchemaPart:
         """The schema of a member of an object."""
-        properties = self._properties
+        properties = self.properties
         if key in properties:
             return self._replace(schema=properties[key])
         return self._first_of("additionalProperties")
-
-    @property
-    def _properties(self) -> Schema:
-        """The schemas of members, by name; of a name that comes twice, the first."""
-        maps = [v for v in self._values_of("properties") if isinstance(v, dict)]
-        return ChainMap(*maps)
 
     def _first_of(self, keyword: str) -> SchemaPart:
         values = self._values_of(keyword)
@@ -20477,7 +20471,7 @@ class TaggedArguments(_Reader):
         self._value = TaggedValue(
             self._unread,
             self._tags,
-            tuple(self._schema.keys),
+            tuple(self._schema.properties),
             self._schema.member(key).types,
             is_cdata=match.groupdict().get("cdata") is not None,
             is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
@@ -20962,7 +20956,7 @@ class _MarkedCalls:
         halves = any_of([mark[:half], mark[-half:]])  # <| and |>
         self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
         schemas = map(SchemaPart.of_tool, offered.values())
-        keys = any_of(chain.from_iterable(schema.keys for schema in schemas))
+        keys = any_of(chain.from_iterable(schema.properties for schema in schemas))
         self._key_like = regex.compile(rf"[^a-zA-Z_](?:{keys})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
@@ -20971,7 +20965,7 @@ class _MarkedCalls:
         while not self._take(r"[\s}]* \Z"):
             match = self._require(r"[\s}]* (?: call: )? ([\w.:-]+) \{")
             schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
-            names = any_of(schema.keys) if schema.keys else _BARE_KEY
+            names = any_of(schema.properties) if schema.properties else _BARE_KEY
             text_end = fill_pattern(_ARGUMENT_END, NAMES=names)
             calls.append(WholeCall(match[1], self._read_members(schema, text_end)))
         return calls
@@ -21858,7 +21852,7 @@ class ReplyReader:
 # are free then; but if it is only a keyword (`pattern`, or one that comes twice), that
 # is passed over: `is_lenient`.
 #
-# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
+# Uses     API TYPES, REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
 # Keywords that say more of all arguments than which there are: not between tags.
@@ -21916,10 +21910,10 @@ def call_forms(
             if form.schema_path:
                 raise form.refusal(str(fault)) from None
             parts = None
-        if parts is not None and tool_format.syntax == "glm":
-            # The parts have the tags of all keys, that of the first one, too.
-            form = form._replace(opening=opening.removesuffix("<arg_key>"))
-        forms.append(form._replace(parts=parts))
+        if parts is not None:
+            # They have the tags of all keys, that of the first one, too.
+            opening = tool_format.opening(tool_name, {})
+        forms.append(form._replace(opening=opening, parts=parts))
     return forms
 
 
@@ -22041,9 +22035,9 @@ class _TaggedForm:
             raise _NoForm("a property has no type")
         return choices
 
-    def _plain_schema(self, part: SchemaPart, depth: int) -> dict[str, Any]:
+    def _plain_schema(self, part: SchemaPart, depth: int) -> JsonObject:
         """All its conditions in one. Raises _NoForm."""
-        plain: dict[str, Any] = {}
+        plain: JsonObject = {}
         for condition in part.conditions():
             self._n_schemas += 1
             if self._n_schemas > _MAX_SCHEMAS or depth > MAX_SCHEMA_DEPTH:
@@ -22110,14 +22104,14 @@ def _union_branches(schema: Schema) -> list[object] | None:
     return [{"allOf": [branch, rest]} if rest else branch for branch in union]
 
 
-def _with_definitions(part: SchemaPart) -> dict[str, Any]:
+def _with_definitions(part: SchemaPart) -> JsonObject:
     """A schema of its own, with all that it refers to. Raises _NoForm.
 
     {"$ref": "#/properties/path"} of the tool becomes {"$ref": "#/$defs/d0"}.
     """
     references: list[str] = []  # grows while they are followed
 
-    def rename(schema: dict[str, Any]) -> dict[str, Any]:
+    def rename(schema: JsonObject) -> JsonObject:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             if reference not in references:
@@ -22128,8 +22122,8 @@ def _with_definitions(part: SchemaPart) -> dict[str, Any]:
     def copy_schema(schema: object) -> Any:
         return json.loads(json.dumps(schema), object_hook=rename)
 
-    copied: dict[str, Any] = copy_schema(part.schema)
-    definitions: dict[str, Any] = {}
+    copied: JsonObject = copy_schema(part.schema)
+    definitions: JsonObject = {}
     for number, reference in enumerate(references):
         target = part.look_up(reference)
         if target is None:
