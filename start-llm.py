@@ -21878,7 +21878,7 @@ _OTHER_TYPES: Final = {
     "number": r"\s*-?[0-9]+[.eE][0-9.eE+\-]*\s*",
     "boolean": r"\s*(true|false|True|False)\s*",
 }
-_MAX_SCHEMAS: Final = 5_000  # of one tool: unions in unions may double at each level
+_MAX_SCHEMAS: Final = 10_000  # of one tool: unions in unions may double at each level
 
 
 class _NoForm(Exception):
