@@ -15904,6 +15904,8 @@ class ExactChecks:
 
     def add(self, reply: WarmReply) -> None:
         """Have a reply checked that has ended well; none is being checked now."""
+        if not reply.noted:  # its client left before the first token
+            return
         del reply.reply_ids[max(reply.noted) + 1 :]
         self.unchecked = [*self.unchecked, reply][-_MAX_UNCHECKED:]
 

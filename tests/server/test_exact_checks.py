@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from nights import at_night
-from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
+from server_fixture import SYSTEM, TOOLS, Served, user, wait_until, wait_until_idle
 from status_client import ask, forget, status, words
 from tiny_models import DENSE, HYBRID, tiny_model
 
@@ -131,6 +131,24 @@ def test_what_is_forgotten_is_not_checked(served, monkeypatch):
 def test_replies_whose_probabilities_were_changed_are_not_checked(served):
     say(served, logit_bias={"5": 1})
     assert not checks_of(served).unchecked
+
+
+def test_who_leaves_before_the_first_token_leaves_its_kv(served, caplog):
+    warm = say(served)
+    messages = [SYSTEM, user(words(200, 0)), served.exchanges[-2].answer, user("Go on")]
+    handles = []
+
+    def leave(fed):
+        handles[0].stop_reason = "cancelled"
+
+    with served.holding(leave):
+        messages_of_long = [*messages, warm.answer, user(words(3000, 9))]
+        long = served.prepare(messages_of_long, tools=TOOLS)
+        handles.append(served.state.engine.submit(long))
+        wait_until(lambda: handles[0].times.activity == "ended")
+    again = served.ask([*messages, warm.answer, user("And?")], extra_headers=HEADERS)
+    assert again.n_cached >= warm.n_cached
+    assert "lost" not in caplog.text
 
 
 def test_every_nth_is_checked_and_none_by_default(served, monkeypatch):
