@@ -91,6 +91,8 @@ GLOSSARY; in brackets the name in the system that this one replaces
     canonicalize_messages, heal_messages, kv_cache_offset, block_hashes ...
                         [the same with an underscore]; [_scrub_cache_key]: gone, keys
                         are made of model tokens alone
+    L-09                a lesson: what was seen, and the rule; docs/lessons has them all
+    rank, lockstep      one of the machines that share a model; how they step (CLUSTER)
 
 WHAT NEVER HAPPENS
     KV is reused for another token than the one that built it.
@@ -111,6 +113,7 @@ THREADS AND LOCKS
     console     writes the log                            renders, waits, writes
     disk        writes KV to files            records     saves what is remembered
     rank        one for each other rank: reads what it sends
+    "Thread" in a banner: who runs the section; mlx: it may use MLX; pure: it computes only.
     Locks guard themselves only: none is held while another is taken, or while waiting.
     (But jinja2's LRUCache has a lock of its own, for one access at a time; and that of
     a link between ranks is held while a message is sent.)
