@@ -19241,7 +19241,6 @@ _JSON_TYPES: Final = {
 }
 ALL_TYPES: Final = set(_JSON_TYPES.values())
 MAX_SCHEMA_DEPTH: Final = 40  # of unions, allOf and $ref one in another
-_MAX_CONDITIONS: Final = 1_000  # so many are taken for a circle
 
 
 def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
@@ -19302,13 +19301,24 @@ class SchemaPart(NamedTuple):
         """What a value has to fit: the schema, those that it adds, and those they add.
 
         The first has all keywords of {"allOf": [A, B], "maxLength": 3}, the others are
-        A and B. Without end, if it refers to itself.
+        A and B. Each comes once. In the place of one that refers to itself, or is too
+        deep, is None, which is no schema.
         """
-        unread = [self.schema]
-        while unread:
-            schema = unread.pop(0)
+        return self._conditions_from(self.schema, {}, depth=0)
+
+    def _conditions_from(
+        self, schema: object, are_open: dict[int, bool], depth: int
+    ) -> Iterator[object]:
+        """`are_open`: by the id of a schema, whether it is being walked through."""
+        is_circle = are_open.get(id(schema))
+        if is_circle or depth > MAX_SCHEMA_DEPTH:
+            yield None
+        elif is_circle is None:
+            are_open[id(schema)] = True
             yield {} if schema is True else schema
-            unread = self._added_schemas(schema) + unread
+            for added in self._added_schemas(schema):
+                yield from self._conditions_from(added, are_open, depth + 1)
+            are_open[id(schema)] = False
 
     def _added_schemas(self, schema: object) -> list[object]:
         """Those of allOf and of $ref; None is none."""
@@ -19370,9 +19380,8 @@ class SchemaPart(NamedTuple):
 
 
 def _keyword_values(schemas: Iterable[object], keyword: str) -> list[Any]:
-    """What the first of these schemas have of a keyword."""
-    first = islice(schemas, _MAX_CONDITIONS)
-    return [s[keyword] for s in first if isinstance(s, dict) and keyword in s]
+    """What these schemas have of a keyword."""
+    return [s[keyword] for s in schemas if isinstance(s, dict) and keyword in s]
 
 
 def json_type(value: object) -> str:

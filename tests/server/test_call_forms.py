@@ -187,6 +187,7 @@ FORMLESS = [  # a schema of one value
     {"type": "string", "maxLength": 1.5},
     {"enum": ["b", f"b{NEXT_ARGUMENT}c"]},
     {"$ref": "#/$defs/wide0"},
+    {"$ref": "#/$defs/circles"},
     {"const": "a", "enum": ["b"]},
 ]
 ONLY_STRICT = [  # and of one that has a form where the tool is not strict
@@ -202,9 +203,12 @@ ONLY_STRICT = [  # and of one that has a form where the tool is not strict
 DEFINITIONS = {
     "itself": {"$ref": "#/$defs/itself"},
     "text": TEXT,
-    # Six of the next one each: two million schemas.
-    **{f"wide{n}": {"allOf": [{"$ref": f"#/$defs/wide{n + 1}"}] * 6} for n in range(8)},
+    # Six of the next one each: two million schemas, of which allOf has nine different ones.
+    **{f"wide{n}": {"anyOf": [{"$ref": f"#/$defs/wide{n + 1}"}] * 6} for n in range(8)},
     "wide8": TEXT,
+    **{f"all{n}": {"allOf": [{"$ref": f"#/$defs/all{n + 1}"}] * 6} for n in range(8)},
+    "all8": TEXT,
+    "circles": {"allOf": [{"$ref": "#/$defs/circles"}] * 50},
 }
 
 
@@ -213,6 +217,16 @@ DEFINITIONS = {
 def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(syntax, schema):
     parameters = one_value(schema, required=["a"], **{"$defs": DEFINITIONS})
     assert not has_form(parameters, syntax)
+
+
+def test_a_schema_that_is_referred_to_often_is_one_condition():
+    schema = {"$ref": "#/$defs/all0"}
+    part = s.SchemaPart(schema, {"$defs": DEFINITIONS})
+    assert len([*part.conditions()]) < 100
+    assert has_form(one_value(schema, **{"$defs": DEFINITIONS}), strict=True)
+
+    circle = s.SchemaPart({"$ref": "#/$defs/circles"}, {"$defs": DEFINITIONS})
+    assert len([*circle.conditions()]) < 100
 
 
 @pytest.mark.parametrize("schema", ONLY_STRICT)
