@@ -1,5 +1,6 @@
 """IDLE_UNLOAD_SECONDS: weights and KV leave the memory, and come back with the next request."""
 
+import signal
 import sys
 from contextlib import closing
 
@@ -8,8 +9,9 @@ import psutil
 import pytest
 import start_llm as s
 from nights import at_night
+from program import CHAT, Program
 from server_fixture import SYSTEM, Served, user, wait_until
-from status_client import FIELDS, ask, status, words
+from status_client import FIELDS, ask, post, status, words
 from tiny_models import DENSE, HYBRID, tiny_model
 
 NEVER = 1e9
@@ -101,29 +103,42 @@ def test_memory_is_given_back(served, caplog):
 def test_the_process_is_smaller_by_the_weights_while_it_sleeps(
     tmp_path_factory, tmp_path
 ):
-    """As the system counts it, and not MLX. The first sleep gives back what earlier tests left."""
+    """As the system counts it, and not MLX: a process that no other test has left memory in."""
     root = tmp_path_factory.getbasetemp()
     folder = tiny_model(DENSE, root, hidden=512, mlp=1536, layers=6)
-    settings = {
-        "cache_disk": "on",
-        "cache_disk_folder": str(tmp_path),
-        "idle_unload_seconds": NEVER,
-    }
-    process = psutil.Process()
+    n_weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    program = Program(
+        tmp_path / "program", folder, IDLE_UNLOAD_SECONDS="1", CACHE_DISK="on"
+    )
 
-    with closing(Sleeper(folder, **settings)) as served:
-        n_weights = served.state.engine.model.nbytes
-        served.say(1)
-        served.fall_asleep()
-        asleep_bytes = process.memory_info().rss
-        served.say(1)
-        awake_bytes = process.memory_info().rss
-        served.fall_asleep()
-        bytes_again = process.memory_info().rss
+    def has_state(state):
+        return program.get("/v1/status")[1]["engine"]["state"] == state
+
+    def bytes_held():
+        return psutil.Process(program.process.pid).memory_info().rss
+
+    def bytes_awake():
+        """Asked again where it fell asleep before it was measured."""
+        while True:
+            post(program.port, CHAT, {"messages": [user(words(400))], "max_tokens": 3})
+            held = bytes_held()
+            if has_state("ready"):
+                return held
+
+    def bytes_asleep():
+        wait_until(lambda: has_state("asleep"))
+        return bytes_held()
+
+    try:
+        program.wait_until_ready()
+        bytes_awake()  # what is made once
+        asleep, awake, asleep_again = bytes_asleep(), bytes_awake(), bytes_asleep()
+    finally:
+        program.end(signal.SIGTERM)
 
     assert n_weights > 60_000_000
-    assert awake_bytes - asleep_bytes >= 0.8 * n_weights
-    assert awake_bytes - bytes_again >= 0.8 * n_weights
+    assert awake - asleep >= 0.8 * n_weights
+    assert awake - asleep_again >= 0.8 * n_weights
 
 
 def test_nothing_but_a_request_for_the_model_wakes_it(served):
