@@ -17333,7 +17333,9 @@ class PrefillPolicy:
         the background. `pause_left`: of `pause_seconds`, in this step; None: nobody was
         read in it.
         """
-        chosen = self.choose_request(candidates, is_decoding=is_decoding)
+        chosen = self.choose_request(
+            candidates, is_decoding=is_decoding, is_background=is_background
+        )
         if not self.may_prefill(
             chosen, is_decoding=is_decoding, is_background=is_background
         ):
@@ -17354,7 +17356,11 @@ class PrefillPolicy:
         return PrefillTurn(chosen, seconds, MAX_JOINT_SECONDS)
 
     def choose_request(
-        self, candidates: Sequence[RunningRequest], *, is_decoding: bool
+        self,
+        candidates: Sequence[RunningRequest],
+        *,
+        is_decoding: bool,
+        is_background: bool = False,
     ) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
 
@@ -17363,7 +17369,9 @@ class PrefillPolicy:
         """
         first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
         oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
-        may_read = self.may_prefill(oldest, is_decoding=is_decoding)
+        may_read = self.may_prefill(
+            oldest, is_decoding=is_decoding, is_background=is_background
+        )
         min_credit = 0.0 if may_read else MAX_OLDEST_CREDIT
         self.is_turn_of_oldest = self.oldest_credit > min_credit
         return oldest if self.is_turn_of_oldest else first

@@ -138,6 +138,23 @@ def test_policy_reads_equal_prompts_one_after_the_other():
     assert order == sorted(order)
 
 
+def test_policy_judges_the_oldest_in_the_background_by_the_account_of_long_prompts():
+    policy = s.PrefillPolicy()
+    policy.burst_seconds = s.BURST_SECONDS  # bars short ones, but in front
+    policy.oldest_credit = 0.1
+    oldest = Prefill(0.0, 100)
+
+    turn = policy.choose_turn(
+        [oldest, Prefill(1.0, 50)],
+        is_decoding=True,
+        is_background=True,
+        is_alone=False,
+        pause_left=None,
+    )
+
+    assert turn.chosen is oldest
+
+
 # -- beside decoding -------------------------------------------------------------------
 
 
