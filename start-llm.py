@@ -10341,10 +10341,28 @@ class PrefixCache:
         raises; the entry is dropped then.
         """
         self._tree.rest(entry, key, span)
+        self._drop_repeated(entry)
         if not entry.is_background:
             self._pauses.end(entry.owner, entry.last_used)
         self._enforce_entry_limit(newest=entry)
         self.evict_to_fit(0)
+
+    def _drop_repeated(self, newest: CacheEntry) -> None:
+        """Drop entries without branches of which the newest has all tokens (L-150).
+
+        A prompt that comes again, and has the same reply, would leave one each time.
+        """
+        salt, tokens, _ = newest.key
+        for entry in self._tree.leaves():
+            is_other = entry is not newest and entry.key.salt == salt
+            known_tokens = entry.key.tokens[: entry.end]
+            if not is_other or not np.array_equal(known_tokens, tokens[: entry.end]):
+                continue
+            newest.n_uses = max(newest.n_uses, entry.n_uses)
+            newest.is_background = newest.is_background and entry.is_background
+            for position, checkpoint in entry.checkpoints.items():
+                self.add_checkpoint(newest, position, checkpoint)
+            self._tree.drop(entry)
 
     def drop(self, entry: CacheEntry | None) -> None:
         """Forget an entry, and the branches that build on it, if it is still there."""

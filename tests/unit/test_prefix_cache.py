@@ -287,6 +287,45 @@ def test_branches_hold_their_prefix_once():
     assert cache.nbytes <= 1.1 * n_unique_bytes
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize(
+    ("n_prompt", "n_reply", "n_entries"),
+    [(400, 8, 1), (30, 60, 1), (400, 600, 2)],  # a branch, and the root it came from
+)
+def test_a_prompt_that_comes_again_leaves_no_entry_each_time(
+    has_state, n_prompt, n_reply, n_entries
+):
+    cache = make_cache(has_state=has_state)
+    prompt = list(range(n_prompt))
+    reply = list(range(5000, 5000 + n_reply))
+
+    for n in range(5):
+        row, _ = begin(cache, prompt, is_background=n > 2)
+        if not row.filled:
+            advance(cache, row, n_prompt - 5, checkpoint=True)
+        advance(cache, row, n_prompt)
+        end(cache, row, reply)
+        check(cache, [])
+
+    assert len(cache.entries) == n_entries
+    assert cached_tokens(cache, [*prompt, *reply, 1]) == n_prompt + n_reply
+    assert max(entry.n_uses for entry in cache.entries) == 4
+    assert not all(entry.is_background for entry in cache.entries)
+
+
+def test_a_shorter_reply_that_a_longer_one_begins_with_is_gone_on_with_all_the_same():
+    cache = make_cache(has_state=True)
+    for n_reply in (20, 50):
+        row, _ = begin(cache, list(range(400)))
+        if not row.filled:
+            advance(cache, row, 395, checkpoint=True)
+        advance(cache, row, 400)
+        end(cache, row, list(range(5000, 5000 + n_reply)))
+
+    assert len(cache.entries) == 1
+    assert cached_tokens(cache, [*range(400), *range(5000, 5020), 1]) == 420
+
+
 def test_another_root_shares_nothing():
     cache = make_cache()
     tokens = list(range(1, 200))
