@@ -14634,6 +14634,7 @@ class TextValue(NamedTuple):
     pattern: str  # a regular expression without a slash, which fits the whole text
     drops_line_break: bool = False  # that before the end is no part of the text
     excluded: str = ""  # a pattern of texts that it must not be
+    early_end: str = ""  # a pattern, as in ArgumentList
 
 
 type CallPart = str | Blanks | JsonValue | TextValue | ArgumentList
@@ -14656,6 +14657,9 @@ class ArgumentList(NamedTuple):
     arguments: tuple[Argument, ...]
     close: str  # </parameter>
     end: str  # </function>\n</tool_call>
+    # Where an argument must follow, what who reads the call takes for its end: a pattern
+    # of what no text has, unless it has opened an element by <parameter before.
+    early_end: str
 
 
 class CallForm(NamedTuple):
@@ -14860,7 +14864,7 @@ class _GrammarText:
         next_rules = {end_tag + bracket: self._spell(rest)}
         for index, argument in reversed([*enumerate(part.arguments)]):
             choices = [
-                self._argument_value(choice, part.close, next_rules)
+                self._argument_value(choice, part, next_rules)
                 for choice in argument.choices
             ]
             ways = [f"{self._spell(argument.tag)} ({' | '.join(choices)})"]
@@ -14873,12 +14877,15 @@ class _GrammarText:
         return self._follow(next_rules)
 
     def _argument_value(
-        self, choice: CallParts, close: str, next_rules: Mapping[str, str]
+        self, choice: CallParts, arguments: ArgumentList, next_rules: Mapping[str, str]
     ) -> str:
         """A value and what follows it; `next_rules` as in `_argument_list`."""
+        close = arguments.close
         # (a text,) or (JSON, no text): the last part has the tag that ends the value.
         *content, text = choice
         assert isinstance(text, TextValue)
+        if not content and next_rules.keys() == {arguments.key_start}:
+            text = text._replace(early_end=arguments.early_end)
         rules = list(map(self._part, content))
         if any(map(self._is_token, next_rules)):
             # A tag that is a token cannot be in VALUE_END, so white space before it is
@@ -14922,8 +14929,14 @@ class _GrammarText:
         text = f"/{value.pattern}/"
         if value.excluded:
             text += f" & ~/{value.excluded}/"
-        self._add(f"{name}_TEXT", text)
         tag = _MARKUP.match(value.end)
+        if value.early_end and tag is not None:
+            text += " & ~EARLY_END"
+            if "EARLY_END" not in self._rules:
+                element = tag[0].strip("</>")
+                self._add("NO_ELEMENT", rf"/(?s:.*)/ & ~/(?s:.*<{element}.*)/")
+                self._add("EARLY_END", f"NO_ELEMENT /(?:{value.early_end})(?s:.*)/")
+        self._add(f"{name}_TEXT", text)
         if tag is not None and self._is_token(tag[0]):
             end = " BLANKS? ".join(map(self._spell, value.end.split("\n")))
             return f"{name}_TEXT {end}"
@@ -19687,7 +19700,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         untagged_call=r"<function= NAMES > (?= \s{0,40} <(?: parameter= | /function> ))",
         tags=ArgumentTags(
             key=r"""<parameter (?: = | [ ]name= ) ["']? KEY_NAME ["']? >""",
-            key_start="<parameter[= ]",
+            key_start=r"<parameter[=\x20]",
             key_spelling="<parameter={key}>\n",
             # It waits for the next letter: a line break may come.
             value_start=r"\n | (?=.)",
@@ -19739,13 +19752,13 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         """,
         tags=ArgumentTags(
             key=r"""<parameter[ ]name="? KEY_NAME "?>""",
-            key_start="<parameter[ ]",
+            key_start=r"<parameter\x20",
             key_spelling='<parameter name="{key}">',
             element_names="invoke|parameter",
             close="</parameter>",
             inner_end="</invoke>",
             outer_end="</minimax:tool_call>",
-            next_call="<minimax:tool_call> | <invoke[ ]",
+            next_call=r"<minimax:tool_call> | <invoke\x20",
         ),
         end_spelling="</invoke>\n</minimax:tool_call>",
     ),
@@ -19802,7 +19815,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         head=r"""<function \s{1,9} name="? (?P<minicpm> [^\s<>"]{1,200}+ ) "? \s{0,9} >""",
         tags=ArgumentTags(
             key=r"""<param[ ]name="? KEY_NAME "?>""",
-            key_start="<param[ ]",
+            key_start=r"<param\x20",
             key_spelling='<param name="{key}">',
             # Without <![CDATA[ the value begins where it cannot become that.
             value_start=r"""
@@ -19815,7 +19828,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             close="</param>",
             cdata_close=r"\]\]> \s* </param> (?= \s* (?: <param[ ] | </function> ) )",
             outer_end="</function>",
-            next_call="<function[ ]",
+            next_call=r"<function\x20",
         ),
         end_spelling=None,
     ),
@@ -21010,17 +21023,20 @@ class _MarkedCalls:
             calls.append(WholeCall(match[1], self._read_members(schema, text_end)))
         return calls
 
-    def _take(self, pattern: str) -> Any:
-        """Take a match from the front and return it; None if nothing fits there."""
-        source = fill_pattern(pattern, **self._parts)
+    def _take(self, pattern: str, **parts: str) -> Any:
+        """Take a match from the front and return it; None if nothing fits there.
+
+        `parts`, as in fill_pattern(), are patterns themselves: no word in them is one.
+        """
+        source = fill_pattern(pattern, **self._parts, **parts)
         match = regex.compile(source, regex.VERBOSE).match(self._text, self._position)
         if match is not None:
             self._position = match.end()
         return match
 
-    def _require(self, pattern: str) -> Any:
+    def _require(self, pattern: str, **parts: str) -> Any:
         """The same. Raises ValueError if nothing fits there."""
-        match = self._take(pattern)
+        match = self._take(pattern, **parts)
         if match is None:
             raise ValueError(self._text[self._position :])
         return match
@@ -21098,7 +21114,7 @@ class _MarkedCalls:
     def _read_text(self, types: set[str], text_end: str) -> str:
         """Read a text that lacks one of its marks, or both, as JSON."""
         self._take("MARK")
-        match = self._require(rf"( (?s:.)*? ) MARK? (?= {text_end} )")
+        match = self._require("( (?s:.)*? ) MARK? (?= TEXT_END )", TEXT_END=text_end)
         text = match[1]
         # f() { return }}    the first bracket is the text's, the second the call's
         while text.count("{") > text.count("}"):
@@ -22037,7 +22053,27 @@ class _TaggedForm:
                 raise _NoForm(f"{key!r:.60} has no values")
             tag = key + key_end.format(gap=gap)
             arguments.append(Argument(tag, tuple(choices), key in required))
-        return ArgumentList(key_start, tuple(arguments), self._tags.close, end)
+        return ArgumentList(
+            key_start=key_start,
+            arguments=tuple(arguments),
+            close=self._tags.close,
+            end=end,
+            early_end=self._early_end(),
+        )
+
+    def _early_end(self) -> str:
+        """A pattern of what ends a value for CALL ARGUMENTS, and not for the grammar."""
+        tags = self._tags
+        blanks = r"[ \t\r\n]*"
+        next_key = tags.key_start.replace(" ", "")
+        next_call = tags.next_call.replace(" ", "")
+        ways = [f"{tags.close}{blanks}(?:{next_key})"]  # </parameter>\n<parameter name=
+        if tags.inner_end != NO_PATTERN:
+            # </parameter>\n</function>\nDone.    and    </function>\n<function=
+            line = rf"\n{tags.inner_end}[ \t]*\n"
+            ways.append(rf"{tags.close}{blanks}{line}{blanks}[^<\s]")
+            ways.append(f"{tags.inner_end}{blanks}(?:{next_call})")
+        return "|".join(ways).replace("/", r"\/")
 
     def _value_choices(
         self, schema: object, types: set[str], depth: int = 0

@@ -531,6 +531,39 @@ def test_a_forced_value_may_have_closing_tags_in_it(dense):
         assert matcher.is_accepting()
 
 
+TWO_TEXTS = {"properties": {"a": TEXT, "b": TEXT}, "required": ["a", "b"]}
+ENDS_EARLY = [  # of a first value: what the reader takes for the end of value or call
+    "x\n</parameter>\n</function>\nDone.",
+    "x <b>\n</parameter>\n</function> \n\n  " + "So I have written it. " * 6,
+    "x\n</function>\n<tool_call>\n<function=f>\n",
+    "x</parameter></function><function=f>",
+    "x\n</parameter>\n<parameter name='q'>\ny",
+]
+ENDS_LATE = [
+    "<function>\n<parameter>5</parameter>\n</function>\nDone.",
+    "x\n</parameters>\n</functions>\nDone.",
+]
+
+
+@pytest.mark.parametrize("syntax", ["qwen", "minimax"])
+@pytest.mark.parametrize("text", [*ENDS_EARLY, *ENDS_LATE])
+def test_no_value_ends_a_call_before_its_last_required_argument(dense, syntax, text):
+    if syntax == "minimax":
+        for tag, other_tag in (
+            ("function=f", 'invoke name="f"'), ("function", "invoke"),
+            ("tool_call", "minimax:tool_call"), ("name='q'", 'name="q"'),
+        ):  # fmt: skip
+            text = text.replace(tag, other_tag)
+    arguments = {"a": text, "b": "a.md"}
+    call = FORMATS[syntax].text(arguments, "f")
+
+    matcher = compile_forms(dense, forms_of(TWO_TEXTS, syntax))
+    is_written = all(map(matcher.consume_token, dense.scribe.ids(call)))
+
+    reply = read(syntax, [call], tools=[tool("f", TWO_TEXTS)], max_calls=1)
+    assert is_written == (reply.calls == [("f", arguments)])
+
+
 @pytest.mark.parametrize("blanks", ["", "\n", "\n  \n"], ids=repr)
 def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
     dense, blanks

@@ -970,6 +970,14 @@ def test_gemma_arguments_have_the_types_that_a_schema_refers_to():
     assert reply == Reply([("read", expected)])
 
 
+@pytest.mark.parametrize("key", ["NUMBER", "MARK", "BARE_KEY", "AFTER_VALUE", "NAMES"])
+@pytest.mark.parametrize("value", [f"{Q}b{Q}", "b"])
+def test_gemma_arguments_may_be_called_as_a_part_of_a_pattern_is(key, value):
+    tools = [tool("read", {"properties": {"path": {"type": "string"}, key: {}}})]
+    reply = read_in_any_pieces("gemma", gemma(f"path:a.md,{key}:{value}"), tools=tools)
+    assert reply == Reply([("read", {"path": "a.md", key: "b"})])
+
+
 def test_a_schema_may_refer_to_itself_in_a_union():
     union = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/text"}]}
     parameters = {
