@@ -10240,8 +10240,10 @@ class PrefixCache:
         """What one entry has of a prompt, except its last token: it is fed (L-11)."""
         n_common = common_prefix_length(entry.key.tokens, key.tokens)
         n_common = min(n_common, len(key.tokens) - 1)
-        # The key of a running entry is its whole prompt, which will have been read.
-        n_pending = n_common if entry.is_running and n_common > entry.end else 0
+        # The key of a running entry is its whole prompt, which will have been read: in
+        # slices, of which none ends inside one of its images.
+        n_readable = retreat_from_image(entry.key.tokens, n_common)
+        n_pending = n_readable if entry.is_running and n_readable > entry.end else 0
         depth = min(n_common, entry.end)
         n_matched = retreat_from_image(key.tokens, depth)
 

@@ -808,6 +808,18 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
 
 
+def test_nobody_waits_for_tokens_that_end_inside_an_image():
+    """The slice that reads them would end there, and an image is read whole (L-57)."""
+    cache = make_cache()
+    text = np.arange(1, 1001, dtype=np.int32)
+    tokens = s.inject_image_markers(text, slice(300, 900), digest="ab" * 32).tolist()
+    begin(cache, tokens)
+
+    match = cache.find(prompt_of([*tokens[:700], 5, 6]))
+
+    assert (match.cached_tokens, match.pending_tokens) == (0, 300)
+
+
 def test_a_retreat_from_an_image_is_counted_once_by_the_request_that_retreats():
     """Not by each entry that a lookup reads, nor by one that only asks."""
     cache = make_cache()
