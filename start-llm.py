@@ -10859,8 +10859,9 @@ class KVFiles:
         self.n_lost = 0  # files that left the index so far, but not for room
         self._lock_file = lock_file
         self._clock = time.time
-        # The index: by name, a parent before its children.
+        # The index: by name, a parent before its children; _add() sees to that.
         self._files: dict[str, _IndexedFile] = {}
+        self._unread: set[str] = set()  # names of files that could not be read
         self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
         self._executor = ThreadPoolExecutor(1, "disk")
         self._new_file: Future[SegmentContents] | None = None  # that is being written
@@ -10883,23 +10884,24 @@ class KVFiles:
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
+        self._read_in(path.stem for path in self.folder.glob("*" + _SEGMENT_SUFFIX))
+        self._make_room()
+
+    def _read_in(self, names: Iterable[str]) -> None:
+        """Add those of these files to the index that can be read now."""
         found: list[_IndexedFile] = []
-        unread_names: set[str] = set()
-        for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
+        for name in names:
+            path = self._path_of(name)
             try:
                 segment, arrays = read_segment(path, ("tokens",))
                 used_at = path.stat().st_mtime
                 found.append(_IndexedFile(segment, arrays["tokens"], used_at))
             except DiskError as fault:
+                self._unread.discard(name)
                 self._unlink(path, fault)
             except OSError:  # it cannot be read now (L-217)
-                unread_names.add(path.stem)
-        for file in sorted(found, key=lambda file: file.segment.start):
-            if file.segment.parent in unread_names:
-                self._files[file.segment.name] = file  # of use once that is there again
-            else:
-                self._add(file)
-        self._make_room()
+                self._unread.add(name)
+        self._add(*found)
 
     def close(self) -> None:
         """Let another server have the folder, once the last file is written."""
@@ -10915,32 +10917,43 @@ class KVFiles:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that all files may take, beside the file of SAVED RECORDS.
+        """Bytes that the files of the index may take.
 
-        Records count as half of max_bytes at most.
+        The file of SAVED RECORDS, and files that could not be read, count as half of
+        max_bytes at most.
         """
-        records_bytes = _file_bytes(
-            self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES
-        )
-        return self.max_bytes - min(records_bytes, self.max_bytes // 2)
+        paths = [self.folder / f"records{suffix}" for suffix in DATABASE_SUFFIXES]
+        other_bytes = _file_bytes([*paths, *map(self._path_of, self._unread)])
+        return self.max_bytes - min(other_bytes, self.max_bytes // 2)
 
-    def _path_of(self, segment: Segment) -> Path:
-        return self.folder / (segment.name + _SEGMENT_SUFFIX)
+    def _path_of(self, name: str) -> Path:
+        return self.folder / (name + _SEGMENT_SUFFIX)
 
-    def _add(self, file: _IndexedFile) -> None:
-        """Add a file to the index, after its parent; an orphan is deleted."""
-        segment = file.segment
-        path = self._path_of(segment)
-        if segment.start:
+    def _add(self, *new_files: _IndexedFile) -> None:
+        """Add files to the index, which stays in order; orphans are deleted.
+
+        What continues a file that could not be read is none: that may be read later, or
+        written again.
+        """
+        for file in new_files:
+            self._unread.discard(file.segment.name)
+            # It is another file by now.
+            self._undeleted.pop(self._path_of(file.segment.name), None)
+        files = [*self._files.values(), *new_files]
+        files.sort(key=lambda file: file.segment.start)
+        self._files = {}
+        for file in files:
+            segment = file.segment
             parent = self._files.get(segment.parent)
-            if (
-                parent is None
-                or not parent.segment.start < segment.start <= parent.segment.end
-            ):
+            has_parent = (
+                parent is not None
+                and parent.segment.start < segment.start <= parent.segment.end
+            )
+            if has_parent or not segment.start or segment.parent in self._unread:
+                self._files[segment.name] = file
+            else:
+                path = self._path_of(segment.name)
                 self._unlink(path, "what comes before it is gone")
-                return
-        self._undeleted.pop(path, None)  # it is another one by now
-        self._files[segment.name] = file
 
     def _path_to(self, name: str) -> tuple[Segment, ...]:
         """A segment and all before it, from the root on; () for no tokens."""
@@ -10957,7 +10970,7 @@ class KVFiles:
         for used in self._path_to(segment.name):
             self._files[used.name].used_at = now
             with suppress(OSError):
-                os.utime(self._path_of(used), (now, now))
+                os.utime(self._path_of(used.name), (now, now))
 
     def _make_room(self) -> None:
         """Delete the files that were used longest ago, a child before its parent."""
@@ -10966,7 +10979,8 @@ class KVFiles:
             parents = {file.segment.parent for file in self._files.values()}
             leaves = [name for name in self._files if name not in parents]
             oldest = min(leaves, key=lambda name: self._files[name].used_at)
-            self._unlink(self._path_of(self._files.pop(oldest).segment))
+            del self._files[oldest]
+            self._unlink(self._path_of(oldest))
 
     def _remove(self, names: Iterable[str]) -> int:
         """Delete files and all that descend from them; returns how many."""
@@ -10979,7 +10993,7 @@ class KVFiles:
         # A child goes before its parent: a kill leaves no orphans.
         for segment in reversed(lost):
             del self._files[segment.name]
-            self._unlink(self._path_of(segment))
+            self._unlink(self._path_of(segment.name))
         self.n_lost += len(lost)
         return len(lost)
 
@@ -11045,7 +11059,7 @@ class KVFiles:
         None if it cannot be read. If it is damaged, it is deleted with its children.
         """
         try:
-            found, arrays = read_segment(self._path_of(segment), prefixes)
+            found, arrays = read_segment(self._path_of(segment.name), prefixes)
             if found.checksums != segment.checksums:
                 raise DiskError("it is another one by now")
         except DiskError as fault:
@@ -11108,10 +11122,6 @@ class KVFiles:
                     self.failure = ""
                 self._written_bytes[self._today()] += segment.nbytes
                 self._add(_IndexedFile(segment, arrays["tokens"], self._clock()))
-                # If it could not be read at the start, its children are before it.
-                self._files = dict(
-                    sorted(self._files.items(), key=lambda item: item[1].segment.start)
-                )
                 self._note_use(segment)
             for tenant, session in self._forgotten:
                 self._remove_session(tenant, session)
@@ -11134,7 +11144,7 @@ class KVFiles:
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """Delete the files of a session, or of a tenant (None), and their children.
 
-        Returns how many of the index, and why some are not gone; "" if all are.
+        Returns how many, and why some are not gone; "" if all are.
         """
         self.wait(FORGET_SECONDS)
         self.update()
@@ -11146,17 +11156,26 @@ class KVFiles:
         return n_files, fault
 
     def _remove_session(self, tenant: str, session: str | None) -> int:
-        """Delete files of the index, and, to forget all, those that were not read."""
-        n_files = self._remove(
+        """Delete files, also those that cannot be read: nobody knows whose they are.
+
+        What continues them goes, too. Returns how many.
+        """
+        self._read_in([*self._unread])
+        unread_names = [*self._unread]
+        names = [
             name
             for name, file in self._files.items()
             if is_seen_by(tenant, file.segment.tenant)
             and session in (None, file.segment.session)
-        )
+        ]
+        n_files = self._remove([*names, *unread_names])
+        for name in unread_names:
+            self._unlink(self._path_of(name))
+        self._unread.clear()
         if not tenant and session is None:
             for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
                 self._unlink(path)
-        return n_files
+        return n_files + len(unread_names)
 
     def remove_idle(self, ttl_seconds: float) -> None:
         """Delete files that were not used for so long; nor were their children."""

@@ -1,0 +1,156 @@
+"""Files of KV: which there are, whose they are, and the folders that they are in."""
+
+import numpy as np
+import pytest
+import start_llm as s
+
+SALT = b"salt"
+
+
+@pytest.fixture
+def open_files(tmp_path):
+    """Opens a folder as a server does at its start; the one before has ended."""
+    opened = []
+
+    def start(max_bytes=1 << 30):
+        while opened:
+            opened.pop().close()
+        folder = tmp_path / ("a" * 16)
+        folder.mkdir(exist_ok=True)
+        files = s.KVFiles(
+            s._take_lock(folder, patience=10.0),
+            max_bytes=max_bytes,
+            max_bytes_per_day=1 << 40,
+        )
+        opened.append(files)
+        return files
+
+    yield start
+    while opened:
+        opened.pop().close()
+
+
+def key_of(tokens):
+    return s.TokenKey(SALT, np.asarray(tokens, np.int32), [])
+
+
+def write(files, tokens, *, start=0, session="", tenant=""):
+    """Write KV [start, end) of these tokens; returns the name of the file."""
+    key = key_of(tokens)
+    segment = s.Segment(
+        name=s.name_segment(key, len(tokens)),
+        parent=s.name_segment(key, start),
+        start=start,
+        end=len(tokens),
+        tenant=tenant,
+        session=session,
+    )
+    arrays = {
+        "tokens": key.tokens[start:],
+        "kv.0": np.zeros(8 * (len(tokens) - start), np.uint8),
+    }
+    files.write(segment, arrays)
+    files.wait(10.0)
+    files.update()
+    return segment.name
+
+
+def names_in(files):
+    return {path.stem for path in files.folder.glob("*.safetensors")}
+
+
+def make_unreadable(monkeypatch, *names):
+    """As where no more files can be open, or the disk has a fault."""
+    safe_open = s.safe_open
+
+    def refuse(path, *args, **kwargs):
+        if path.stem in names:
+            raise FileNotFoundError(f"No such file or directory: {path}")
+        return safe_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(s, "safe_open", refuse)
+
+
+# -- what could not be read at the start --------------------------------------------------
+
+
+@pytest.mark.parametrize("is_readable_again", [True, False])
+def test_what_could_not_be_read_at_the_start_is_forgotten_with_its_session(
+    is_readable_again, open_files, monkeypatch, rng
+):
+    """While it cannot be read, nobody knows whose it is: to read it again costs less."""
+    files = open_files()
+    prompt = list(rng.integers(0, 9000, 900))
+    parent = write(files, prompt[:600], session="a")
+    child = write(files, prompt, start=600, session="b")
+    others = {write(files, list(rng.integers(0, 9000, 500)), session="b")}
+    with monkeypatch.context() as patch:
+        make_unreadable(patch, parent)
+        files = open_files()
+    if not is_readable_again:
+        make_unreadable(monkeypatch, parent)
+    assert names_in(files) == {parent, child} | others
+
+    n_files, fault = files.forget("", "a")
+
+    assert (n_files, fault, names_in(files)) == (2, "", others)
+    assert len(open_files()._files) == 1
+
+
+def test_what_can_be_read_again_is_found_and_kept_when_another_session_is_forgotten(
+    open_files, monkeypatch, rng
+):
+    files = open_files()
+    prompt = list(rng.integers(0, 9000, 900))
+    parent = write(files, prompt[:600], session="b")
+    child = write(files, prompt, start=600, session="b")
+    with monkeypatch.context() as patch:
+        make_unreadable(patch, parent)
+        files = open_files()
+    assert files.find(key_of(prompt)).depth == 0
+
+    files.forget("", "a")
+
+    assert names_in(files) == {parent, child}
+    assert files.find(key_of(prompt)).depth == 900
+
+
+def test_what_could_not_be_read_takes_room(open_files, monkeypatch, rng):
+    files = open_files()
+    prompts = [list(rng.integers(0, 9000, 600)) for _ in range(4)]
+    unread, *others = [write(files, prompt) for prompt in prompts]
+    file_bytes = files.nbytes // 4
+    make_unreadable(monkeypatch, unread)
+
+    files = open_files(max_bytes=file_bytes * 7 // 2)
+
+    assert names_in(files) == {unread, *others[1:]}
+
+
+def test_what_could_not_be_read_leaves_half_of_the_room(open_files, monkeypatch, rng):
+    files = open_files()
+    prompts = [list(rng.integers(0, 9000, 600)) for _ in range(6)]
+    names = [write(files, prompt) for prompt in prompts]
+    file_bytes = files.nbytes // 6
+    make_unreadable(monkeypatch, *names[:3])
+
+    files = open_files(max_bytes=file_bytes * 4)
+
+    assert names_in(files) == {*names[:3], *names[4:]}
+
+
+def test_file_whose_parent_turns_out_to_be_damaged_is_deleted_with_it(
+    open_files, monkeypatch, rng
+):
+    files = open_files()
+    prompt = list(rng.integers(0, 9000, 900))
+    parent = write(files, prompt[:600])
+    write(files, prompt, start=600)
+    with monkeypatch.context() as patch:
+        make_unreadable(patch, parent)
+        files = open_files()
+    (files.folder / f"{parent}.safetensors").write_bytes(b"damaged")
+
+    files.forget("", "nobody")
+
+    assert names_in(files) == set()
