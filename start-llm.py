@@ -11287,7 +11287,8 @@ def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
     for folder in dict.fromkeys([*own_folders, *folders]):
         # The server that had this port before may still be writing its last files.
         is_own = folder in own_folders
-        with suppress(BlockingIOError):
+        # FileNotFoundError: another server deletes it in this moment.
+        with suppress(BlockingIOError, FileNotFoundError):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
             lock_file = _take_lock(folder, patience=_LOCK_SECONDS if is_own else 0.0)
@@ -11301,7 +11302,8 @@ def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
 def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
     """Have a folder for this server alone, until what is returned is closed.
 
-    Raises BlockingIOError: another one has it, after `patience` seconds; OSError.
+    Raises BlockingIOError: another one has it, after `patience` seconds;
+    FileNotFoundError: it is gone; OSError.
     """
     path = folder / "lock"
     with suppress(FileNotFoundError):
@@ -11311,9 +11313,12 @@ def _take_lock(folder: Path, *, patience: float = 0.0) -> io.BufferedReader:
         path.touch(mode=0o600)
     deadline = time.monotonic() + patience
     while True:
-        lock_file = path.open("rb")  # each time: who had it may have deleted the folder
+        lock_file = path.open("rb")
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who had it may have deleted the folder, and another one have made it anew.
+            if not os.path.samestat(os.fstat(lock_file.fileno()), path.stat()):
+                raise BlockingIOError
             return lock_file
         except OSError as fault:
             lock_file.close()
@@ -11356,7 +11361,7 @@ def _delete_folder(folder: Path) -> str:
     try:
         with _take_lock(folder):
             shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         return ""
     except OSError as fault:
         faults.append(fault)

@@ -1,5 +1,7 @@
 """Files of KV: which there are, whose they are, and the folders that they are in."""
 
+import shutil
+
 import numpy as np
 import pytest
 import start_llm as s
@@ -154,3 +156,71 @@ def test_file_whose_parent_turns_out_to_be_damaged_is_deleted_with_it(
     files.forget("", "nobody")
 
     assert names_in(files) == set()
+
+
+# -- folders that go while they are opened ----------------------------------------------------
+
+
+IDENTITY = "a" * 16
+
+
+def test_lock_of_a_folder_that_was_just_deleted_is_not_taken(tmp_path, monkeypatch):
+    """The next server would make the folder anew, and have its lock as well."""
+    folder = tmp_path / IDENTITY
+    folder.mkdir()
+    flock = s.fcntl.flock
+
+    def flock_too_late(*arguments):
+        monkeypatch.setattr(s.fcntl, "flock", flock)
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "lock").touch()
+        flock(*arguments)
+
+    monkeypatch.setattr(s.fcntl, "flock", flock_too_late)
+    with s._take_lock(folder, patience=10.0), pytest.raises(BlockingIOError):
+        s._take_lock(folder)
+
+
+@pytest.mark.parametrize("last_call", ["mkdir", "chmod", "touch", "flock"])
+def test_folder_that_vanishes_while_it_is_opened_does_not_turn_the_cache_off(
+    last_call, tmp_path, monkeypatch
+):
+    """Another server may delete it, for room or to forget all."""
+    owner = s.fcntl if last_call == "flock" else s.Path
+    call = getattr(owner, last_call)
+
+    def call_and_delete(target, *args, **kwargs):
+        call(target, *args, **kwargs)
+        if last_call == "flock" or IDENTITY in str(target):
+            monkeypatch.setattr(owner, last_call, call)
+            shutil.rmtree(tmp_path / "kv" / IDENTITY)
+
+    monkeypatch.setattr(owner, last_call, call_and_delete)
+    config = s.Config(cache_disk_folder=str(tmp_path / "kv"))
+
+    files = s.open_kv_files(config, IDENTITY)
+    write(files, list(range(600)))
+
+    assert len(names_in(files)) == 1
+    with pytest.raises(BlockingIOError):
+        s._take_lock(files.folder)
+    files.close()
+
+
+def test_folder_that_goes_by_itself_is_no_fault_of_forgetting(tmp_path, monkeypatch):
+    folder = tmp_path / IDENTITY
+    folder.mkdir()
+    (folder / "lock").touch()
+    find_folders = s._find_folders
+
+    def find_and_delete(root):
+        found = find_folders(root)
+        shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(s, "_find_folders", find_and_delete)
+    config = s.Config(cache_disk_folder=str(tmp_path), cache_disk="on")
+
+    assert s.delete_other_folders(config) == ""
+    assert not folder.exists()
