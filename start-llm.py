@@ -14701,11 +14701,16 @@ class CallForm(NamedTuple):
     opening: str  # up to its arguments; the grammar has it as tokens
     parts: CallParts | None = None  # what follows; None: any tokens, to the reply's end
     schema_path: str = ""  # in the body, if the tool is strict
+    free_opening: str = ""  # if not "", the opening of a call with any arguments
 
     @property
     def is_strict(self) -> bool:
         """Whether the arguments must fit. Of an unknown syntax nothing is enforced."""
         return bool(self.schema_path) and self.parts is not None
+
+    def free(self) -> CallForm:
+        """The same call with any arguments."""
+        return CallForm(self.free_opening or self.opening, schema_path=self.schema_path)
 
     def refusal(self, fault: str) -> BadRequest:
         """The error for a strict tool whose schema cannot be enforced."""
@@ -15168,9 +15173,7 @@ class _ReplyGrammars:
             with suppress(_GrammarFault):
                 return self._compile(start, calls, schema)
 
-        calls = [
-            call if call.is_strict else call._replace(parts=None) for call in calls
-        ]
+        calls = [call if call.is_strict else call.free() for call in calls]
         try:
             return self._compile(start, calls, schema)
         except _GrammarFault as error:
@@ -15191,7 +15194,7 @@ class _ReplyGrammars:
         except _GrammarFault as fault:
             if call.is_strict:
                 raise call.refusal(str(fault)) from None
-            return call._replace(parts=None)
+            return call.free()
         return call
 
     def _compile(
@@ -21952,14 +21955,21 @@ _NEUTRAL_KEYWORDS: Final = {
 # Keywords of a text that are not enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
 # Texts that are read as a value of another type, where the argument may have that. One
-# that is read as null fits: null has no other value.
+# that is read as null fits: null has no other value. Nor may a text begin with a bracket,
+# or with a number or a truth and what may begin an end tag: the grammar compiler would
+# take that tag for more of the text, and the call of an integer could not end.
 _OTHER_TYPES: Final = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
-    "integer": r"\s*-?[0-9]+\s*",
-    "number": r"\s*-?[0-9]+[.eE][0-9.eE+\-]*\s*",
-    "boolean": r"\s*(true|false|True|False)\s*",
+    "integer": r"\s*-?[0-9]+\s*([\n<](?s:.*))?",
+    "number": r"\s*-?[0-9]+[.eE][0-9.eE+\-]*\s*([\n<](?s:.*))?",
+    "boolean": r"\s*(true|false|True|False)\s*([\n<](?s:.*))?",
 }
+# Keywords with data, in which "$ref" is a key like others, and with schemas by name.
+_DATA_KEYWORDS: Final = ("const", "enum", "default", "examples")
+_NAMED_SCHEMAS: Final = (
+    *("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
+)
 _MAX_SCHEMAS: Final = 10_000  # of one tool: unions in unions may double at each level
 
 
@@ -21994,8 +22004,9 @@ def call_forms(
             parts = None
         if parts is not None:
             # They have the tags of all keys, that of the first one, too.
-            opening = tool_format.opening(tool_name, {})
-        forms.append(form._replace(opening=opening, parts=parts))
+            bare_opening = tool_format.opening(tool_name, {})
+            form = CallForm(bare_opening, parts, form.schema_path, free_opening=opening)
+        forms.append(form)
     return forms
 
 
@@ -22149,9 +22160,19 @@ class _TaggedForm:
             for keyword, value in condition.items():
                 if keyword in _NEUTRAL_KEYWORDS:
                     continue
-                if plain.setdefault(keyword, value) != value and not self._is_lenient:
-                    raise _NoForm(f"{keyword!r} comes twice for one value")
+                first_value = plain.setdefault(keyword, value)
+                if first_value != value:
+                    plain[keyword] = self._both(keyword, first_value, value)
         return plain
+
+    def _both(self, keyword: str, first: object, second: object) -> object:
+        """What two conditions with a keyword demand together. Raises _NoForm."""
+        if keyword == "type":
+            names, other_names = _type_names(first), _type_names(second)
+            return [name for name in names if name in other_names]
+        if not self._is_lenient:
+            raise _NoForm(f"{keyword!r} comes twice for one value")
+        return first
 
     def _refuse(self, schema: Schema, keywords: Sequence[str]) -> None:
         """Raise _NoForm if a strict tool has one of these keywords."""
@@ -22188,11 +22209,19 @@ class _TaggedForm:
         return (text, self._value_end)
 
 
+def _type_names(types: object) -> list[object]:
+    """The types of a keyword `type`; a number may be an integer."""
+    names = as_list(types)
+    return [*names, "integer"] if "number" in names else names
+
+
 def _union_branches(schema: Schema) -> list[object] | None:
     """The branches of a union, each with what stands beside the union; None: it has none.
 
     A list of types is a union, too, unless values are listed: these have their types.
     """
+    if schema.get("type") == []:  # what its conditions allow has nothing in common
+        return []
     rest = dict(schema)
     has_values = "const" in rest or "enum" in rest
     if "anyOf" in rest:
@@ -22213,25 +22242,37 @@ def _with_definitions(part: SchemaPart) -> JsonObject:
     """
     references: list[str] = []  # grows while they are followed
 
-    def rename(schema: JsonObject) -> JsonObject:
-        reference = schema.get("$ref")
-        if isinstance(reference, str):
-            if reference not in references:
-                references.append(reference)
-            schema["$ref"] = f"#/$defs/d{references.index(reference)}"
-        return schema
+    def rename(reference: str) -> str:
+        if reference not in references:
+            references.append(reference)
+        return f"#/$defs/d{references.index(reference)}"
 
-    def copy_schema(schema: object) -> Any:
-        return json.loads(json.dumps(schema), object_hook=rename)
-
-    copied: JsonObject = copy_schema(part.schema)
+    copied: JsonObject = _rename_references(part.schema, rename)
     definitions: JsonObject = {}
     for number, reference in enumerate(references):
         target = part.look_up(reference)
         if target is None:
             raise _NoForm(f"{reference!r:.60} refers to nothing")
-        definitions[f"d{number}"] = copy_schema(target)
+        definitions[f"d{number}"] = _rename_references(target, rename)
     return {**copied, "$defs": definitions} if definitions else copied
+
+
+def _rename_references(schema: object, rename: Callable[[str], str]) -> Any:
+    """A copy of a schema, or of a list of them, with other references."""
+    if isinstance(schema, list):
+        return [_rename_references(item, rename) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copied = dict(schema)
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str):
+            copied[keyword] = rename(value)
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            members = value.items()
+            copied[keyword] = {k: _rename_references(v, rename) for k, v in members}
+        elif keyword not in _DATA_KEYWORDS:
+            copied[keyword] = _rename_references(value, rename)
+    return copied
 
 
 # region TENANTS ===============================================================
@@ -22763,7 +22804,7 @@ def _find_call_forms(
     if must_call:
         return forms
     # The model need not call. If it calls a tool that is not strict, anything will do.
-    return [form if form.schema_path else form._replace(parts=None) for form in forms]
+    return [form if form.schema_path else form.free() for form in forms]
 
 
 def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:

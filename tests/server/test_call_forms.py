@@ -56,6 +56,7 @@ PROPERTIES: list[dict[str, Any]] = [
     {"type": "array", "items": {"$ref": "#/$defs/a~1b%25"}, "maxItems": 2},
     object_of({"$ref": "#/$defs/tree/properties/a"}),
     object_of({"$ref": "#/$defs/side"}),
+    {"type": ["string", "null"], "anyOf": [{"const": "a"}, {"type": "null"}]},
 ]
 
 
@@ -306,6 +307,88 @@ def test_a_reference_in_an_array_may_lead_to_any_place_of_the_schema(dense):
         "additionalProperties": False,
     }
     jsonschema.validate(written_arguments(dense, parameters), parameters)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"const": {"$ref": "x"}},
+        {"enum": [{"$ref": "x"}]},
+        {"const": {"$ref": "x"}, "default": {"$ref": "y"}, "examples": [{"$ref": "z"}]},
+    ],
+    ids=str,
+)
+def test_data_in_a_schema_holds_no_reference(dense, data):
+    parameters = one_value(data, required=["a"], additionalProperties=False)
+    arguments = written_arguments(dense, parameters)
+    assert arguments == {"a": {"$ref": "x"}}
+
+
+def accepts(served: Served, forms: list[s.CallForm], call: str) -> bool:
+    """Whether the reply may be this call."""
+    matcher = compile_forms(served, forms)
+    tokens_fit = map(matcher.consume_token, served.scribe.ids(call))
+    return all(tokens_fit) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "wrong"),
+    [
+        ({"type": ["string", "null"], "anyOf": [TEXT, {"type": "null"}]}, "b", ""),
+        ({"type": ["string", "number"], "oneOf": [TEXT, {"type": "integer"}]}, "5", ""),
+        ({"type": "string", "anyOf": [TEXT, {"type": "integer"}]}, "5", ""),
+        ({"type": ["integer", "string"], "allOf": [{"const": "b"}, TEXT]}, "b", "5"),
+        ({"type": ["number", "string"], "$ref": "#/$defs/short"}, "5", "long"),
+    ],
+    ids=str,
+)
+def test_a_value_has_the_types_that_all_its_conditions_allow(
+    dense, schema, good, wrong
+):
+    definitions = {"short": {"type": ["integer", "string"], "maxLength": 2}}
+    parameters = one_value(schema, required=["a"], **{"$defs": definitions})
+    forms = forms_of(parameters, strict=True)
+
+    assert accepts(dense, forms, FORMATS["qwen"].text({"a": good}, "f"))
+    assert not (
+        wrong and accepts(dense, forms, FORMATS["qwen"].text({"a": wrong}, "f"))
+    )
+
+
+@pytest.mark.parametrize("syntax", ["qwen", "glm", "minimax"])
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [("integer", "-5"), ("number", "1.5e3"), ("number", "7"), ("boolean", "true")],
+)
+def test_a_call_ends_after_a_value_that_is_no_text_where_a_text_may_be(
+    dense, syntax, other, text
+):
+    """The end tags after 5 were taken for more of a text."""
+    forms = forms_of(one_value({"type": ["string", other]}, required=["a"]), syntax)
+
+    assert accepts(dense, forms, FORMATS[syntax].text({"a": text}, "f"))
+    assert accepts(dense, forms, FORMATS[syntax].text({"a": f"{text} or\nso"}, "f"))
+
+
+def test_a_value_of_no_type_has_no_form():
+    for types in ("integer", ["null", "boolean"]):
+        schema = {"type": types, "allOf": [TEXT]}
+        assert not has_form(one_value(schema), strict=True)
+
+
+def test_the_name_of_a_tool_ends_where_its_arguments_are_free(dense):
+    """Else list_all would be written as list, which is free, with any arguments."""
+    loose = {"type": "array", "items": {"type": "objekt"}}
+    tools = [
+        tool("list", one_value(loose, required=["a"])),
+        tool("list_all", one_value({"type": "integer"}, required=["a"])),
+    ]
+    strict_tools = {"list_all": "tools[1]"}
+    forms = s.call_forms(format_of("glm"), tools, strict_tools=strict_tools)
+
+    assert accepts(dense, forms, FORMATS["glm"].text({"a": "x"}, "list"))
+    assert not accepts(dense, forms, FORMATS["glm"].text({"a": "x"}, "list_all"))
+    assert accepts(dense, forms, FORMATS["glm"].text({"a": 5}, "list_all"))
 
 
 def test_strict_of_the_messages_api_names_its_own_field():
