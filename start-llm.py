@@ -11352,39 +11352,45 @@ def _limit_other_folders(folder: Path, max_bytes: int) -> int:
     return n_bytes
 
 
-def _delete_folder(folder: Path) -> str:
+def _delete_folder(folder: Path) -> tuple[int, str]:
     """Delete a folder, unless a server uses it.
 
-    Returns why some of it is still there; "" if it is gone, or a server uses it.
+    Returns how many segments are gone, and why some of it is still there; "" if it is
+    gone, or a server uses it.
     """
+    segments: list[Path] = []
     faults: list[BaseException] = []
     try:
         with _take_lock(folder):
+            segments = [*folder.glob("*" + _SEGMENT_SUFFIX)]
             shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
     except (BlockingIOError, FileNotFoundError):
-        return ""
+        return 0, ""
     except OSError as fault:
         faults.append(fault)
-    return _reason_of(faults[0]) if faults else ""
+    n_deleted = sum(not path.exists() for path in segments)
+    return n_deleted, _reason_of(faults[0]) if faults else ""
 
 
-def delete_other_folders(config: Config) -> str:
+def delete_other_folders(config: Config) -> tuple[int, str]:
     """Delete all folders, but for those that a server uses, as this one uses its own.
 
-    Returns why some of it is still there; "" if all is gone, or if this server keeps
-    nothing on the disk.
+    Returns how many segments are gone, and why some of it is still there; "" if all is
+    gone, or if this server keeps nothing on the disk.
     """
+    n_deleted, fault = 0, ""
     if not wants_disk_cache(config):
-        return ""
-    fault = ""
+        return n_deleted, fault
     try:
         for folder in _find_folders(_find_root(config)):
-            fault = _delete_folder(folder) or fault
+            n_of_folder, fault_of_folder = _delete_folder(folder)
+            n_deleted += n_of_folder
+            fault = fault_of_folder or fault
     except (FileNotFoundError, NotADirectoryError):
         pass  # there never was one
     except OSError as error:
         fault = _reason_of(error)
-    return fault
+    return n_deleted, fault
 
 
 def report_unused(config: Config, fault: DiskError) -> DiskReport:
@@ -24083,15 +24089,18 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
         stores.ledger.forget(session)
         stores.session_index.forget(session)
     dropped = state.engine.drop_kv(state.tenant, session)
+    n_files = dropped.n_files
     faults.append(dropped.fault)
     if is_all:
-        faults.append(delete_other_folders(state.config))
+        n_others, others_fault = delete_other_folders(state.config)
+        n_files += n_others
+        faults.append(others_fault)
     elif not state.records.flush(_FORGET_SECONDS):
         faults.append(state.records.failure or "the disk does not answer")
     if any(faults):
         reasons = "; ".join(dict.fromkeys(filter(None, faults)))
         raise ServerError(f"memory has forgotten it, and the disk not yet: {reasons}")
-    return {"dropped": dropped.n_entries, "files": dropped.n_files}
+    return {"dropped": dropped.n_entries, "files": n_files}
 
 
 # region HTTP SERVER ===========================================================

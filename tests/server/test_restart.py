@@ -231,13 +231,14 @@ def test_what_was_said_to_other_models_is_forgotten_too(start, tmp_path):
         (root / name).mkdir(parents=True)
         (root / name / "lock").touch()
         (root / name / "records").write_bytes(b"what was said")
+        (root / name / "x.safetensors").write_bytes(b"what was said")
     server = start(DENSE)
 
     with (root / in_use / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, _ = delete_cache(server)
+        code, body = delete_cache(server)
 
-    assert code == 200
+    assert (code, body["files"]) == (200, 1)
     assert not (root / other).exists()
     assert (root / in_use / "records").exists()
     assert (root / "photos" / "records").exists(), "it is not ours"

@@ -222,5 +222,5 @@ def test_folder_that_goes_by_itself_is_no_fault_of_forgetting(tmp_path, monkeypa
     monkeypatch.setattr(s, "_find_folders", find_and_delete)
     config = s.Config(cache_disk_folder=str(tmp_path), cache_disk="on")
 
-    assert s.delete_other_folders(config) == ""
+    assert s.delete_other_folders(config) == (0, "")
     assert not folder.exists()
