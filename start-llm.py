@@ -45,7 +45,9 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     MODEL LOADING     weights, tokenizer, and facts about them
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
-    DRAFTS            several tokens a step: copies of what was said, or guesses
+    DRAFTS            several tokens a step: how long a draft may be, and who pays
+    COPIES            drafts that are copies of what was said
+    GUESSES           drafts of a smaller model, or of a head of the model
     EXACT CHECKS      now and then a warm reply is computed again without the cache
     ENGINE REQUESTS   what is asked of the model, and what is told of it
     RUNNING REQUESTS  a request on the model; batches in which requests decode
@@ -15218,38 +15220,33 @@ class _ReplyGrammars:
 
 
 # region DRAFTS ================================================================
-# Several tokens a step (speculative decoding): where a reply repeats what stands in its
-# conversation already, or where a smaller model or a head of the model (DRAFT_MODEL)
-# can guess what follows.
+# Several tokens a step (speculative decoding), for a request that decodes alone.
 #
-#     history  ... def read(path): return open(path).read() ... def read(path):
-#              [ six tokens ] [ what followed ]             [ the same six ] y ...
+# A plain step feeds y, the token sampled last, and samples the next one. A draft is what
+# may follow y. Both are fed in one call of the model; then a token is sampled in the
+# place of each token of the draft, which is accepted as far as it is the same:
 #
-# y is the token sampled last, which is not fed yet. A draft follows y. Both are fed in
-# one call of the model, and each token of the draft is accepted as far as it is the one
-# that would have been sampled in its place. So a reply is the same with drafts and
-# without, greedy or not, and so is its KV. Only the time differs: a call of 32 tokens
-# may take as long as one of a single token, or as 27 of them. That is measured.
+#     fed         y a b c d      y, and the draft a b c d
+#     sampled     a b x          a and b are accepted: the step gave three tokens
+#     fed next    x ...          x is the next y
 #
-# Drafts are for a request that decodes alone. None has an end token: what ends a reply
-# is sampled in a step of its own, so that the state before it is known. After a wrong
-# draft, recurrent layers are put back; what was right of it is *pending*, and is fed
-# again in the next step (SAMPLING, TokenGenerator).
+# So a reply is the same with drafts and without, greedy or not, and so is its KV: c and
+# d are cut off. Recurrent layers cannot be cut. They are put back to before y; then y a b
+# are *pending*, and are fed again with x (SAMPLING, TokenGenerator).
 #
-#  1 Account   DraftCosts: what steps take. DraftBudget: whether there may be a draft,
+# Only the time differs. A call of 32 tokens may take as long as one of a single token,
+# or 27 times as long. So steps are timed, and drafts have a budget.
+#
+# A token that may end the reply is fed in a plain step, so that the state before it is
+# known: no draft contains one, and none follows one.
+#
+#  1 Drafters  A Drafter finds the drafts of one request: a CopyDrafter (COPIES), or, where
+#              there is nothing to copy, a GuessDrafter (GUESSES).
+#  2 Budget    DraftCosts: how long steps take. DraftBudget: whether there may be a draft,
 #              and how long (L-224).
-#  2 Drafters  A Drafter finds the drafts of one request.
-#  3 Copies    CopyDrafter, which is asked first: what followed the last tokens when they
-#              stood there before.
-#  4 Guesses   GuessDrafter: what a Guesser names, of which there is one for all requests:
-#                DraftModel   a smaller model. A draft need not be accepted, so of a long
-#                             conversation it reads the tail only: its KV has a bound.
-#                DraftHead    a head of the model (UPSTREAM, "heads"). It reads the
-#                             model's own states, of the reply, not of the prompt
-#                             (L-230); Gemma 4's assistant reads the model's KV, too.
 #
-# Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING, SAMPLING
-# Thread   model; mlx
+# Uses     LOGGING, API TYPES, UPSTREAM, SAMPLING
+# Thread   model
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
@@ -15258,26 +15255,94 @@ def can_draft(layer_caches: LayerCaches) -> bool:
     return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
 
-# -- 1 account -------------------------------------------------------------------------
-#
-# A step that feeds one token is a *plain* step. Costs are counted in plain steps.
+# -- 1 drafters ------------------------------------------------------------------------
 
-_FIRST_BALANCE: Final = 8.0  # that a reply may lose before it has gained anything
-_ALLOWANCE: Final = 0.01  # for each plain step: drafts may cost a hundredth of the time
+_ROOM_TOKENS: Final = 4096  # that a full buffer grows by
+
+
+class Drafter:
+    """Finds the drafts of one request, as long as its budget allows them.
+
+    Before a step `follow` and `draft` are called; after one with its draft, `learn`.
+    """
+
+    def __init__(
+        self,
+        history: TokenIds,
+        *,
+        end_ids: frozenset[int],
+        budget: DraftBudget,
+        metrics: CacheMetrics,
+    ) -> None:
+        """`history`: what is before the reply. `end_ids`: tokens that may end it."""
+        self.budget = budget
+        self._metrics = metrics
+        self._end_ids = end_ids
+        self._buffer = history  # then the reply so far, and room for more of it
+        self._n_history = len(history)
+        self._reply_start = len(history)
+
+    @property
+    def _history(self) -> TokenIds:
+        """All that comes before y."""
+        return self._buffer[: self._n_history]
+
+    def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
+        """Take over the reply up to its first `n_fed` tokens."""
+        new_ids = output_ids[self._n_history - self._reply_start : n_fed]
+        end = self._n_history + len(new_ids)
+        if end > len(self._buffer):
+            room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
+            self._buffer = np.concatenate([self._history, room])
+        self._buffer[self._n_history : end] = new_ids
+        self._n_history = end
+
+    def draft(
+        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
+    ) -> list[int]:
+        """What may follow y, at most `max_tokens`; [] if nothing is likely to.
+
+        `wait_for_y` returns y, once `generator` has it. Meanwhile nothing is launched,
+        so that y is waited for only where a draft is likely.
+        """
+        raise NotImplementedError
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """A step with a draft took so long, and so much of it was accepted."""
+        self._metrics.bump("draft_steps")
+        self._metrics.bump("draft_tokens", n_draft)
+        self._metrics.bump("draft_tokens_accepted", n_accepted)
+        self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+
+    def _before_end(self, token_ids: list[int]) -> list[int]:
+        """What comes before a token that may end the reply, or that is no text."""
+        for place, token_id in enumerate(token_ids):
+            # Below 0 are markers of images, and what parts two conversations.
+            if token_id < 0 or token_id in self._end_ids:
+                return token_ids[:place]
+        return token_ids
+
+
+# -- 2 budget --------------------------------------------------------------------------
+#
+# Time is counted in plain steps: without drafts each token takes one.
+
+FIRST_BALANCE: Final = 8.0  # that a reply may lose before it has gained anything
+_ALLOWANCE: Final = 0.01  # of each plain step: drafts may cost a hundredth of the time
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_MAX_RATIO: Final = 2.0  # of a new value to the mean, and of the mean to a new value
-_MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then plain ones are measured again
+_MAX_RATIO: Final = 2.0  # between the mean and a new value
+_MAX_SINCE_PLAIN: Final = 64  # steps with drafts; then a plain one is measured again
 _STEPS_KEPT: Final = 10_000  # then costs are forgotten: the machine may have been busy
 
 
 class DraftCosts:
-    """Seconds of a step by the tokens that are fed in it, on this machine and model.
+    """How long steps take on this machine, by the number of tokens that they feed.
 
-    why(L-231): the machine does other things, too, now and then for long.
+    why(L-231): other work of the machine may hold up one of them, or all for a while.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # moving means
+        self._seconds: dict[int, float] = {}  # moving means, by tokens fed
         self._n_steps: Counter[int] = Counter()
         self._n_since_plain = 0  # steps that counted since the last plain one
 
@@ -15292,17 +15357,18 @@ class DraftCosts:
         if self._n_steps[n_fed] == 1:  # it may have compiled kernels
             return False
 
-        # Something else may have held up this step, or the one that the mean began
-        # with, for a hundred times as long: the larger counts as twice the other.
+        # This step may have been held up, or the first one that counted, and have taken
+        # a hundred times as long: the larger value counts as twice the smaller at most.
         mean = min(self._seconds.get(n_fed, seconds), _MAX_RATIO * seconds)
         seconds = min(seconds, _MAX_RATIO * mean)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
-        self._n_since_plain = 0 if n_fed == 1 else self._n_since_plain + 1
         if 1 in self._seconds:  # a plain step takes no longer than one that feeds more
             self._seconds[1] = min(self._seconds[1], self._seconds[n_fed])
+
+        self._n_since_plain = 0 if n_fed == 1 else self._n_since_plain + 1
         if self._n_steps.total() >= _STEPS_KEPT and self.is_known:
             self._seconds = {1: self._seconds[1]}
-            self._n_steps = Counter([1])
+            self._n_steps = Counter({1: 1})
         return True
 
     def in_plain_steps(self, seconds: float) -> float:
@@ -15310,7 +15376,7 @@ class DraftCosts:
         return seconds / self._seconds[1]
 
     def can_pay(self, n_draft: int) -> bool:
-        """Whether a draft of this length would pay if it were right to its end.
+        """Whether a draft of this length pays if all of it is accepted.
 
         That is believed until two steps have counted, the second and the third: one
         alone may have been held up.
@@ -15331,18 +15397,15 @@ class DraftGain(TypedDict):
 class DraftBudget:
     """Whether there may be another draft, and how long it may be.
 
-    Drafts may lose what they have gained, and a hundredth of the time. `balance` counts
-    that in plain steps; there is no draft while it is below 0:
+    Drafts may lose what they have gained, and a hundredth of the time. `balance` is
+    what they may still lose; there is none while it is below 0:
 
-        learn_plain   a plain step                          + 0.01
-        learn         a step with a draft                   + its tokens - what it took
-        charge        from this step to the next launch     - what it took
-                      a step that feeds pending tokens      + 1 - what it took
-                      a guess that begins with an end       - what it took
-        add           a copy that begins with another y     - 0.2
+        + 0.01    for each plain step
+        + 1       for each token of a step with a draft
+        - time    that such steps and finding drafts took, in plain steps
 
-    For example, a step with a draft of 15 takes 1.2 plain steps. If 9 were right it gave
-    10 tokens: + 8.8; if none was: - 0.2.
+    For example a step with a draft takes 1.2 plain steps. If 9 tokens were accepted, it
+    gave 10: + 8.8. If none was: - 0.2.
     """
 
     def __init__(
@@ -15350,7 +15413,7 @@ class DraftBudget:
         costs: DraftCosts,
         *,
         lengths: tuple[int, int],
-        first_balance: float = _FIRST_BALANCE,
+        first_balance: float = FIRST_BALANCE,
         max_balance: float = math.inf,
     ) -> None:
         """`lengths`: the usual one, and that after a draft that was right to its end."""
@@ -15383,11 +15446,11 @@ class DraftBudget:
         self._length = long if was_right and self.costs.can_pay(long) else usual
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
-        """Drafts took time, which gave so many tokens of the reply.
+        """Drafts took so long, in which the reply got so many tokens.
 
-        Time goes by after a step with a draft, too. The next step is launched only when
-        its draft is known: until then the device has nothing to do. And what is pending
-        is fed again, in a step that gives one token.
+        That is a step with a draft; or the time from its end to the next launch, since
+        only now it is known what to feed; or a step that feeds what is pending, and gives
+        one token; or a guess that is not fed.
         """
         plain_steps = self.costs.in_plain_steps(seconds)
         self.gain["tokens"] += n_tokens
@@ -15400,85 +15463,23 @@ class DraftBudget:
         self.balance = min(self.balance + plain_steps, self._max_balance)
 
 
-# -- 2 drafters ------------------------------------------------------------------------
-
-_ROOM_TOKENS: Final = 4096  # that a full history grows by
-
-
-class Drafter:
-    """Finds drafts for one request, as long as they pay.
-
-    Before each step it is asked (`follow`, then `draft`); if its draft was fed, it is
-    told how much of it was right (`learn`).
-    """
-
-    def __init__(
-        self,
-        history: TokenIds,
-        *,
-        end_ids: frozenset[int],
-        budget: DraftBudget,
-        metrics: CacheMetrics,
-    ) -> None:
-        """`history`: what comes before the reply.
-
-        `end_ids`: tokens that may end the reply, and are never drafted.
-        """
-        self.budget = budget
-        self._metrics = metrics
-        self._end_ids = end_ids
-        self._buffer = history  # then the reply so far, and room for more of it
-        self._n_history = len(history)
-        self._reply_start = len(history)
-
-    @property
-    def _history(self) -> TokenIds:
-        """What came before the reply, and the reply so far; y comes after it."""
-        return self._buffer[: self._n_history]
-
-    def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
-        """Take over the reply up to its first `n_fed` tokens."""
-        new_ids = output_ids[self._n_history - self._reply_start : n_fed]
-        end = self._n_history + len(new_ids)
-        if end > len(self._buffer):
-            room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
-            self._buffer = np.concatenate([self._history, room])
-        self._buffer[self._n_history : end] = new_ids
-        self._n_history = end
-
-    def draft(
-        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
-    ) -> list[int]:
-        """What may follow y, at most `max_tokens`; [] if nothing would pay.
-
-        `wait_for_y` returns y, once `generator` has it. Meanwhile nothing is launched,
-        so that y is waited for only where a draft is likely.
-        """
-        raise NotImplementedError
-
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """A step with a draft took so long, and so much of it was accepted."""
-        self._metrics.bump("draft_steps")
-        self._metrics.bump("draft_tokens", n_draft)
-        self._metrics.bump("draft_tokens_accepted", n_accepted)
-        self.budget.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
-
-    def _before_end(self, token_ids: list[int]) -> list[int]:
-        """What comes before a token that may end the reply, or that is no text."""
-        for place, token_id in enumerate(token_ids):
-            # Below 0 are markers of images, and what parts two conversations.
-            if token_id < 0 or token_id in self._end_ids:
-                return token_ids[:place]
-        return token_ids
-
-
-# -- 3 copies --------------------------------------------------------------------------
+# region COPIES ================================================================
+# Drafts that are copied: a reply often repeats its conversation, for example a file that
+# it changes, or the path of the last call.
 #
-# A copy begins where the last 6 tokens of the history stood before. Near the end of the
-# last copy 3 are enough, for a text that is written again with a change:
+# A copy begins where the last six tokens stood before. Its first token must be y; the
+# others are the draft:
+#
+#     history  ... def read(path): return open(path).read() ... def read(path):
+#              [ six tokens ] [ the copy ...                [ the same six ] y ...
+#
+# Near the end of the last copy three are enough: a text is written again with a change.
 #
 #     before     ... a b c d e f g h i ...
 #     reply      ... a b c d X f g h          the copy ended after d; f g h: i may follow
+#
+# Uses     LOGGING, API TYPES, SAMPLING, DRAFTS
+# Thread   model
 
 _MATCH_TOKENS: Final = 6
 _NEAR_MATCH_TOKENS: Final = 3
@@ -15490,7 +15491,7 @@ _SEPARATOR: Final[TokenIds] = np.array([-1], np.int32)  # between two conversati
 
 
 class CopyDrafter(Drafter):
-    """What followed the last tokens of a request when they stood there before."""
+    """Copies what followed the last tokens of a request when they stood there before."""
 
     def __init__(
         self,
@@ -15501,7 +15502,7 @@ class CopyDrafter(Drafter):
         costs: DraftCosts,
         metrics: CacheMetrics,
     ) -> None:
-        """`others`: conversations to copy from where this one has nothing, best first.
+        """`others`: other conversations to copy from, best first.
 
         They come before the prompt in the history, the first of them next to it.
         """
@@ -15581,7 +15582,23 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
     return starts
 
 
-# -- 4 guesses -------------------------------------------------------------------------
+# region GUESSES ===============================================================
+# Drafts that are guessed by what DRAFT_MODEL names: a smaller model, or a head of the
+# model, which the model's own files may contain, too.
+#
+# A GuessDrafter is the Drafter of one request. It asks the Guesser, a DraftModel or a
+# DraftHead, of which there is one for all requests. That has KV of the conversation that
+# it was last asked of, and reads what is new before it guesses:
+#
+#     read before    ... a b c d p q
+#     asked of       ... a b c d e f y     p q are cut off; e f y are read
+#     guessed                          g h i
+#
+# What it reads of its own guess is cut off at once: if it was right, it is read again.
+#
+# Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING, SAMPLING,
+#          DRAFTS
+# Thread   model; mlx
 
 # Shorter than copies, since each of their tokens takes a call of the model or head.
 _MODEL_LENGTHS: Final = (4, 7)
@@ -15593,21 +15610,82 @@ _MAX_TAIL_TOKENS: Final = 8192  # that a model has KV of
 _MAX_HEAD_TOKENS: Final = 4096  # that a head has KV of
 _FEW_TOKENS: Final = MAX_STATES  # read in the step that guesses; a head's are no more
 _MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
-_MAX_READ_COST: Final = 256.0  # of reading in a reply, in plain steps
-_MAX_PENDING_TOKENS: Final = 8  # with which a head may draft: they are fed with it
+_MAX_READ_COST: Final = 256.0  # plain steps, of reading in a reply
+_MAX_PENDING_TOKENS: Final = 8  # where a head may draft: they are fed with its draft
+
+
+class GuessDrafter(Drafter):
+    """Drafts of what DRAFT_MODEL names, for one request."""
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        guesser: Guesser,
+        *,
+        tenant: str,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> None:
+        super().__init__(
+            prompt, end_ids=end_ids, budget=guesser.budget, metrics=metrics
+        )
+        self._guesser = guesser
+        self._tenant = tenant
+        self._read_cost = 0.0  # plain steps, of guesses that had to read first
+        self._drafting_seconds = 0.0  # of the last draft
+
+    def draft(
+        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
+    ) -> list[int]:
+        """The most probable tokens, once the guesser has read what it needs.
+
+        After a failure there are no more, and no request ends.
+        """
+        guesser = self._guesser
+        n_draft = min(self.budget.choose_length(), max_tokens)
+        may_guess = not guesser.has_failed and self._read_cost < _MAX_READ_COST
+        if n_draft <= 0 or not may_guess:
+            return []
+        if not guesser.count_readable(self._history, generator):
+            return []
+        y = wait_for_y()
+        if y in self._end_ids:
+            return []
+
+        began = time.monotonic()
+        past = np.append(self._history, np.int32(y))
+        try:
+            guessed_ids = guesser.guess(past, n_draft, generator, tenant=self._tenant)
+        except Exception:
+            logger.exception("the draft model has failed, and is not asked any more")
+            guesser.has_failed = True
+            guesser.forget()
+            guessed_ids = []
+        self._drafting_seconds = time.monotonic() - began
+
+        draft = self._before_end(guessed_ids)
+        if draft:  # `learn` is told
+            return draft
+        if guessed_ids:
+            self.budget.charge(self._drafting_seconds)
+        else:  # it was reading, which has a bound of its own, and no part in the balance
+            read_cost = self.budget.costs.in_plain_steps(self._drafting_seconds)
+            self._read_cost += read_cost
+            self.budget.gain["plain_steps"] += read_cost
+        guesser.judge()
+        return []
+
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """Count it among all drafts, and among those of DRAFT_MODEL."""
+        self._metrics.bump("draft_model_tokens", n_draft)
+        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
+        seconds += self._drafting_seconds
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        self._guesser.judge()
 
 
 class Guesser:
-    """What DRAFT_MODEL names, with the KV of the conversation that it was last asked of.
-
-        read before    ... a b c d x y
-        asked of       ... a b c d e f g    x, y are cut off; e, f, g are read
-        guessed                          h i j
-
-    That KV begins somewhere in the conversation, and has a bound: then it begins anew.
-    What it has read of its own guesses is cut off at once: if they were right, it reads
-    them again.
-    """
+    """What DRAFT_MODEL names, with KV of `_read_ids`, a part of one conversation."""
 
     def __init__(
         self,
@@ -15627,20 +15705,20 @@ class Guesser:
             DraftCosts(),
             lengths=lengths,
             first_balance=_FIRST_GUESS_BALANCE,
-            max_balance=_FIRST_BALANCE,
+            max_balance=FIRST_BALANCE,
         )
         self._is_judged = False
         self._path = loaded.path
         self._max_kv_tokens = max_kv_tokens
         self._make_cache = make_cache
         self._layer_caches: LayerCaches = []
-        self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
-        self._start = 0  # where they begin in their conversation
+        self._read_ids: TokenIds = np.empty(0, np.int32)
+        self._start = 0  # of that part in the conversation
         self._tenant = ""  # whose conversation it is
         logger.info("drafts: %s, with its KV: %s", self._path, in_bytes(self.nbytes))
 
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
-        """With how many tokens of the end of a past it may begin; 0: it cannot guess.
+        """How many tokens at the end of a past it can read; 0: it cannot guess now.
 
         `generator` was fed all of the past, but perhaps the last.
         """
@@ -15659,21 +15737,14 @@ class Guesser:
         if tenant != self._tenant:  # what another one has sent makes nothing faster
             self.forget()
             self._tenant = tenant
-        n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
-        n_kv = len(past) - self._start  # if it goes on
-        if not n_kept or n_kv - n_kept > n_readable or n_kv > self._max_kv_tokens:
-            self.forget()
-            self._start = max(0, len(past) - n_readable)
-            self._layer_caches = self._make_cache()
-            n_kept = 0
-        self._cut(len(self._read_ids) - n_kept)
+        self._go_back(past, n_readable)
 
-        unread_ids = past[self._start + n_kept :]
+        unread_ids = past[self._start + len(self._read_ids) :]
         if len(unread_ids) > _FEW_TOKENS:
             part_ids = unread_ids[:-1][:_MAX_READ_TOKENS]  # without y
             self._read_and_guess(part_ids, 1, generator)
             evaluate_caches(self._layer_caches)  # and no logits
-            self._read_ids = past[self._start :][: n_kept + len(part_ids)]
+            self._read_ids = np.append(self._read_ids, part_ids)
             return []
 
         guesses: Any = self._read_and_guess(unread_ids, n_tokens, generator)
@@ -15703,6 +15774,22 @@ class Guesser:
             "" if pays else "; it is tried now and then",
         )
 
+    def _go_back(self, past: TokenIds, n_readable: int) -> None:
+        """Keep KV as far as it is that of the past, without y.
+
+        Begin anew if nothing is, if more would be unread than can be read, and at the
+        bound of KV.
+        """
+        n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
+        n_kv = len(past) - self._start  # once all is read
+        if n_kept and n_kv - n_kept <= n_readable and n_kv <= self._max_kv_tokens:
+            self._cut(len(self._read_ids) - n_kept)
+            self._read_ids = self._read_ids[:n_kept]
+        else:
+            self.forget()
+            self._layer_caches = self._make_cache()
+            self._start = max(0, len(past) - n_readable)
+
     def _cut(self, n_tokens: int) -> None:
         for leaf in cache_leaves(self._layer_caches):
             leaf.trim(n_tokens)
@@ -15718,7 +15805,7 @@ class Guesser:
 
 
 class DraftModel(Guesser):
-    """A second, smaller model. Of a long conversation it reads the tail."""
+    """A second, smaller model. Of a long conversation it reads the tail alone."""
 
     def __init__(self, loaded: LoadedDraftModel) -> None:
         """Runs the model on two tokens, to measure it."""
@@ -15760,11 +15847,10 @@ class DraftModel(Guesser):
 class DraftHead(Guesser):
     """A head of the model, which reads pairs of a token and the state before it.
 
-        reply            r0   r1   r2   y
-        states after          r0   r1   r2      kept by the TokenGenerator
-        pairs read           (r1) (r2) (y)
+        token          r1   r2   y
+        state after    r0   r1   r2      kept by the TokenGenerator
 
-    It begins anew where a state is missing.
+    It begins anew where a state is missing. Of a prompt only the last is there (L-230).
     """
 
     def __init__(self, loaded: LoadedDraftHead) -> None:
@@ -15778,10 +15864,8 @@ class DraftHead(Guesser):
         )
 
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:  # noqa: ARG002 - any
-        """As many as there are states, if little is pending.
-
-        None may be if the head reads the model's KV, which lacks what is pending.
-        """
+        """As many as there are states; 0 if much is pending."""
+        # The model's KV lacks what is pending: a head that reads it needs all.
         max_pending = 0 if self._head.reads_model_kv else _MAX_PENDING_TOKENS
         if len(generator.pending_ids) > max_pending:
             return 0
@@ -15798,82 +15882,6 @@ class DraftHead(Guesser):
             generator.layer_caches if reads_model_kv else self._layer_caches,
             n_tokens=n_tokens,
         )
-
-
-class GuessDrafter(Drafter):
-    """Drafts of what DRAFT_MODEL names, for one request."""
-
-    def __init__(
-        self,
-        prompt: TokenIds,
-        guesser: Guesser,
-        *,
-        tenant: str,
-        end_ids: frozenset[int],
-        metrics: CacheMetrics,
-    ) -> None:
-        super().__init__(
-            prompt, end_ids=end_ids, budget=guesser.budget, metrics=metrics
-        )
-        self._guesser = guesser
-        self._tenant = tenant
-        self._read_cost = 0.0  # of steps in which it had to read, in plain steps
-        self._drafting_seconds = 0.0  # that the last draft took
-
-    def draft(
-        self, max_tokens: int, wait_for_y: Callable[[], int], generator: TokenGenerator
-    ) -> list[int]:
-        """The most probable tokens, once the guesser has read what it needs.
-
-        After a failure there are no more, and no request ends.
-        """
-        guesser = self._guesser
-        n_draft = min(self.budget.choose_length(), max_tokens)
-        if (
-            n_draft <= 0
-            or guesser.has_failed
-            or self._read_cost >= _MAX_READ_COST
-            or not guesser.count_readable(self._history, generator)
-        ):
-            return []
-
-        y = wait_for_y()
-        if y in self._end_ids:
-            return []
-        began = time.monotonic()
-        past = np.append(self._history, np.int32(y))
-        try:
-            guessed_ids = guesser.guess(past, n_draft, generator, tenant=self._tenant)
-        except Exception:
-            logger.exception("the draft model has failed, and is not asked any more")
-            guesser.has_failed = True
-            guesser.forget()
-            guessed_ids = []
-        seconds = time.monotonic() - began
-        self._drafting_seconds = seconds
-        draft = self._before_end(guessed_ids)
-        if draft:
-            return draft
-
-        if guessed_ids:
-            self.budget.charge(seconds)
-        else:  # it was reading, which has a bound of its own, and no part in the balance
-            read_cost = self.budget.costs.in_plain_steps(seconds)
-            self._read_cost += read_cost
-            self.budget.gain["plain_steps"] += read_cost
-        guesser.judge()
-        return []
-
-    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
-        """Count it among all drafts, and among those of DRAFT_MODEL."""
-        self._metrics.bump("draft_model_tokens", n_draft)
-        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
-        super().learn(
-            n_draft=n_draft,
-            n_accepted=n_accepted,
-            seconds=seconds + self._drafting_seconds,
-        )
-        self._guesser.judge()
 
 
 # region EXACT CHECKS ==========================================================
@@ -17559,8 +17567,8 @@ def choose_companions(
 # its batch has been merged with one of theirs.
 #
 # Uses     CONFIG, ERRORS, LOGGING, KV STATE, PREFIX CACHE, DISK CACHE, MODEL LOADING,
-#          SAMPLING, DRAFTS, EXACT CHECKS, ENGINE REQUESTS, RUNNING REQUESTS,
-#          MEMORY BUDGET, PREFILL, PREFILL POLICY
+#          SAMPLING, DRAFTS, COPIES, GUESSES, EXACT CHECKS, ENGINE REQUESTS,
+#          RUNNING REQUESTS, MEMORY BUDGET, PREFILL, PREFILL POLICY
 # Thread   model; mlx
 
 _QUEUE: Final = WaitCause("queue")
