@@ -448,7 +448,7 @@ import regex  # type: ignore[import-untyped]
 from dotenv import dotenv_values
 from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
-from mlx.nn import Module  # type: ignore[attr-defined]
+from mlx.nn import Embedding, Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import wired_limit
 from mlx_lm.models import base as attention
@@ -9026,9 +9026,13 @@ class AssistantHead(MtpHead):
         """Put the tap into `model`, as of any head."""
         super().__init__(path, model)
         if self.model.masked_embedding is not None:  # the E models'
-            self.model._lm_head_fn = (
-                None  # unused; it would keep weights that are freed
-            )
+            # Unused; it would keep weights that are freed.
+            self.model._lm_head_fn = None
+            embedding = self.model.model.embed_tokens
+            if "scales" in embedding:  # it is quantized; the head reads plain weights
+                plain = Embedding(1, 1)
+                plain.weight = embedding(mx.arange(embedding.num_embeddings))
+                self.model.model.embed_tokens = plain
 
     def make_cache(self) -> LayerCaches:
         """None at all."""

@@ -19,6 +19,7 @@ from drafting import (
     refusal,
 )
 from engine_fixture import words
+from mlx.nn import quantize
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
@@ -300,6 +301,31 @@ def test_a_head_is_loaded_beside_the_model(pairs, kind):
     assert loaded.draft_model.path == pairs(kind)[1]
     assert loaded.draft_model.nbytes > 100_000
     assert load_with(*pairs(kind), speculation="off").draft_model is None
+
+
+def test_a_quantized_assistant_of_an_e_model_drafts(head_of, tmp_path, rng):
+    """Its output layer reads plain weights, of the tokens of some clusters."""
+    from mlx_vlm.speculative.drafters import gemma4_assistant
+
+    drafting = head_of(GEMMA)
+    weights = mx.load(str(drafting.draft_folder / "model.safetensors"))
+    config = json.loads((drafting.draft_folder / "config.json").read_text())
+    n_tokens = config["text_config"]["vocab_size"]
+    clusters = {"num_centroids": 2, "centroid_intermediate_top_k": 2}
+    config = {**config, **clusters, "use_ordered_embeddings": True}
+    head = gemma4_assistant.Model(gemma4_assistant.ModelConfig.from_dict(config))
+    head.load_weights(list(weights.items()), strict=False)
+    head.masked_embedding.token_ordering = mx.arange(n_tokens)
+    quantize(head, group_size=32, bits=8)
+    config["quantization"] = {"group_size": 32, "bits": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = str(tmp_path / "model.safetensors")
+    mx.save_safetensors(file, dict(tree_flatten(head.parameters())))
+
+    drafting.draft_folder = tmp_path
+    _, end, _ = drafting.start().ask(words(rng, 20), n=60)
+
+    assert end.saved_steps > 10
 
 
 @pytest.mark.parametrize("kind", [HYBRID, MOE])
