@@ -45,8 +45,8 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     MODEL LOADING     weights, tokenizer, and facts about them
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
-    DRAFTS            several tokens a step: how long a draft may be, and who pays
-    COPIES            drafts that are copies of what was said
+    DRAFTS            several tokens a step: what a draft is, and whether it pays
+    COPIES            drafts that are copied from conversations
     GUESSES           drafts of a smaller model, or of a head of the model
     EXACT CHECKS      now and then a warm reply is computed again without the cache
     ENGINE REQUESTS   what is asked of the model, and what is told of it
@@ -15241,8 +15241,8 @@ class _ReplyGrammars:
 # Only the time differs. A call of 32 tokens may take as long as one of a single token,
 # or 27 times as long. So steps are timed, and drafts have a budget.
 #
-# A token that may end the reply is fed in a plain step, so that the state before it is
-# known: no draft contains one, and none follows one.
+# A token that may end the reply is fed in a plain step, since the state before it is kept
+# (RUNNING REQUESTS): no draft contains one, and none follows one.
 #
 #  1 Drafters  A Drafter finds the drafts of one request: a CopyDrafter (COPIES), or, where
 #              there is nothing to copy, a GuessDrafter (GUESSES).
@@ -15426,12 +15426,17 @@ class DraftBudget:
         self.gain: DraftGain = {"tokens": 0, "plain_steps": 0.0}
         self._max_balance = max_balance
         self._lengths = lengths
-        self._length = lengths[0]  # of the next draft
+        self._length = lengths[0]  # that was chosen last
+        self._was_right = False
 
     def choose_length(self) -> int:
         """How long the next draft may be; 0: there is none."""
-        is_allowed = self.costs.is_known and self.balance >= 0
-        return self._length if is_allowed and self.costs.can_pay(self._length) else 0
+        if not self.costs.is_known or self.balance < 0:
+            return 0
+        usual, long = self._lengths
+        is_long = self._was_right and self.costs.can_pay(long)
+        self._length = long if is_long else usual
+        return self._length if self.costs.can_pay(self._length) else 0
 
     def learn_plain(self, seconds: float) -> None:
         """A plain step took so long."""
@@ -15445,9 +15450,7 @@ class DraftBudget:
         """
         if self.costs.measure(self._length + 1, seconds):
             self.charge(seconds, n_tokens=1 + n_accepted)
-        usual, long = self._lengths
-        was_right = n_accepted == n_draft
-        self._length = long if was_right and self.costs.can_pay(long) else usual
+        self._was_right = n_accepted == n_draft
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
         """Drafts took so long, in which the reply got so many tokens.
@@ -15615,6 +15618,7 @@ _MAX_HEAD_TOKENS: Final = 4096  # that a head has KV of
 _FEW_TOKENS: Final = MAX_STATES  # read in the step that guesses; a head's are no more
 _MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
 _MAX_READ_COST: Final = 256.0  # plain steps, of reading in a reply
+_FAILURE_COST: Final = 100.0  # plain steps: after 10,000 it is asked again
 _MAX_PENDING_TOKENS: Final = 8  # where a head may draft: they are fed with its draft
 
 
@@ -15643,12 +15647,11 @@ class GuessDrafter(Drafter):
     ) -> list[int]:
         """The most probable tokens, once the guesser has read what it needs.
 
-        After a failure there are no more, and no request ends.
+        A failure ends no request.
         """
         guesser = self._guesser
         n_draft = min(self.budget.choose_length(), max_tokens)
-        may_guess = not guesser.has_failed and self._read_cost < _MAX_READ_COST
-        if n_draft <= 0 or not may_guess:
+        if n_draft <= 0 or self._read_cost >= _MAX_READ_COST:
             return []
         if not guesser.count_readable(self._history, generator):
             return []
@@ -15661,14 +15664,14 @@ class GuessDrafter(Drafter):
         try:
             guessed_ids = guesser.guess(past, n_draft, generator, tenant=self._tenant)
         except Exception:
-            logger.exception("the draft model has failed, and is not asked any more")
-            guesser.has_failed = True
+            logger.exception("the draft model has failed, and rests for a while")
+            self.budget.add(-_FAILURE_COST)
             guesser.forget()
             guessed_ids = []
         self._drafting_seconds = time.monotonic() - began
 
         draft = self._before_end(guessed_ids)
-        if draft:  # `learn` is told
+        if draft:  # `learn` charges for it
             return draft
         if guessed_ids:
             self.budget.charge(self._drafting_seconds)
@@ -15702,7 +15705,6 @@ class Guesser:
     ) -> None:
         n_places = max_kv_tokens + BUFFER_STEP_TOKENS  # with guesses
         self.nbytes = loaded.nbytes + n_places * token_bytes
-        self.has_failed = False  # then it is not asked any more
         # One for all replies: each would spend one of its own on finding out that the
         # guesses do not pay.
         self.budget = DraftBudget(

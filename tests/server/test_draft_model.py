@@ -193,19 +193,35 @@ def know_plain_steps(counting):
         counting.draft_model.budget.costs.measure(1, 1.0)
 
 
-@pytest.mark.parametrize("reason", ["it has failed", "an image"])
-def test_nobody_waits_for_who_cannot_draft(counting, reason):
-    def wait():
-        raise AssertionError("the token sampled last was waited for")
+def never_waited_for():
+    raise AssertionError("the token sampled last was waited for")
 
+
+def test_nobody_waits_for_who_cannot_draft(counting):
     know_plain_steps(counting)
     drafter = drafter_of(counting)
-    if reason == "an image":
-        drafter.follow([3, -5, 3], 3)
-    else:
-        counting.draft_model.has_failed = True
+    drafter.follow([3, -5, 3], 3)
 
-    assert drafter.draft(7, wait, NOTHING_PENDS) == []
+    assert drafter.draft(7, never_waited_for, NOTHING_PENDS) == []
+
+
+def test_after_a_failure_no_request_asks_it_for_thousands_of_steps(
+    counting, monkeypatch, caplog
+):
+    monkeypatch.undo()
+    know_plain_steps(counting)
+    with monkeypatch.context() as patch:
+        patch.setattr(CountingModel, "__call__", None)
+        assert drafter_of(counting).draft(7, lambda: 3, NOTHING_PENDS) == []
+    assert "the draft model has failed" in caplog.text
+
+    for _ in range(9_000):
+        drafter = drafter_of(counting)
+        assert drafter.draft(7, never_waited_for, NOTHING_PENDS) == []
+        drafter.budget.learn_plain(1.0)
+    for _ in range(1_000):
+        drafter.budget.learn_plain(1.0)
+    assert drafter.draft(7, lambda: 3, NOTHING_PENDS) == [7] * 4
 
 
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 2, 14), (7, 149, 999)])

@@ -94,6 +94,17 @@ def test_a_draft_is_longer_after_one_that_was_right_to_its_end(cost, n_long):
     assert lengths == [15, n_long, n_long, 15]
 
 
+def test_where_a_long_draft_pays_no_more_there_is_one_of_the_usual_length():
+    """Plain steps have become a little faster since a draft was right to its end."""
+    writer = drafter(BEGUN, {1: 10.0, 16: 12.0, 32: 310.0})
+    writer.learn(n_draft=15, n_accepted=15, seconds=12.0)
+    assert len(draft_after(FILE[6], writer)) == 31
+    for _ in range(9):
+        writer.budget.learn_plain(9.0)
+
+    assert len(draft_after(FILE[6], writer)) == 15
+
+
 def test_after_a_change_a_copy_goes_on_where_three_tokens_are_the_same():
     on_gpu = {1: 1.0, 16: 1.2, 32: 1.3}
     writer = drafter([*FILE, *range(1000, 1200), *FILE, 7], on_gpu)

@@ -39,9 +39,16 @@ def drafters(*by_day):
 
 
 def make_eager(patch: pytest.MonkeyPatch, drafter: str) -> None:
-    """Drafts of unlike lengths are tried wherever there may be one, by one drafter alone."""
+    """Drafts of unlike lengths are tried wherever there may be one, by one drafter alone.
+
+    After a failure, which costs 100 plain steps, there may be none.
+    """
     lengths = itertools.cycle(LENGTHS[drafter])
-    patch.setattr(s.DraftBudget, "choose_length", lambda _: next(lengths))
+
+    def choose_length(budget):
+        return next(lengths) if budget.balance > -50 else 0
+
+    patch.setattr(s.DraftBudget, "choose_length", choose_length)
     patch.setattr(s.DraftCosts, "in_plain_steps", lambda *_: 0.0)
     if drafter == "copies":
         patch.setattr(s, "_MATCH_TOKENS", 2)
