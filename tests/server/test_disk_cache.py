@@ -473,6 +473,46 @@ def test_no_more_is_written_a_day_than_allowed(restart, rng):
     assert len(segments(bench)) == 4
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "chosen"),
+    [
+        (0, 1000, [300, 800, 1000]),  # not 500: three would be larger than the KV
+        (400, 1000, [1000]),
+        (0, 800, [300, 500, 800]),
+        (0, 300, [300]),  # the last one and the head's at once
+        (0, 200, [100]),  # in a file of its own it is the last
+        (0, 90, []),
+    ],
+)
+def test_file_has_the_state_at_its_end_that_of_the_head_and_what_is_cheap(
+    start, end, chosen
+):
+    """KV of 1,000 tokens has 8,000 bytes here, each state 3,000."""
+    span = s.KVSpan([s.mx.zeros((1, 1, 1000, 2), s.mx.float32)], 1000)
+    states = {p: s.StateCheckpoint((), 3000) for p in (100, 300, 500, 800, 1000)}
+    key = s.TokenKey(b"", np.arange(1000, dtype=np.int32), [])
+    entry = s.CacheEntry(key, end=1000, span=span, checkpoints=states, head_end=300)
+
+    assert s._choose_states(entry, start, end) == chosen
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", at_night("qwen3_5")])
+def test_head_that_sessions_share_goes_on_after_a_restart(kind, restart, rng):
+    """Its state is kept where later ones take all the bytes that states may have."""
+    head = words(rng, 400)
+    first = head + words(rng, 500)
+    bench = restart(kind)
+    bench.ask(first, n=1, boundaries=[400, *range(410, 900, 4)])
+
+    bench = restart(kind)
+    cached, error, _ = difference(
+        bench, head + words(rng, 300), n=4, boundaries=[400, 698]
+    )
+
+    assert cached == 400
+    assert error <= TOLERANCE.get(kind, 0.0)
+
+
 # -- damage ---------------------------------------------------------------------------------------
 
 
