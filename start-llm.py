@@ -117,8 +117,8 @@ THREADS AND LOCKS
     rank        one for each other rank: reads what it sends
     "Thread" in a banner: who runs the section; mlx: it may use MLX; pure: it computes only.
     Locks guard themselves only: none is held while another is taken, or while waiting.
-    (But jinja2's LRUCache has a lock of its own, for one access at a time; and that of
-    a link between ranks is held while a message is sent.)
+    (But jinja2's LRUCache, and the queue of SAVED RECORDS, have locks of their own, for
+    one access at a time; that of a link between ranks is held while a message is sent.)
 """
 
 from __future__ import annotations
