@@ -16993,13 +16993,18 @@ def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
 # region PREFILL ===============================================================
 # The model reads prompts, slice by slice, and keeps states on the way.
 #
-# All but the last token of a prompt is read here. A slice ends after its seconds, or
-# PREFILL_STEP_SIZE; before that where `_find_slice_ends` says, or where somebody waits
-# for the prefix (both are in `slice_ends`).
+#     prompt of      slice        slice        slice        last token, p4999: the
+#     5,000 tokens   [0 .. 2048)  [.. 4096)    [.. 4999)    first decode step reads it
 #
-#     prompt of 5,000     slice        slice        slice    p4999: first decode step
-#     if 2,048 are    [0 .. 2048)  [.. 4096)    [.. 4999)
-#     the most
+# A slice ends after the seconds that PREFILL POLICY gives it, after PREFILL_STEP_SIZE
+# tokens, or at the first of `slice_ends` of its request: for an image, a checkpoint, or
+# another request that waits for the tokens before. If few tokens are left after that,
+# the first decode step reads them, too (`begin_batch`).
+#
+# Layers that cannot be rewound, recurrent ones or windows, have *state*; a checkpoint
+# is a copy of it at one position. If a model `can_tap`, the copy is taken in the middle
+# of a slice, else a slice ends there; if its state `is_opaque`, a copy may be as large
+# as all KV before it.
 #
 # Each slice is measured: how fast it was, and what working memory it took.
 #
@@ -17010,11 +17015,9 @@ def _fit_costs(slices: Sequence[TimedSlice]) -> tuple[PrefillCosts, ...]:
 
 # -- 1 where a slice ends --------------------------------------------------------------
 
-MIN_SLICE_TOKENS: Final = 64
-# If another request is reading so many more tokens of the same prompt than are cached,
-# a request waits for them.
+# A request waits for another one that reads so many more tokens of its prompt than are
+# cached.
 MIN_WAIT_GAIN_TOKENS: Final = 64
-N_MEASURED_SLICES: Final = 32
 CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
 
 
@@ -17023,8 +17026,7 @@ def _find_slice_ends(request: EngineRequest, *, spec: KVSpec) -> list[int]:
 
     after each image    a slice has one image at most, and ends with it
     before each image   if the model has state: a checkpoint is taken there
-    at each checkpoint  if the model has state, and cannot take it inside a slice
-                        (L-61)
+    at each checkpoint  if it cannot be taken inside a slice (L-61)
     """
     positions = [start + len(image.marker_ids) for start, image in request.images]
     if spec.has_state:
@@ -17041,27 +17043,26 @@ def _find_checkpoints(
 ) -> list[int]:
     """Positions in (start, end] where a state is worth its bytes; ascending.
 
-    Not `is_spaced`: only where messages end, since each state may be as large as all KV
-    before it (L-173).
+    Other prompts may part there. If `is_spaced`, others are between: too many of states
+    that grow with their position (L-173).
     """
-    tokens = request.key.tokens
-    spacing = CHECKPOINT_SPACING if is_spaced else end + 1
-    spaced_positions = range(spacing, end + 1, spacing)
-    last_position = request.n_prompt - 1
-    wanted_positions = (*request.checkpoint_positions, *spaced_positions)
+    wanted_positions = list(request.checkpoint_positions)
+    if is_spaced:
+        wanted_positions += range(CHECKPOINT_SPACING, end + 1, CHECKPOINT_SPACING)
+    last_position = request.n_prompt - 1  # the last token is read by a decode step
     positions = {min(position, last_position) for position in wanted_positions}
     return sorted(
         position
         for position in positions
-        if start < position <= end and not is_inside_image(tokens, position)
+        if start < position <= end and not is_inside_image(request.key.tokens, position)
     )
 
 
 def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
     """Where a slice from `start` ends: at `stop`, or before, but not inside an image.
 
-    A slice of an image alone ends at `stop`, which is then the image's end. A rest of
-    less than MIN_WAIT_GAIN_TOKENS is added to the slice, whatever `max_tokens` is.
+    `max_tokens` are exceeded by a rest of less than MIN_WAIT_GAIN_TOKENS, and by an
+    image that is not preceded by text: it ends at `stop`.
     """
     end = start + max_tokens
     if stop - end < MIN_WAIT_GAIN_TOKENS:
@@ -17069,6 +17070,12 @@ def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> in
     while end > start and is_inside_image(tokens, end):
         end -= 1
     return end if end > start else stop
+
+
+# -- 2 what a slice costs --------------------------------------------------------------
+
+MIN_SLICE_TOKENS: Final = 64  # what fewer take says more of the call than of tokens
+N_MEASURED_SLICES: Final = 32
 
 
 class SliceCost(NamedTuple):
@@ -17099,7 +17106,7 @@ def affordable_tokens(
     return float(working_bytes / max(2 * predicted, 1.0))
 
 
-# -- 2 reading -------------------------------------------------------------------------
+# -- 3 reading -------------------------------------------------------------------------
 
 MAX_REST_TOKENS_ON_CPU: Final = 15  # if no more, in one call with the last token (L-47)
 
@@ -17109,8 +17116,7 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     """Keep states on the way, while the model reads a prompt up to `end` (L-61).
 
     For example from 4,096 to 4,999, where a checkpoint at 4,990 is worth it: the state
-    is taken after 894 tokens of the call. Slices of models that cannot do this end at
-    each checkpoint instead (`_find_slice_ends`).
+    is taken after 894 tokens of the call. Models without a tap give none.
     """
     start = running.num_computed_tokens
     layer_caches = running.layer_caches  # a decode batch may have them after the call
@@ -17118,13 +17124,13 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
     request_tapped_states(layer_caches, [position - start for position in positions])
     yield  # after an exception the caches are dropped, and what was asked with them
     states = take_tapped_states(layer_caches)
-    # Without a tap there are none. With one there may be one more than was asked for,
-    # at the end of the call.
+    # There may be one more than was asked for, at the end of the call.
     for position, state in zip(positions, states, strict=False):
         running.cache.add_checkpoint(running.entry, position, state)
 
 
 def _reserve(running: RunningRequest) -> None:
+    """Give its buffers places for the whole prompt, once they have been made."""
     capacity = count_places(running.n_prompt)
     reserve_tokens(running.layer_caches, running.n_prompt, capacity=capacity)
 
@@ -17176,11 +17182,12 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
+        tokens = running.remaining_prefill()[: end - start]
         # A slice has one at most, and ends with it: it takes a call of its own kind.
         images = (image for place, image in request.images if start <= place < end)
         image = next(images, None)
+
         with self._measure([running], is_usual=image is None):
-            tokens = running.remaining_prefill()[: end - start]
             with _taking_checkpoints(running, end):
                 if image is None:
                     model = make_model_call(self._loaded, [running])
@@ -17194,8 +17201,8 @@ class PromptReader:
                     )
                     self._metrics.of_tenant(request.owner.tenant).bump(counter)
                 evaluate_caches(running.layer_caches)
-            running.num_computed_tokens = start + len(tokens)
-            running.cache.advance(running.entry, running.num_computed_tokens)
+            running.num_computed_tokens = end
+            running.cache.advance(running.entry, end)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
 
@@ -17203,6 +17210,26 @@ class PromptReader:
             running.slice_ends.pop(0)
             state = copy_state(running.layer_caches)
             running.cache.add_checkpoint(running.entry, end, state)
+
+    def begin_batch(self, requests: Sequence[RunningRequest]) -> None:
+        """Let requests decode in a batch of their own, which reads their rests."""
+        first = requests[0]
+        joint_caches: LayerCaches | None = None
+        is_long = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
+        if len(requests) > 1:
+            joint_caches = self.read_together(requests)
+        elif is_long and mx.default_device() == mx.cpu:
+            # why(L-47): a call without the last token skips the last layer. On a GPU
+            # that does not pay: each call reads all weights.
+            self.read_slice(first, seconds=0.0)  # the shortest slice reads all of it
+
+        now = self._loaded.lockstep.now()
+        for running in requests:
+            running.handle.set_activity("decode", now)
+        with _taking_checkpoints(first, first.n_prompt):  # several keep no states
+            DecodeBatch(self._loaded, requests, joint_caches).report_first_tokens()
+        for running in requests:
+            running.cache.advance(running.entry, running.num_computed_tokens)
 
     def read_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
         """Read the rests of prompts in one call, each but its last token (L-123).
@@ -17228,26 +17255,6 @@ class PromptReader:
             running.handle.put(running.num_computed_tokens)
         return joint_caches
 
-    def begin_batch(self, requests: Sequence[RunningRequest]) -> None:
-        """Let requests decode in a batch of their own, which reads their rests."""
-        first = requests[0]
-        joint_caches: LayerCaches | None = None
-        is_long = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
-        if len(requests) > 1:
-            joint_caches = self.read_together(requests)
-        elif is_long and mx.default_device() == mx.cpu:
-            # why(L-47): a call without the last token skips the last layer. On a GPU
-            # that does not pay: each call reads all weights.
-            self.read_slice(first, seconds=0.0)
-
-        now = self._loaded.lockstep.now()
-        for running in requests:
-            running.handle.set_activity("decode", now)
-        with _taking_checkpoints(first, first.n_prompt):  # several keep no states
-            DecodeBatch(self._loaded, requests, joint_caches).report_first_tokens()
-        for running in requests:
-            running.cache.advance(running.entry, running.num_computed_tokens)
-
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
         """How many tokens are read in so many seconds, if memory allows as many.
 
@@ -17265,10 +17272,6 @@ class PromptReader:
         n_tokens = min(running.prefill_speed * seconds, affordable)
         max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
         return min(max_tokens, self._config.prefill_step_size)
-
-    def note_peak(self) -> None:
-        """Keep MLX's peak of memory, which each prefill slice sets back."""
-        self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
 
     @contextmanager
     def _measure(
@@ -17290,7 +17293,7 @@ class PromptReader:
         seconds = max(lockstep.now() - began, 1e-6)
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
-        if n_tokens >= MIN_SLICE_TOKENS and is_usual:  # less measures the call
+        if n_tokens >= MIN_SLICE_TOKENS and is_usual:
             speed = n_tokens / seconds
             for running in requests:
                 running.prefill_speed = speed
@@ -17306,9 +17309,22 @@ class PromptReader:
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()  # the buffers of a slice are working memory, too
 
+    def note_peak(self) -> None:
+        """Keep MLX's peak of memory, which each prefill slice sets back."""
+        self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
+
 
 # region PREFILL POLICY ========================================================
 # Whose prompt is read now, for how long, and whether decoding waits for it.
+#
+# A step of the SCHEDULER decodes, and then reads. While the model reads, nobody decodes;
+# so each second of reading owes two of decoding. A prompt is one of three kinds:
+#
+#     long         read slice by slice, the next one when nothing is owed
+#     short        ends soon: several are read in one pause of about a second, though
+#                  something is owed (for up to 8 s of such reading)
+#     background   a title, for example: read after all others, in tiny slices, the next
+#                  one when nothing is owed, be it long or short
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -17318,33 +17334,12 @@ class PromptReader:
 #     next step   A and C get a token; B reads a slice of 0.2 s, so 0.4 s are owed
 #     and so on   until B has read its prompt, and decodes, too
 #
-# There is no model here, no thread and no clock: who calls passes the time. Of a running
-# request it reads how long the prompt is, how much of it is left, in tokens and seconds,
-# when it came, and whether it is a background one.
-#
 # Uses     KV STATE, ENGINE REQUESTS, RUNNING REQUESTS
 # Thread   model; pure
 
-# While the model reads, nobody decodes, and nothing is noticed. So there is a limit to
-#
-#     a slice of a prompt             SLICE_SECONDS; LONE_SLICE_SECONDS if nobody else
-#                                     is there; BACKGROUND_SLICE_SECONDS
-#     short prompts between steps     the pause: `pause_seconds`, by the last step
-#     prompts read in one call        MAX_JOINT_SECONDS if nobody decodes, else the pause
-#     prompts, step after step        the accounts of PrefillPolicy
-SLICE_SECONDS: Final = 0.2
-LONE_SLICE_SECONDS: Final = 0.4
-BACKGROUND_SLICE_SECONDS: Final = 0.02
-MAX_JOINT_SECONDS: Final = 3.0
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
-MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
-MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
-BURST_SECONDS: Final = 8.0  # of short prompts that are read before decoding is paid
-DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-MAX_DECODE_DEBT: Final = 3.0  # seconds of decoding, of which no more are ever owed
-MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
-# If decoding bars the oldest when it is its turn, others pass it for one turn more.
-MAX_OLDEST_CREDIT: Final = SLICE_SECONDS * MAX_OTHERS_SHARE
+
+# -- 1 who comes after the others ------------------------------------------------------
+
 BACKGROUND_SECONDS: Final = 10.0  # a background request waits for others so long
 
 
@@ -17357,45 +17352,68 @@ def is_in_background(handle: RequestHandle, now: float) -> bool:
 def without_background(
     requests: Sequence[RunningRequest], now: float
 ) -> list[RunningRequest]:
-    """Those before which no other comes."""
+    """The requests that are not in the background."""
     return [r for r in requests if not is_in_background(r.handle, now)]
+
+
+# -- 2 whose turn it is ----------------------------------------------------------------
+
+SLICE_SECONDS: Final = 0.2  # for so long a prompt is read in one step
+LONE_SLICE_SECONDS: Final = 0.4  # the same if nobody else is there
+BACKGROUND_SLICE_SECONDS: Final = 0.02
+MAX_JOINT_SECONDS: Final = 3.0  # of one call that reads several, if nobody decodes
+
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is short; the least pause
+MAX_PAUSE_SECONDS: Final = 1.3  # between two tokens of who decodes beside short ones
+MAX_PAUSE_STEPS: Final = 8  # or so many decode steps, if less; never below SOON_SECONDS
+
+DECODE_SHARE: Final = 2.0  # seconds of decoding that a second of reading owes
+MAX_DECODE_DEBT: Final = 3.0  # no more seconds of decoding are ever owed
+BURST_SECONDS: Final = 8.0  # of reading not paid yet: then short prompts wait, too
+
+MAX_OTHERS_SHARE: Final = 8.0  # seconds of others for each one of the oldest
+OLDEST_SLICE_COST: Final = SLICE_SECONDS * MAX_OTHERS_SHARE  # of `oldest_credit`
 
 
 class PrefillTurn(NamedTuple):
     """Whose prompt is read now, and for how long."""
 
     chosen: RunningRequest
+    is_for_oldest: bool  # it was chosen as the oldest, so `oldest_credit` pays
     seconds: float  # of its slice
-    joint_seconds: float  # of a call that reads the prompts of others, too
+    joint_seconds: float  # of one call with others, if it is short
+
+
+def _is_short(candidate: RunningRequest) -> bool:
+    """Whether so little of a prompt is left that those that decode wait for it (L-68).
+
+    Their steps cost nearly the same with one request more.
+    """
+    if candidate.n_to_prefill <= SHORT_TOKENS:
+        return True
+    return candidate.seconds_left < SOON_SECONDS
 
 
 class PrefillPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    Two accounts, in seconds, decide whether a prompt is read beside decoding:
+    Two accounts, in seconds, say what reading owes to decoding:
 
-                        1 s of prefill    1 s of decoding    bars
+                        1 s of reading    1 s of decoding    who is not read
         decode_debt     + 2, at most 3    - 1                long prompts, above 0
         burst_seconds   + 1               - 0.5              short ones, from 8 on
 
-    For example eight prompts come at once that take 0.4 s each. The first one decodes
-    after 0.4 s, in steps of 0.2 s. The others do not wait until it has had 0.8 s for
-    each of them: two are read, then comes a step, and so on.
-
-    A third, `oldest_credit`, decides who reads: the oldest while it is above 0, else
-    who ends first. For example a short prompt has been read for 0.2 s: the credit is
-    0.2. The oldest, which takes minutes, reads a slice of 0.2 s, and pays 8 times that:
-    -1.4. Now short prompts have 1.4 s before the oldest reads again. Near its end it
-    pays less: 2 for each second if one second of it is left. If decoding bars it, the
-    others pass it until the credit is MAX_OLDEST_CREDIT.
+    The prompt that ends first is read first. A third account, `oldest_credit`, sees to
+    it that a long one is read beside short ones without end, too (L-71). It grows with
+    what is read; above 0 the oldest is read, and pays 8 for each second. For example
+    a short prompt has been read for 0.2 s: the credit is 0.2. The oldest reads a slice
+    of 0.2 s: -1.4. Now short prompts have 1.4 s before the oldest reads again.
     """
 
     def __init__(self) -> None:
         self.decode_debt = 0.0
         self.burst_seconds = 0.0
         self.oldest_credit = 0.0
-        # Whether `choose_request` has chosen the oldest for its credit: then it pays.
-        self.is_turn_of_oldest = False
         self.step_seconds = 0.0  # of the last decode step of all batches
 
     def choose_turn(
@@ -17407,78 +17425,43 @@ class PrefillPolicy:
         is_alone: bool,
         pause_left: float | None,
     ) -> PrefillTurn | None:
-        """Who prefills now; None: others decode before that.
+        """Who prefills now; None: nobody before the next decode step.
 
-        `is_background`: all candidates are. `is_alone`: nobody else waits or runs, but in
-        the background. `pause_left`: of `pause_seconds`, in this step; None: nobody was
-        read in it.
+        `is_decoding`: others decode. `is_background`: all candidates are in the
+        background. `is_alone`: nobody else waits or runs, but in the background.
+        `pause_left`: of `pause_seconds`, in this step; None: nobody was read in it.
         """
-        chosen = self.choose_request(
-            candidates, is_decoding=is_decoding, is_background=is_background
+        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
+        oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
+        can_read_oldest = not is_decoding or self.may_interrupt(
+            is_short=_is_short(oldest) and not is_background
         )
-        if not self.may_prefill(
-            chosen, is_decoding=is_decoding, is_background=is_background
-        ):
-            return None
+        # If it has to wait for decoding, others pass it until it could pay for a slice;
+        # then they wait with it.
+        min_credit = 0.0 if can_read_oldest else OLDEST_SLICE_COST
+        is_for_oldest = self.oldest_credit > min_credit
 
+        chosen = oldest if is_for_oldest else first
+        is_short = _is_short(chosen) and not is_background
+        if is_decoding and not self.may_interrupt(is_short=is_short):
+            return None
         # The first read of a step needs only leave; further ones must fit in the pause.
-        is_short = self.is_short(chosen) and not is_background
         if pause_left is None:
             pause_left = self.pause_seconds
         elif not is_short or chosen.seconds_left > pause_left:
             return None
 
-        if is_background:
-            return PrefillTurn(chosen, BACKGROUND_SLICE_SECONDS, MAX_JOINT_SECONDS)
-        if is_short and is_decoding:
-            return PrefillTurn(chosen, pause_left, pause_left)
         seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
-        return PrefillTurn(chosen, seconds, MAX_JOINT_SECONDS)
+        if is_background:
+            seconds = BACKGROUND_SLICE_SECONDS
+        elif is_short and is_decoding:
+            seconds = pause_left
+        joint_seconds = pause_left if is_decoding else MAX_JOINT_SECONDS
+        return PrefillTurn(chosen, is_for_oldest, seconds, joint_seconds)
 
-    def choose_request(
-        self,
-        candidates: Sequence[RunningRequest],
-        *,
-        is_decoding: bool,
-        is_background: bool = False,
-    ) -> RunningRequest:
-        """The candidate that ends first, or the oldest one if it is its turn.
-
-        why(L-71): prompts that come together are not all answered last, and a long one
-        gets its share beside short ones without end.
-        """
-        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
-        oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
-        may_read = self.may_prefill(
-            oldest, is_decoding=is_decoding, is_background=is_background
-        )
-        min_credit = 0.0 if may_read else MAX_OLDEST_CREDIT
-        self.is_turn_of_oldest = self.oldest_credit > min_credit
-        return oldest if self.is_turn_of_oldest else first
-
-    def is_short(self, candidate: RunningRequest) -> bool:
-        """Whether so little of a prompt is left that others wait for it (L-68).
-
-        A step of a batch costs nearly the same with one request more.
-        """
-        if candidate.n_to_prefill <= SHORT_TOKENS:
-            return True
-        return candidate.seconds_left < SOON_SECONDS
-
-    def may_prefill(
-        self,
-        candidate: RunningRequest,
-        *,
-        is_decoding: bool,
-        is_background: bool = False,
-    ) -> bool:
-        """Whether a prompt may be read now; in the background none counts as short.
-
-        `is_decoding`: others decode.
-        """
-        if not is_decoding:
-            return True
-        if self.is_short(candidate) and not is_background:
+    def may_interrupt(self, *, is_short: bool) -> bool:
+        """Whether those that decode wait while a prompt is read."""
+        if is_short:
             return self.burst_seconds < BURST_SECONDS
         return self.decode_debt <= 0
 
@@ -17486,7 +17469,9 @@ class PrefillPolicy:
     def pause_seconds(self) -> float:
         """How long short prompts are read before others decode a step again (L-220).
 
-        That step falls into the pause, too, and the first of who was read.
+        That step falls into the pause, too, and the first of who was read. For example
+        steps take 0.2 s, and eight prompts come at once that take 0.4 s each: two are
+        read in the 0.9 s, then comes a step, and so on.
         """
         longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
         return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
@@ -17499,33 +17484,35 @@ class PrefillPolicy:
 
     def charge_prefill(
         self,
-        chosen: RunningRequest,
+        turn: PrefillTurn,
         seconds: float,
         *,
         is_only_prefill: bool,
         is_decoding: bool,
     ) -> None:
-        """`chosen` was read, for so long. `is_only_prefill`: no other one is prefilling.
-
-        If nobody else decodes, the debt so far is void: whom it was owed to is gone. This
-        slice counts all the same: `chosen` itself may decode from now on. Alone it takes
-        no time from other prompts, but it has had its turn: a shorter one that comes now
-        is read before its next slice (L-71).
-        """
+        """A turn was taken, for so long. `is_only_prefill`: nobody else prefills."""
         if not is_decoding:
+            # Whom the debt was owed to is gone. This turn counts all the same: who was
+            # read may decode from now on.
             self.decode_debt = self.burst_seconds = 0.0
         debt = self.decode_debt + seconds * DECODE_SHARE
         self.decode_debt = min(debt, MAX_DECODE_DEBT)
         self.burst_seconds += seconds
 
         if is_only_prefill:
-            self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
-        elif self.is_turn_of_oldest:
-            seconds_in_all = seconds + chosen.seconds_left
+            # It took no time from others, but has had its turn: a shorter prompt that
+            # comes now is read before its next slice (L-71).
+            self.oldest_credit = -OLDEST_SLICE_COST
+        elif turn.is_for_oldest:
+            # Near its end it pays less: 2 for each second if one second of it is left.
+            seconds_in_all = seconds + turn.chosen.seconds_left
             others_share = min(MAX_OTHERS_SHARE, seconds_in_all / SOON_SECONDS)
             self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
+
+
+# -- 3 who is read together ------------------------------------------------------------
 
 
 def choose_companions(
@@ -17538,23 +17525,25 @@ def choose_companions(
 ) -> list[RunningRequest]:
     """Who is read in one call with `chosen`: rests that are most like it in length.
 
-    `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
-    tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
-    `free_padding`: so many tokens of it cost less than a call. Each one more saves one.
+    Of rests of 40 and 60 tokens 120 are fed: 20 are padding, 0.2 of the real ones.
+    `max_tokens`: of the call, padding included. `max_padding`: as such a share, of the
+    rests and of the whole prompts; but so many tokens of it as `free_padding` cost less
+    than the call that each of the others saves.
     """
     group = [chosen]
     for candidate in sorted(
         candidates, key=lambda other: abs(other.n_to_prefill - chosen.n_to_prefill)
     ):
         wider_group = [*group, candidate]
-        n_to_prefill = [member.n_to_prefill for member in wider_group]
-        n_fed = max(n_to_prefill) * len(wider_group)
-        n_padding = n_fed - sum(n_to_prefill)
-        is_free = n_padding <= len(group) * free_padding  # it saves so many calls
-        may_pad = is_free or padding_share(n_to_prefill) <= max_padding
+        rests = [member.n_to_prefill for member in wider_group]
+        n_fed = max(rests) * len(rests)
+        if n_fed > max_tokens:
+            continue
+        saves_calls = n_fed - sum(rests) <= len(group) * free_padding
         # No buffer has fewer places than BUFFER_STEP_TOKENS.
-        n_places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
-        if n_fed <= max_tokens and may_pad and padding_share(n_places) <= max_padding:
+        places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
+        may_pad_rests = saves_calls or padding_share(rests) <= max_padding
+        if may_pad_rests and padding_share(places) <= max_padding:
             group = wider_group
     return group[1:]
 
@@ -18049,7 +18038,7 @@ class Scheduler:
                 requests += self._find_companions(
                     chosen, now, max_seconds=turn.joint_seconds
                 )
-            self._prefill(requests, seconds=turn.seconds, is_decoding=is_decoding)
+            self._prefill(turn, requests, is_decoding=is_decoding)
             if chosen.batch is None:  # its prompt has more to read, or it has failed
                 return
             self._merge_with_others(chosen.batch)
@@ -18057,29 +18046,28 @@ class Scheduler:
 
     def _prefill(
         self,
+        turn: PrefillTurn,
         requests: Sequence[RunningRequest],
         *,
-        seconds: float,
         is_decoding: bool,
     ) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
-        After its last slice they decode, in a batch of their own. `seconds`: of the
-        slice.
+        After its last slice they decode, in a batch of their own.
         """
-        chosen = requests[0]
+        chosen = turn.chosen
         began = self._now()
         with self._guard(*requests):
             for running in requests:
                 running.began_at = min(running.began_at, began)
                 running.handle.set_activity("prefill", began)
             if len(requests) == 1 and chosen.needs_slice:
-                self.reader.read_slice(chosen, seconds=seconds)
+                self.reader.read_slice(chosen, seconds=turn.seconds)
             if len(requests) > 1 or not chosen.needs_slice:
                 self.reader.begin_batch(requests)
 
             self.policy.charge_prefill(
-                chosen,
+                turn,
                 self._now() - began,  # with the rests that a new batch has read
                 is_only_prefill=all(r in requests for r in self.prefilling),
                 is_decoding=is_decoding,

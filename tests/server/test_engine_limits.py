@@ -814,11 +814,7 @@ def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench, r
 @pytest.fixture
 def no_prefill(monkeypatch):
     """Nobody prefills beside requests that decode."""
-    monkeypatch.setattr(
-        s.PrefillPolicy,
-        "may_prefill",
-        lambda _policy, _candidate, *, is_decoding, **_: not is_decoding,
-    )
+    monkeypatch.setattr(s.PrefillPolicy, "may_interrupt", lambda _, *, is_short: False)
 
 
 @pytest.mark.usefixtures("no_prefill")

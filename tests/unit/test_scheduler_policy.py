@@ -29,22 +29,33 @@ class Prefill:
         return self.n_to_prefill / self.prefill_speed
 
 
-READER = Prefill(0.0, 10**6)
+def choose(policy, candidates, *, is_decoding=False, is_background=False):
+    """Whose turn it is, as the first of its step."""
+    return policy.choose_turn(
+        candidates,
+        is_decoding=is_decoding,
+        is_background=is_background,
+        is_alone=False,
+        pause_left=None,
+    )
 
 
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
-    """Let the next candidate prefill for so long, as Scheduler does; returns it."""
-    chosen = policy.choose_request(candidates, is_decoding=is_decoding)
-    chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
-    is_only_prefill = len(candidates) == 1
-    charge(policy, chosen, seconds, is_only_prefill, is_decoding=is_decoding)
-    return chosen
+    """Let the next candidate prefill for so long, as Scheduler does; returns it.
 
-
-def charge(policy, reader, seconds, is_only_prefill=True, *, is_decoding=True):
+    None if decoding has to catch up.
+    """
+    turn = choose(policy, candidates, is_decoding=is_decoding)
+    if turn is None:
+        return None
+    turn.chosen.n_to_prefill -= int(seconds * turn.chosen.prefill_speed)
     policy.charge_prefill(
-        reader, seconds, is_only_prefill=is_only_prefill, is_decoding=is_decoding
+        turn,
+        seconds,
+        is_only_prefill=len(candidates) == 1,
+        is_decoding=is_decoding,
     )
+    return turn.chosen
 
 
 # -- who is read together --------------------------------------------------------------
@@ -114,9 +125,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
         policy.charge_decode(0.03)
         now += 0.03
         candidates = [old, Prefill(now, 100)]
-        chosen = policy.choose_request(candidates, is_decoding=True)
-        if policy.may_prefill(chosen, is_decoding=True):
-            run_slice(policy, candidates, seconds=0.1, is_decoding=True)
+        if run_slice(policy, candidates, seconds=0.1, is_decoding=True):
             now += 0.1
 
     longest_start = 3 * s.SLICE_SECONDS * s.MAX_OTHERS_SHARE + s.MAX_DECODE_DEBT
@@ -144,12 +153,8 @@ def test_policy_judges_the_oldest_in_the_background_by_the_account_of_long_promp
     policy.oldest_credit = 0.1
     oldest = Prefill(0.0, 100)
 
-    turn = policy.choose_turn(
-        [oldest, Prefill(1.0, 50)],
-        is_decoding=True,
-        is_background=True,
-        is_alone=False,
-        pause_left=None,
+    turn = choose(
+        policy, [oldest, Prefill(1.0, 50)], is_decoding=True, is_background=True
     )
 
     assert turn.chosen is oldest
@@ -162,15 +167,14 @@ def test_policy_judges_the_oldest_in_the_background_by_the_account_of_long_promp
 def test_policy_lets_decoding_wait_for_short_prompts_but_not_forever(n_tokens):
     """why(L-68)"""
     policy = s.PrefillPolicy()
-    short = Prefill(0.0, n_tokens)
     n_slices = 0
 
-    while policy.may_prefill(short, is_decoding=True):
-        charge(policy, READER, 0.2)
+    while turn := choose(policy, [Prefill(0.0, n_tokens)], is_decoding=True):
+        policy.charge_prefill(turn, 0.2, is_only_prefill=True, is_decoding=True)
         n_slices += 1
 
     assert n_slices == pytest.approx(s.BURST_SECONDS / 0.2, abs=1)
-    assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+    assert not choose(policy, [Prefill(0.0, 10**6)], is_decoding=True)
 
 
 # -- how long --------------------------------------------------------------------------
