@@ -47,11 +47,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import agent_steps
+import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from agent_steps import Body, CannotAsk, Reply, Server
 from pi_like_probe import TOOLS, Agent
@@ -182,10 +183,10 @@ class Plan:
 
     prompt_tokens: tuple[int, ...]  # of the cold prompts
     shared_tokens: int  # of the prefix of eight agents
-    decode_tokens: int
-    agent_tokens: int  # of each reply of the eight
     file_lines: int
-    parity_tokens: int
+    decode_tokens: int = 256
+    agent_tokens: int = 96  # of each reply of the eight
+    parity_tokens: int = 64
 
 
 QUICK: Final = Plan(
@@ -209,10 +210,7 @@ def make_plan(prefill_speed: float, *, most_tokens: int) -> Plan:
     return Plan(
         prompt_tokens=prompts or (shortest,),
         shared_tokens=shortest,
-        decode_tokens=256,
-        agent_tokens=96,
         file_lines=60 if prompts else 12,
-        parity_tokens=64,
     )
 
 
@@ -319,19 +317,16 @@ class Measurement:
     def _measure_first_tokens(self) -> None:
         for n_tokens in self.plan.prompt_tokens:
             agent = self._new_agent(n_tokens)
-            cold = self._ask(agent, 16)
-            warm: list[Reply] = []
-            latest = cold
+            replies = [self._ask(agent, 16)]
             for _ in range(N_WARM_TURNS):
-                agent.hear(latest)
-                latest = self._ask(agent, 16)
-                warm.append(latest)
-            seconds = [reply.first_seconds for reply in (cold, *warm)]
+                agent.hear(replies[-1])
+                replies.append(self._ask(agent, 16))
+            cold, *warm = replies
             self.figures.first_token.append(
                 FirstToken(
                     prompt_tokens=cold.n_prompt,
-                    cold_seconds=seconds[0],
-                    warm_seconds=statistics.median(seconds[1:]),
+                    cold_seconds=cold.first_seconds,
+                    warm_seconds=statistics.median(r.first_seconds for r in warm),
                     warm_cached_share=min((r.n_cached or 0) / r.n_prompt for r in warm),
                 )
             )
@@ -471,9 +466,10 @@ def read_records(log_folder: Path) -> list[Body]:
 
 def describe_machine() -> Body:
     """Chip, memory and versions. Nothing that tells whose machine it is."""
+    has_cuda = mx.cuda.is_available()
     return {
-        "chip": read_chip(),
-        "gpu": read_gpu(),
+        "chip": mx.device_info(mx.cpu)["device_name"],  # as in Apple M4 Pro
+        "gpu": mx.device_info(mx.gpu)["device_name"] if has_cuda else None,
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.mac_ver()[0]}".strip(),
@@ -481,41 +477,6 @@ def describe_machine() -> Body:
         "python": platform.python_version(),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
-    }
-
-
-def read_chip() -> str:
-    """The processor's name, as in Apple M4 Pro."""
-    if platform.system() == "Darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.check_output(command, text=True).strip()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def read_gpu() -> str | None:
-    """The NVIDIA GPU on which MLX computes; None: it computes on a Mac's, or on none."""
-    try:
-        version("mlx-cuda-13")
-    except PackageNotFoundError:
-        return None
-    script = ROOT / "scripts" / "helpers" / "find_gpu.py"
-    gpu: Body = json.loads(subprocess.check_output([sys.executable, str(script)]))
-    return None if "problem" in gpu else gpu["name"]
-
-
-def describe_model(status: Body, asked_name: str) -> Body:
-    """The loaded model; the name of a folder may be private, so it is left out."""
-    model = status["model"]
-    name = asked_name or model["id"]
-    return {
-        "name": name if is_public_name(name) else "a folder",
-        "family": model["family"],
-        "bytes": model["bytes"],
-        "context_length": model["context_length"],
     }
 
 
@@ -528,13 +489,23 @@ def is_public_name(name: str) -> bool:
 
 
 def make_report(figures: Figures, status: Body, *, asked: str, is_quick: bool) -> Body:
-    """What is written: figures without anything that was said or by whom."""
+    """What is written: figures without anything that was said or by whom.
+
+    The name of a folder may be private, so it is left out.
+    """
+    model = status["model"]
+    name = asked or model["id"]
     return {
         "format": FORMAT,
         "start_llm": status["version"],
         "quick": is_quick,
         "machine": describe_machine(),
-        "model": describe_model(status, asked),
+        "model": {
+            "name": name if is_public_name(name) else "a folder",
+            "family": model["family"],
+            "bytes": model["bytes"],
+            "context_length": model["context_length"],
+        },
         "figures": asdict(figures),
     }
 

@@ -20,8 +20,6 @@ import shutil
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +29,8 @@ from typing import Final
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from count_kv import KVBytes, count_kv_bytes
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from launch import CALL_TOKENS, CLIENTS, HOUR_TOKENS, clients_with_room, say
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -245,7 +244,7 @@ def list_offers(
     that only the demo model fits. `gone_names`: what the hub no longer has.
     """
     known_models = {model.name: model for model in KNOWN_MODELS}
-    order = list(known_models)
+    places = {name: place for place, name in enumerate(known_models)}
     local_offers = []
     for model in filter(machine.can_serve, local_models):
         known = known_models.get(model.repository, model)
@@ -258,12 +257,9 @@ def list_offers(
             )
         )
 
-    def rank(model: Model) -> tuple[int, int]:
-        is_known = model.repository in order
-        place = order.index(model.repository) if is_known else len(order)
-        return place, -model.nbytes
-
-    local_offers.sort(key=rank)
+    local_offers.sort(
+        key=lambda model: (places.get(model.repository, len(places)), -model.nbytes)
+    )
     local_names = {model.repository for model in local_offers}
     choices = list_choices(machine, local_names, gone_names)
     if choices and choices[0].name in local_names:
@@ -376,7 +372,7 @@ def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
     answers: dict[str, Model | None] = {}
 
     def fetch(model: Model) -> None:
-        with suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+        with suppress(Exception):  # the hub's client raises what it likes
             nbytes = ask_hub_for_size(model.name)
             sized = replace(model, nbytes=nbytes or model.nbytes)
             answers[model.name] = None if nbytes is None else sized
@@ -394,20 +390,17 @@ def ask_hub(models: Sequence[Model]) -> dict[str, Model | None]:
 def ask_hub_for_size(name: str) -> int | None:
     """Bytes of a repository's weights; None if there is none of this name.
 
-    Raises OSError and what a strange answer raises.
+    Raises what the hub's client raises.
     """
-    if constants.HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set")
-    url = f"{constants.ENDPOINT}/api/models/{name}?blobs=true"
+    hub = HfApi(token=False)
     try:
-        with urllib.request.urlopen(url, timeout=NETWORK_SECONDS) as response:
-            files = json.load(response)["siblings"]
-    except urllib.error.HTTPError as error:
-        if error.code in GONE:
+        info = hub.model_info(name, files_metadata=True, timeout=NETWORK_SECONDS)
+    except HfHubHTTPError as error:
+        if error.response.status_code in GONE:
             return None
         raise
-    weights = [f for f in files if f["rfilename"].endswith(".safetensors")]
-    return sum(file.get("size") or 0 for file in weights)
+    weights = [f for f in info.siblings if f.rfilename.endswith(".safetensors")]
+    return sum(file.size or 0 for file in weights)
 
 
 # Ask --------------------------------------------------------------------------
