@@ -1,9 +1,10 @@
-"""Write docs/settings.md: all settings with their defaults and the values that are accepted.
+"""Write the tables of docs/settings.md: all settings, their defaults, and what values are accepted.
 
-    .venv/bin/python scripts/tools/list_settings.py > docs/settings.md
+    .venv/bin/python scripts/tools/list_settings.py
 
 Names, defaults and ranges are those of Config in start-llm.py; groups and explanations are those
-of .env.example, which a test holds to the same list. Change them there.
+of .env.example, which a test holds to the same list. Change them there. What stands before these
+tables, and after them (defaults that another system had), is of the document itself.
 """
 
 from __future__ import annotations
@@ -15,55 +16,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+DOCUMENT: Final = ROOT / "docs" / "settings.md"
 GROUP: Final = re.compile(r"-- (.+)")
 SETTING: Final = re.compile(r"#?([A-Z][A-Z0-9_]*)=(.*)")
 
-HEADING: Final = """\
-# Settings
-
-*Made by `python scripts/tools/list_settings.py > docs/settings.md`; change its sources.*
-
-Settings are environment variables, or lines of a file `.env` beside `start-llm.py` (copy
-`.env.example`). The environment wins over `.env`, and the options `--model`, `--port`, `--host`,
-`--api-key`, `--backend` and `--no-proxy` of `install_and_run.py` and `start-llm.py` win over both.
-
-A value that is not accepted stops the start with a sentence that names the setting and where it
-stands; so does a line of `.env` that sets nothing. A name that is no setting logs a line, with the
-setting that was probably meant; one that can only mean `MODEL_PATH` (such as `MODEL`) stops the
-start, unless `MODEL_PATH` is set. Settings "without effect" are names of the
-system before; one of them logs a line.
-"""
-
-OTHER_DEFAULTS_HEADING: Final = """\
-## Defaults that are not those of the system before
-
-Settings have the names of the system that this one replaces. Where a default differs, this is why.
-
-| setting | there | here | why |
-|---|---|---|---|"""
-# Of each such setting the default there, and the reason for another one.
-OTHER_DEFAULTS: Final = """\
-MODEL_PATH | lmstudio-community/GLM-4.7-Flash-MLX-4bit
-    | nothing is downloaded that nobody chose: the first start asks
-PROXY_MODEL_ID | openai/{MODEL_PATH}
-    | LiteLLM takes every name, and each means the model that is loaded
-PROXY_STARTUP_WAIT_SECONDS | 2.0
-    | nobody waits for LiteLLM: these are the seconds between two lines that say it starts
-QUANTIZED_KV_START | 5000 | a token is packed when it is written: else its KV would depend on
-    how long the conversation was when it was read (L-21)
-PROMPT_CACHE_MAX_ENTRIES_GLOBAL | 24
-    | bytes decide what stays; 24 entries were evicted while memory was free (L-119)
-PROMPT_CACHE_TTL_SECONDS | 1800
-    | who comes back after an hour is read anew only if the memory was needed (L-119)
-DEFAULT_TEMPERATURE | 0.1 | the model's makers know what suits it
-DEFAULT_TOP_P | 0.9 | the same
-DEFAULT_TOP_K | 40 | the same
-DEFAULT_MIN_P | 0.05 | the same
-DEFAULT_REPETITION_PENALTY | 1.08
-    | a penalty forbids what a tool call has to repeat: names, paths, brackets
-ENABLE_REQUEST_LOGGING | true
-    | what clients say is written to disk only where it was asked for
-"""
+# A row of the document's last table: a setting, its default in the system before, and here.
+OTHER_DEFAULT: Final = re.compile(r"(?m)^(\| `(\w+)` \| `.*?` \| ).*?(?= \|)")
 
 
 class Setting(NamedTuple):
@@ -133,30 +91,39 @@ def describe_values(schema: dict[str, Any]) -> str:
     return " ".join([kind, *bounds])
 
 
-def make_markdown(groups: Groups, schemas: dict[str, dict[str, Any]]) -> str:
-    """The document."""
+def make_markdown(
+    document: str, groups: Groups, schemas: dict[str, dict[str, Any]]
+) -> str:
+    """The document with a new table for each group, and new defaults in its last one."""
+    introduction, _, _ = document.partition("\n## ")
+    _, _, other_defaults = document.rpartition("\n## ")
     settings = {row.name: row for rows in groups.values() for row in rows}
-    lines = [HEADING]
+    lines = [introduction]
     heads = ("| setting | default | values | what it does |", "|---|---|---|---|")
     for title, rows in groups.items():
         lines += [f"## {title}", "", *heads]
-        for name, _, explanation in rows:
-            schema = schemas.get(name)
+        for row in rows:
+            schema = schemas.get(row.name)
             values = describe_values(schema) if schema else "without effect"
-            default = settings[name].shown_default
-            lines.append(f"| `{name}` | {default} | {values} | {explanation} |")
+            cells = (f"`{row.name}`", row.shown_default, values, row.explanation)
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    lines.append(OTHER_DEFAULTS_HEADING)
-    for line in OTHER_DEFAULTS.replace("\n    ", " ").splitlines():
-        name, default_there, reason = line.split(" | ")
-        default = settings[name].shown_default if name in schemas else "without effect"
-        lines.append(f"| `{name}` | `{default_there}` | {default} | {reason} |")
-    return "\n".join(lines) + "\n"
+
+    def state_default(row: re.Match[str]) -> str:
+        default = settings[row[2]].shown_default
+        return row[1] + (default if row[2] in schemas else "without effect")
+
+    lines.append(f"## {OTHER_DEFAULT.sub(state_default, other_defaults)}")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    example = (ROOT / ".env.example").read_text(encoding="utf-8")
-    sys.stdout.write(make_markdown(read_example(example), load_schema()))
+    document = DOCUMENT.read_text(encoding="utf-8")
+    if not document:
+        sys.exit(f"{DOCUMENT} is empty: git restore it, and redirect nothing into it")
+    groups = read_example((ROOT / ".env.example").read_text(encoding="utf-8"))
+    text = make_markdown(document, groups, load_schema())
+    DOCUMENT.write_text(text, encoding="utf-8")
     return 0
 
 

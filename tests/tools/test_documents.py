@@ -97,10 +97,8 @@ def test_docs_settings_is_what_config_and_the_example_make():
     groups = list_settings.read_example(read(".env.example"))
     schemas = s.Config.model_json_schema()["properties"]
     schemas = {name.upper(): schema for name, schema in schemas.items()}
-    made = list_settings.make_markdown(groups, schemas)
-    assert read("docs/settings.md") == made, (
-        "scripts/tools/list_settings.py > docs/settings.md"
-    )
+    made = list_settings.make_markdown(read("docs/settings.md"), groups, schemas)
+    assert read("docs/settings.md") == made, "run scripts/tools/list_settings.py"
 
 
 def test_defaults_in_the_readme_are_those_of_config():
