@@ -26,7 +26,6 @@ import argparse
 import functools
 import hashlib
 import importlib
-import itertools
 import json
 import math
 import os
@@ -220,31 +219,21 @@ PIECES: Final = (
 )
 
 
-def merge_pairs(symbols: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """What byte-pair encoding makes of one piece: always the lowest-ranked pair first."""
-    while True:
-        pairs = list(itertools.pairwise(symbols))
-        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)), default=None)
-        if lowest is None or lowest not in ranks:
-            return symbols
-        index = pairs.index(lowest)
-        symbols = [*symbols[:index], "".join(lowest), *symbols[index + 2 :]]
-
-
 def plant_pieces(model: dict[str, Any], pieces: list[str]) -> None:
     """Append merges to a BPE `model` (tokenizer.json's) until each piece is a single token.
 
     New merges rank behind all earlier ones, so they undo none of them.
     """
-    ranks = {(left, right): rank for rank, (left, right) in enumerate(model["merges"])}
+    from tokenizers.models import BPE
+
+    vocabulary, merges = model["vocab"], model["merges"]
     for piece in pieces:
-        symbols = merge_pairs(list(piece), ranks)
-        while len(symbols) > 1:
-            left, right = symbols[:2]
-            ranks[left, right] = len(ranks)
-            model["merges"].append([left, right])
-            model["vocab"].setdefault(left + right, len(model["vocab"]))
-            symbols = merge_pairs(list(piece), ranks)
+        encoder = BPE(vocabulary, [(left, right) for left, right in merges])
+        token, *others = (token.value for token in encoder.tokenize(piece))
+        for other in others:
+            merges.append([token, other])
+            token += other
+            vocabulary.setdefault(token, len(vocabulary))
 
 
 def make_tokenizer() -> Any:
@@ -490,7 +479,10 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, Any]:
-    """config.json: the keys that all kinds share, then those of this one."""
+    """config.json: the keys that all kinds share, then those of this one.
+
+    Kinds that have the same parts have the same keys, of which each reads its own.
+    """
     shared = {
         "model_type": recipe.kind,
         "vocab_size": vocabulary,
@@ -507,11 +499,15 @@ def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, A
         "torch_dtype": "float32",
         "eos_token_id": eos,
     }
-    return {**shared, **_kind_config(recipe)}
-
-
-def _kind_config(recipe: Recipe) -> dict[str, Any]:
-    """The fields that only models of this kind have."""
+    sliding = {
+        "sliding_window": recipe.window,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": recipe.head_dim,
+        "layer_types": ["sliding_attention", "full_attention"] * (recipe.layers // 2),
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    rope = {"rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
     linear = {
         "full_attention_interval": 2,
         "linear_conv_kernel_dim": 4,
@@ -519,10 +515,9 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "linear_num_key_heads": recipe.kv_heads,
         "linear_key_head_dim": recipe.head_dim,
         "linear_value_head_dim": recipe.head_dim,
+        "rope_parameters": {"type": "default", **rope},
+        **rope,
     }
-    rope = {"type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
-    layer_types = ["sliding_attention", "full_attention"]
-    # By Qwen's names, then by GLM's; each reads its own.
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -531,48 +526,37 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+    glm = {
+        **experts,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.0,
         "n_group": 1,
         "topk_group": 1,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 3 * recipe.head_dim,
+        "kv_lora_rank": 2 * recipe.head_dim,
+        "qk_nope_head_dim": recipe.head_dim,
+        "qk_rope_head_dim": recipe.head_dim // 2,
+        "v_head_dim": recipe.head_dim,
     }
-    no_experts = {"num_experts": 0}
-    configs: dict[str, dict[str, Any]] = {
+    parts_of_kinds: dict[str, dict[str, Any]] = {
         "qwen3": {},
-        "qwen3_5": {**linear, "rope_parameters": rope},
-        "qwen3_next": {**linear, **experts, **no_experts, "partial_rotary_factor": 0.5},
-        "gemma3_text": {
-            "sliding_window": recipe.window,
-            "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": recipe.head_dim,
-        },
-        "gpt_oss": {
-            "sliding_window": recipe.window,
-            "layer_types": layer_types * (recipe.layers // 2),
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
+        "qwen3_5": linear,
+        "qwen3_next": {**linear, **experts, "num_experts": 0},
+        "gemma3_text": sliding,
+        "gpt_oss": sliding,
         "qwen3_moe": experts,
-        "qwen3_5_moe": {**linear, **experts, "rope_parameters": rope},
-        "glm4_moe": {
-            **experts,
-            "rope_scaling": None,
-            "use_qk_norm": True,
-            "attention_bias": False,
-            "partial_rotary_factor": 0.5,
-        },
-        "glm4_moe_lite": {
-            **experts,
-            "q_lora_rank": 3 * recipe.head_dim,
-            "kv_lora_rank": 2 * recipe.head_dim,
-            "qk_nope_head_dim": recipe.head_dim,
-            "qk_rope_head_dim": recipe.head_dim // 2,
-            "v_head_dim": recipe.head_dim,
-        },
+        "qwen3_5_moe": {**linear, **experts},
+        "glm4_moe": glm,
+        "glm4_moe_lite": glm,
     }
-    return configs[recipe.kind]
+    return {**shared, **parts_of_kinds[recipe.kind]}
 
 
 @functools.cache
