@@ -223,10 +223,10 @@ and write the patch anew. After one that succeeded the file need not be read aga
 """
 
 
-def make_codex_catalogue(target: Target) -> str:
-    """What Codex knows of models, as JSON: the one that is served.
+def set_up_codex(target: Target, folder: str) -> Setup:
+    """A catalogue tells Codex of the model that is served.
 
-    Nothing that it would search for tools with: all tools are in each request.
+    Nothing in it lets Codex search for tools: all tools are in each request.
     """
     levels = [{"effort": effort, "description": ""} for effort in target.efforts]
     model = {
@@ -246,10 +246,6 @@ def make_codex_catalogue(target: Target) -> str:
         "supported_in_api": True,
         "priority": 0,
     }
-    return json.dumps({"models": [model]}, indent=1)
-
-
-def set_up_codex(target: Target, folder: str) -> Setup:
     table = f"model_providers.{PROVIDER}"
     settings = {
         "model": target.model,
@@ -268,7 +264,7 @@ def set_up_codex(target: Target, folder: str) -> Setup:
     return Setup(
         environment={KEY_VARIABLE: target.key},
         arguments=tuple(arguments),
-        files={"models.json": make_codex_catalogue(target) + "\n"},
+        files={"models.json": json.dumps({"models": [model]}, indent=1) + "\n"},
     )
 
 
@@ -432,31 +428,22 @@ def read_settings(
 ) -> dict[str, str]:
     """The server's settings that are not empty: the environment's, which win, and .env's.
 
-    Raises LaunchError.
+    python-dotenv reads that, as for the server, in its environment. Raises LaunchError.
     """
-    written = read_env_file(env_file) if env_file.exists() else {}
+    written: dict[str, str | None] = {}
+    if env_file.exists():
+        program = "import dotenv, json, sys; "
+        program += "print(json.dumps(dotenv.dotenv_values(sys.argv[1])))"
+        python = ROOT / ".venv" / "bin" / "python"
+        command = [str(python) if python.exists() else sys.executable, "-c", program]
+        command.append(str(env_file))
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            fault = (result.stderr.strip() or "no message").splitlines()[-1]
+            raise LaunchError(f"{env_file} cannot be read: {fault}")
+        written = json.loads(result.stdout)
     stripped = {n: (value or "").strip() for n, value in {**written, **environ}.items()}
     return {name: value for name, value in stripped.items() if value}
-
-
-def read_env_file(env_file: Path) -> dict[str, str | None]:
-    """What python-dotenv reads, in the virtual environment, where the server has it from.
-
-    Raises LaunchError.
-    """
-    program = (
-        "import dotenv, json, sys;print(json.dumps(dotenv.dotenv_values(sys.argv[1])))"
-    )
-    python = ROOT / ".venv" / "bin" / "python"
-    command = [str(python) if python.exists() else sys.executable, "-c", program]
-    result = subprocess.run(
-        [*command, str(env_file)], capture_output=True, text=True, check=False
-    )
-    if result.returncode != 0:
-        fault = (result.stderr.strip() or "no message").splitlines()[-1]
-        raise LaunchError(f"{env_file} cannot be read: {fault}")
-    values: dict[str, str | None] = json.loads(result.stdout)
-    return values
 
 
 def url_of(host: str, port: str) -> str:
@@ -620,7 +607,11 @@ def to_proxy(client: Client, target: Target, server: Server, proxy: Place) -> Ta
     else:
         if report.get("state") == "starting":
             say("LiteLLM is still starting beside the server; this waits for it")
-            report = wait_for_proxy(server.place)
+        deadline = time.monotonic() + PROXY_WAIT_SECONDS
+        while report.get("state") == "starting" and time.monotonic() < deadline:
+            time.sleep(0.5)
+            _, status = ask(server.place, "/v1/status")
+            report = status.get("proxy") or {}
         state = report.get("state")
         if state != "up" or not report.get("url"):
             reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
@@ -637,17 +628,6 @@ def to_proxy(client: Client, target: Target, server: Server, proxy: Place) -> Ta
     models = list_models(proxy)
     model = str(models[0].get("id", target.model)) if models else target.model
     return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
-
-
-def wait_for_proxy(server: Place) -> Json:
-    """The report when LiteLLM no longer starts, or has long enough. Raises LaunchError."""
-    deadline = time.monotonic() + PROXY_WAIT_SECONDS
-    while True:
-        time.sleep(0.5)
-        _, status = ask(server, "/v1/status")
-        report: Json = status.get("proxy") or {}
-        if report.get("state") != "starting" or time.monotonic() > deadline:
-            return report
 
 
 def seen_from_here(proxy_url: str, server_url: str) -> str:
