@@ -4,7 +4,7 @@ LiteLLM reads such bodies without checking them. Of a wrong type it gives the wo
 what it does not know it leaves out, so that the model would answer less than was sent. So
 litellm_gate.py checks each body with these shapes first. A shape is
 
-    a kind           a type of JSON, by its name in a sentence: TEXT, NUMBER ...
+    a type           of JSON: str, float (or int), int, bool, dict, list
     (shape, shape)   either; the first whose type of JSON fits
     [shape]          a list of these
     {name: shape}    an object. Of other names nothing is asked; null is as good as nothing
@@ -14,65 +14,69 @@ and a name that ends in ! is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from types import NoneType
 from typing import Any, Final
 from urllib.parse import quote
 
-type Shape = str | tuple[Shape, ...] | list[Shape] | dict[str, Shape]
+from pydantic.alias_generators import to_snake
 
-TEXT: Final = "a string"
-NUMBER: Final = "a number"
-WHOLE: Final = "a whole number"
-SWITCH: Final = "true or false"
-OBJECT: Final = "an object"
-LIST: Final = "a list"
+type Shape = type | tuple[Shape, ...] | list[Shape] | dict[str, Shape]
 
-PART: Final[Shape] = {"type!": TEXT, "text": TEXT, "image_url": (TEXT, OBJECT)}
-CONTENT: Final[Shape] = (TEXT, [PART])
-ITEMS: Final[Mapping[str, Shape]] = {  # by their type
-    "message": {"role": TEXT, "content!": CONTENT},
-    "function_call": {"call_id!": TEXT, "name!": TEXT, "arguments": TEXT},
-    "function_call_output": {"call_id!": TEXT, "output!": CONTENT},
-    "reasoning": {"summary": [OBJECT], "content": [OBJECT]},
+TYPE_NAMES: Final[Mapping[type, str]] = {  # in a sentence
+    str: "a string",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    NoneType: "null",
 }
-OTHER_ITEM: Final[Shape] = {"type!": TEXT}
+
+PART: Final[Shape] = {"type!": str, "text": str, "image_url": (str, dict)}
+CONTENT: Final[Shape] = (str, [PART])
+ITEMS: Final[Mapping[str, Shape]] = {  # by their type
+    "message": {"role": str, "content!": CONTENT},
+    "function_call": {"call_id!": str, "name!": str, "arguments": str},
+    "function_call_output": {"call_id!": str, "output!": CONTENT},
+    "reasoning": {"summary": [dict], "content": [dict]},
+}
+OTHER_ITEM: Final[Shape] = {"type!": str}
 RESPONSE_TOOL: Final[Shape] = {
-    "type!": TEXT,
-    "name": TEXT,
-    "description": TEXT,
-    "parameters": OBJECT,
-    "strict": SWITCH,
+    "type!": str,
+    "name": str,
+    "description": str,
+    "parameters": dict,
+    "strict": bool,
 }
 RESPONSE: Final[Shape] = {
-    "model": TEXT,
-    "input!": (TEXT, [OBJECT]),
-    "instructions": TEXT,
+    "model": str,
+    "input!": (str, [dict]),
+    "instructions": str,
     "tools": [RESPONSE_TOOL],
-    "tool_choice": (TEXT, {"type!": TEXT}),
-    "parallel_tool_calls": SWITCH,
-    "max_output_tokens": WHOLE,
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "stream": SWITCH,
-    "store": SWITCH,
-    "background": SWITCH,
-    "reasoning": {"effort": TEXT, "summary": TEXT},
-    "text": {"format": {"type!": TEXT, "schema": OBJECT}, "verbosity": TEXT},
-    "metadata": OBJECT,
-    "include": [TEXT],
-    "truncation": TEXT,
-    "user": TEXT,
-    "service_tier": TEXT,
+    "tool_choice": (str, {"type!": str}),
+    "parallel_tool_calls": bool,
+    "max_output_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "stream": bool,
+    "store": bool,
+    "background": bool,
+    "reasoning": {"effort": str, "summary": str},
+    "text": {"format": {"type!": str, "schema": dict}, "verbosity": str},
+    "metadata": dict,
+    "include": [str],
+    "truncation": str,
+    "user": str,
+    "service_tier": str,
 }
 
 GOOGLE_PART: Final[dict[str, Shape]] = {
-    "text": TEXT,
-    "functionCall": {"name!": TEXT, "args": OBJECT},
-    "functionResponse": {"name!": TEXT, "response": OBJECT},
-    "inlineData": {"data!": TEXT, "mimeType": TEXT},
+    "text": str,
+    "functionCall": {"name!": str, "args": dict},
+    "functionResponse": {"name!": str, "response": dict},
+    "inlineData": {"data!": str, "mimeType": str},
 }
 # What is read of a part, by role.
 GOOGLE_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -86,29 +90,29 @@ GOOGLE_ROLES: Final = {  # as clients write them, and as LiteLLM reads them
     "tool": "user",
     "function": "user",
 }
-SPEECH: Final[Shape] = {"role": TEXT, "parts!": [GOOGLE_PART]}
+SPEECH: Final[Shape] = {"role": str, "parts!": [GOOGLE_PART]}
 FUNCTION: Final[Shape] = {
-    "name!": TEXT,
-    "description": TEXT,
-    "parameters": OBJECT,
-    "parametersJsonSchema": OBJECT,
+    "name!": str,
+    "description": str,
+    "parameters": dict,
+    "parametersJsonSchema": dict,
 }
 GOOGLE: Final[Shape] = {
     "contents!": [SPEECH],
     "systemInstruction": SPEECH,
     "tools": [{"functionDeclarations": [FUNCTION]}],
-    "toolConfig": {"functionCallingConfig": {"mode": TEXT}},
-    "safetySettings": [OBJECT],
+    "toolConfig": {"functionCallingConfig": {"mode": str}},
+    "safetySettings": [dict],
     "generationConfig": {
-        "temperature": NUMBER,
-        "topP": NUMBER,
-        "topK": NUMBER,
-        "maxOutputTokens": WHOLE,
-        "candidateCount": WHOLE,
-        "stopSequences": [TEXT],
-        "responseMimeType": TEXT,
-        "responseSchema": OBJECT,
-        "thinkingConfig": OBJECT,
+        "temperature": float,
+        "topP": float,
+        "topK": float,
+        "maxOutputTokens": int,
+        "candidateCount": int,
+        "stopSequences": [str],
+        "responseMimeType": str,
+        "responseSchema": dict,
+        "thinkingConfig": dict,
     },
 }
 
@@ -171,17 +175,17 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
         raise Fault("tool_choice", "a call is demanded, but there are no tools")
 
 
-def check_shape(value: object, shape: Shape, place: str) -> None:
+def check_shape(value: Any, shape: Shape, place: str) -> None:
     """Raise Fault for the first field that has another shape. `place` names the value."""
-    kind = kind_of(value)
     choices = shape if isinstance(shape, tuple) else (shape,)
-    for choice in choices:
-        if kind == kind_of_shape(choice) or (choice == NUMBER and kind == WHOLE):
-            check_inside(value, choice, place)
-            return
-    wanted = " or ".join(kind_of_shape(choice) for choice in choices)
-    subject = "should be" if place else "the body should be"
-    raise Fault(place, f"{subject} {wanted}, not {kind}")
+    types = [c if isinstance(c, type) else type(c) for c in choices]
+    value_type = float if type(value) is int and float in types else type(value)
+    if value_type not in types:
+        wanted = " or ".join(TYPE_NAMES[json_type] for json_type in types)
+        subject = "should be" if place else "the body should be"
+        raise Fault(place, f"{subject} {wanted}, not {TYPE_NAMES[type(value)]}")
+
+    check_inside(value, choices[types.index(value_type)], place)
 
 
 def check_inside(value: Any, shape: Shape, place: str) -> None:
@@ -197,25 +201,6 @@ def check_inside(value: Any, shape: Shape, place: str) -> None:
                 check_shape(value[field], field_shape, field_place)
             elif name.endswith("!"):
                 raise Fault(field_place, "is missing")
-
-
-def kind_of(value: object) -> str:
-    """The type of a value of JSON, as a sentence names it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return SWITCH
-    if isinstance(value, float):
-        return NUMBER
-    kinds: Mapping[type, str] = {str: TEXT, int: WHOLE, list: LIST, dict: OBJECT}
-    return kinds[type(value)]
-
-
-def kind_of_shape(shape: Shape) -> str:
-    """The type of JSON that fits it."""
-    if isinstance(shape, str):
-        return shape
-    return LIST if isinstance(shape, list) else OBJECT
 
 
 def mend_google(body: object) -> dict[str, Any]:
@@ -282,7 +267,7 @@ def rename_fields(value: object, shape: Shape) -> object:
         return value
 
     shapes = {name.removesuffix("!"): field for name, field in shape.items()}
-    names = {to_snake_case(name): name for name in shapes}
+    names = {to_snake(name): name for name in shapes}
     sent_fields: dict[str, object] = value
     fields: dict[str, object] = {}
     for sent_name, field in sent_fields.items():
@@ -291,7 +276,7 @@ def rename_fields(value: object, shape: Shape) -> object:
             continue
         if name in fields:
             raise Fault(name, "is there twice, in camel case and in snake case")
-        fields[name] = rename_fields(field, shapes.get(name, OBJECT))
+        fields[name] = rename_fields(field, shapes.get(name, dict))
     return fields
 
 
@@ -302,9 +287,3 @@ def plain_name(name: str) -> str:
     """
     is_plain = name.isascii() and name.isprintable() and name == name.strip()
     return name if is_plain else quote(name, errors="replace")
-
-
-@cache
-def to_snake_case(name: str) -> str:
-    """The name as Python would have it: top_p for topP."""
-    return re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)
