@@ -38,7 +38,6 @@ import http.client
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 import urllib.error
@@ -193,18 +192,16 @@ class Reply:
         if self.reasoning.strip():
             message[self.reasoning_field] = self.reasoning
         if self.calls:
-            message["tool_calls"] = [echo_call(call) for call in self.calls]
+            message["tool_calls"] = []
+        for call in self.calls:
+            try:
+                arguments = json.loads(call["function"]["arguments"])
+            except ValueError:
+                arguments = {}
+            text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+            function = {**call["function"], "arguments": text}
+            message["tool_calls"].append({**call, "function": function})
         return message
-
-
-def echo_call(call: Body) -> Body:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = {}
-    text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return {**call, "function": {**function, "arguments": text}}
 
 
 class Server:
@@ -232,7 +229,11 @@ class Server:
         self._seconds = seconds
         # No proxies: a server on this machine or in this house is asked.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.model = model or self._first_model()
+        try:
+            self.model = model or str(self.get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            sentence = f"{self.url}/v1/models names no model: say which with --model"
+            raise CannotAsk(sentence) from error
 
     def open(
         self, path: str, body: Body | None = None, *, method: str | None = None
@@ -259,25 +260,6 @@ class Server:
                 return json.load(response)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise CannotAsk(f"{self.url}{path} is no JSON: {error}") from error
-
-    def _first_model(self) -> str:
-        try:
-            return str(self.get("/v1/models")["data"][0]["id"])
-        except (LookupError, TypeError) as error:
-            sentence = f"{self.url}/v1/models names no model: say which with --model"
-            raise CannotAsk(sentence) from error
-
-    def wait(self, seconds: float) -> None:
-        """Return when it answers. Raises CannotAsk: it did not in so many seconds."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self.get("/v1/models")
-                return
-            except CannotAsk:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
 
     def events(self, path: str, body: Body) -> Iterator[tuple[float, Body]]:
         """The events of a reply, each with the seconds until it came. Raises CannotAsk."""
@@ -645,12 +627,7 @@ class Bench:
 
 
 def run(
-    benches: Sequence[Bench],
-    names: Sequence[str],
-    *,
-    n_steps: int,
-    restart: str | None = None,
-    **how: Any,
+    benches: Sequence[Bench], names: Sequence[str], *, n_steps: int, **how: Any
 ) -> None:
     """All agents on all servers, which are asked in turns. Raises CannotAsk."""
     for name in names:
@@ -664,11 +641,6 @@ def run(
             say(f"\r{name}: {step + 1} of {n_steps} steps", end="")
         for bench, agent in sessions:
             bench.ask_all(agent, agent.last_requests())
-        if restart:
-            subprocess.run(restart, shell=True, check=True)  # noqa: S602 - the user's own
-            bench, agent = sessions[0]
-            bench.server.wait(600)
-            bench.ask(agent, agent.request("restart"))
         say("")
 
 
@@ -759,8 +731,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, (default, what) in numbers.items():
         text = f"{what} ({default:,})"
         parser.add_argument(name, type=int, default=default, help=text)
-    text = "a shell command that restarts --url's server; one step follows"
-    parser.add_argument("--restart", help=text)
     parser.add_argument("--seed", default="", help="the same words again; default: new")
     parser.add_argument("--json", help="the file to write all steps to")
     return parser.parse_args(arguments)
@@ -783,7 +753,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             benches,
             options.agents,
             n_steps=options.steps,
-            restart=options.restart,
             head_tokens=options.tokens,
             result_tokens=options.result_tokens,
             seed=seed,
@@ -791,7 +760,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("\nstopped")
         return 130
-    except (CannotAsk, subprocess.CalledProcessError) as error:
+    except CannotAsk as error:
         say(f"\n{error}")
         return 2
     print_report(benches)
