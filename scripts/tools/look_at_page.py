@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,61 +52,54 @@ INSTRUCTIONS: Final = "You are a coding agent. Work step by step. " * 12
 # Taking pictures ------------------------------------------------------------------------
 
 
-class Shot(NamedTuple):
-    """How a picture is taken."""
+def take_pictures(
+    url: str, folder: Path, names: Sequence[str], *, ready: str, last: str = ""
+) -> list[str]:
+    """Write pictures named [page-]<size>-<scheme>.png; what is wrong, a line each.
 
-    ready: str  # a selector: what must be on the page
-    last: str | None = None  # a selector: what is shown last; None: all of the page
+    `ready`: a selector of what must be on the page; `last`: of what is shown last.
+    """
+    playwright = importlib.import_module("playwright.sync_api")
+    is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
+    problems: list[str] = []
 
-
-def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
-    """Write a picture named <size>-<scheme>.png; what is wrong with the page."""
-    *_, size, scheme = picture.stem.split("-")
-    width, height = SIZES[size]
-    is_phone = size == "phone"
-    window = {"width": width, "height": height}
-    scale = {"is_mobile": is_phone, "device_scale_factor": 2 if is_phone else 1}
-    context = browser.new_context(viewport=window, color_scheme=scheme, **scale)
-    page = context.new_page()
-    wrong: list[str] = []
+    def note(problem: str) -> None:
+        problems.append(f"{name}: {problem}")
 
     def note_error(message: Any) -> None:
         if message.type == "error":
-            wrong.append(message.text)
+            note(message.text)
 
-    page.on("console", note_error)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.goto(url)
-    page.wait_for_selector(shot.ready, timeout=1000 * PATIENCE_SECONDS)
-    if shot.last is None:
-        page.screenshot(path=picture, full_page=True)
-    else:
-        box = page.locator(shot.last).bounding_box()
-        clip = {"x": 0, "y": 0, "width": width, "height": box["y"] + box["height"] + 12}
-        page.screenshot(path=picture, full_page=True, clip=clip)
-
-    page_width = page.evaluate("document.documentElement.scrollWidth")
-    if page_width > width:
-        wrong.append(f"{page_width} px wide in a window of {width}")
-    context.close()
-    return wrong
-
-
-def take_pictures(
-    url: str, folder: Path, shot: Shot, *, names: Sequence[str] = NAMES
-) -> list[str]:
-    """Write pictures named [page-]<size>-<scheme>.png; what is wrong, a line each."""
-    playwright = importlib.import_module("playwright.sync_api")
-    is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
-    problems = []
     with playwright.sync_playwright() as engines:
         browser = engines.chromium.launch(
             executable_path=shutil.which("chromium"),
             args=["--no-sandbox"] if is_root else [],
         )
         for name in names:
-            found = photograph(browser, url, folder / f"{name}.png", shot)
-            problems += [f"{name}: {problem}" for problem in found]
+            *_, size, scheme = name.split("-")
+            width, height = SIZES[size]
+            is_phone = size == "phone"
+            context = browser.new_context(
+                viewport={"width": width, "height": height},
+                color_scheme=scheme,
+                is_mobile=is_phone,
+                device_scale_factor=2 if is_phone else 1,
+            )
+            page = context.new_page()
+            page.on("console", note_error)
+            page.on("pageerror", lambda error: note(str(error)))
+            page.goto(url)
+            page.wait_for_selector(ready, timeout=1000 * PATIENCE_SECONDS)
+            clip = None
+            if last:
+                box = page.locator(last).bounding_box()
+                bottom = box["y"] + box["height"] + 12
+                clip = {"x": 0, "y": 0, "width": width, "height": bottom}
+            page.screenshot(path=folder / f"{name}.png", full_page=True, clip=clip)
+            page_width = page.evaluate("document.documentElement.scrollWidth")
+            if page_width > width:
+                note(f"{page_width} px wide in a window of {width}")
+            context.close()
         browser.close()
     return problems
 
@@ -166,10 +159,10 @@ def picture_for_readme() -> list[str]:
     """Write docs/page-desktop-dark.png; what is wrong, a line each."""
     ready = f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))"
     settings = {"CACHE_DISK": "on", "ENABLE_REQUEST_LOGGING": "true"}  # titles
-    shot = Shot(ready, last="#cache")
     names = ["page-desktop-dark"]
     with running_server("demo", **settings) as subject, agents_at_work(subject.server):
-        return take_pictures(subject.server.url, DOCS, shot, names=names)
+        url = subject.server.url
+        return take_pictures(url, DOCS, names, ready=ready, last="#cache")
 
 
 def main() -> int:
@@ -192,7 +185,7 @@ def main() -> int:
         problems = picture_for_readme()
     else:
         outdir.mkdir(parents=True, exist_ok=True)
-        problems = take_pictures(args.url, outdir, Shot(ready=CONNECTED))
+        problems = take_pictures(args.url, outdir, NAMES, ready=CONNECTED)
     print("\n".join(problems) or f"Pictures are in {outdir}")
     return 1 if problems else 0
 

@@ -81,6 +81,10 @@ class Client:
     """One installed client. `urls`: where each server is, without /v1, by the test's own names."""
 
     PARTS: ClassVar[tuple[str, ...]] = ()  # what has to be installed
+    # {launched} is what `launch` gives it, {turn} in a new session BEGIN, else GO_ON.
+    COMMAND_LINE: ClassVar = ""
+    BEGIN: ClassVar = ""
+    GO_ON: ClassVar = ""
     SHELL: ClassVar = "exec"  # its tool that runs a command
     COMMAND: ClassVar = "command"  # and that tool's parameter
     LAUNCHED: ClassVar = ""  # what `launch` calls it
@@ -167,7 +171,21 @@ class Client:
                 raise ClientError(self.log())
 
     def _command(self, server: str, words: str) -> list[str]:
-        raise NotImplementedError
+        turn = self.GO_ON if server in self._begun else self.BEGIN
+        values = {
+            "modules": CLIENTS / self.PARTS[0] / "node_modules",
+            "model": self._model,
+            "url": self._urls[server],
+            "session": self._begun.setdefault(server, str(uuid.uuid4())),
+            "words": words,
+        }
+        command: list[str] = []
+        for argument in self.COMMAND_LINE.replace("{turn}", turn).split():
+            if argument == "{launched}":
+                command += self._set_up(server).arguments
+            else:
+                command.append(argument.format(**values))
+        return command
 
     def _target(self, server: str) -> launch.Target:
         url, inputs = self._urls[server], ("text", "image")
@@ -184,27 +202,18 @@ class Client:
     def _env_for(self, server: str) -> dict[str, str]:
         return self._set_up(server).environment if self.LAUNCHED else {}
 
-    def _is_begun(self, server: str) -> bool:
-        """Whether there is a session to go on with; from now on there is."""
-        begun = server in self._begun
-        self._begun.setdefault(server, str(uuid.uuid4()))
-        return begun
-
 
 class ClaudeCode(Client):
     """Anthropic Messages. `model` may be a Claude's: that path has other tools and a budget."""
 
     PARTS = ("claude-code",)
     SHELL = "Bash"
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-
-    def _command(self, server: str, words: str) -> list[str]:
-        session_option = "--resume" if self._is_begun(server) else "--session-id"
-        modules = CLIENTS / self.PARTS[0] / "node_modules"
-        program = modules / f"@anthropic-ai/claude-code-{PLATFORM}/claude"
-        command = [str(program), "-p", words, session_option, self._begun[server]]
-        command += ["--output-format", "json", "--dangerously-skip-permissions"]
-        return [*command, *self.OPTIONS]
+    COMMAND_LINE = (
+        f"{{modules}}/@anthropic-ai/claude-code-{PLATFORM}/claude -p {{words}} {{turn}} "
+        "--output-format json --dangerously-skip-permissions"
+    )
+    BEGIN = "--session-id {session}"
+    GO_ON = "--resume {session}"
 
     def _env_for(self, server: str) -> dict[str, str]:
         kinds = ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")
@@ -220,20 +229,18 @@ class OldClaudeCode(ClaudeCode):
     """Its billing header changes with every request."""
 
     PARTS = ("claude-code-2.1.150",)
-    OPTIONS = ("--tools", "Agent,Bash,Read,Write")  # all of them are 60,000 characters
+    # All tools are 60,000 characters.
+    COMMAND_LINE = f"{ClaudeCode.COMMAND_LINE} --tools Agent,Bash,Read,Write"
 
 
 class Pi(Client):
     PARTS = ("pi",)
     LAUNCHED = "pi"
     SHELL = "bash"
-
-    def _command(self, server: str, words: str) -> list[str]:
-        # -c: the newest session of this folder.
-        go_on = ["-c"] if self._is_begun(server) else []
-        program = ["node", str(CLIENTS / "pi/node_modules/.bin/pi")]
-        chosen = [*self._set_up(server).arguments, "--thinking", "medium"]
-        return [*program, *chosen, "-p", *go_on, words]
+    COMMAND_LINE = (
+        "node {modules}/.bin/pi {launched} --thinking medium -p {turn} {words}"
+    )
+    GO_ON = "-c"  # the newest session of this folder
 
 
 class Codex(Client):
@@ -242,22 +249,14 @@ class Codex(Client):
     PARTS = ("codex",)
     SHELL = "exec_command"
     COMMAND = "cmd"
-
-    def _command(self, server: str, words: str) -> list[str]:
-        go_on = ["resume", "--last"] if self._is_begun(server) else []
-        package = CLIENTS / f"codex/node_modules/@openai/codex-{PLATFORM}"
-        program = package / "vendor" / CODEX_TARGETS[PLATFORM] / "bin/codex"
-        free = ["--json", "--dangerously-bypass-approvals-and-sandbox"]
-        settings = {
-            "model_provider": "lab",
-            "model_providers.lab.name": "Lab",
-            "model_providers.lab.base_url": f"{self._urls[server]}/v1",
-            "model_providers.lab.env_key": "LAB_KEY",
-        }
-        chosen = ["-m", self._model]
-        for name, value in settings.items():
-            chosen += ["-c", f'{name}="{value}"']
-        return [str(program), "exec", *go_on, *free, *chosen, words]
+    COMMAND_LINE = (
+        f"{{modules}}/@openai/codex-{PLATFORM}/vendor/{CODEX_TARGETS[PLATFORM]}/bin/codex "
+        "exec {turn} --json --dangerously-bypass-approvals-and-sandbox -m {model} "
+        '-c model_provider="lab" -c model_providers.lab.name="Lab" '
+        '-c model_providers.lab.base_url="{url}/v1" '
+        '-c model_providers.lab.env_key="LAB_KEY" {words}'
+    )
+    GO_ON = "resume --last"
 
     def _env_for(self, server: str) -> dict[str, str]:
         home = self.room / f"codex-{server}"
@@ -271,11 +270,11 @@ class Copilot(Client):
     PARTS = ("copilot",)
     LAUNCHED = "copilot"
     SHELL = "bash"
-
-    def _command(self, server: str, words: str) -> list[str]:
-        go_on = ["--continue"] if self._is_begun(server) else []
-        program = CLIENTS / f"copilot/node_modules/@github/copilot-{PLATFORM}/copilot"
-        return [str(program), *go_on, "-p", words, "--allow-all-tools"]
+    COMMAND_LINE = (
+        f"{{modules}}/@github/copilot-{PLATFORM}/copilot {{turn}} -p {{words}} "
+        "--allow-all-tools"
+    )
+    GO_ON = "--continue"
 
     def _env_for(self, server: str) -> dict[str, str]:
         home = str(self.room / f"copilot-{server}")
@@ -286,25 +285,22 @@ class OpenCode(Client):
     PARTS = ("opencode",)
     LAUNCHED = "opencode"
     SHELL = "bash"
-
-    def _command(self, server: str, words: str) -> list[str]:
-        go_on = ["-c"] if self._is_begun(server) else []
-        program = CLIENTS / f"opencode/node_modules/opencode-{PLATFORM}/bin/opencode"
-        chosen = ["--format", "json", "-m", f"{launch.PROVIDER}/{self._model}"]
-        return [str(program), "run", *chosen, *go_on, words]
+    COMMAND_LINE = (
+        f"{{modules}}/opencode-{PLATFORM}/bin/opencode run --format json "
+        f"-m {launch.PROVIDER}/{{model}} {{turn}} {{words}}"
+    )
+    GO_ON = "-c"
 
 
 class QwenCode(Client):
     PARTS = ("qwen-code",)
     LAUNCHED = "qwen"
     SHELL = "run_shell_command"
-
-    def _command(self, server: str, words: str) -> list[str]:
-        # --continue: the newest session of this folder.
-        go_on = ["--continue"] if self._is_begun(server) else []
-        program = CLIENTS / "qwen-code/node_modules/@qwen-code/qwen-code/cli.js"
-        chosen = [*self._set_up(server).arguments, "-m", self._model, "--yolo"]
-        return ["node", str(program), *chosen, *go_on, "-p", words]
+    COMMAND_LINE = (
+        "node {modules}/@qwen-code/qwen-code/cli.js {launched} -m {model} --yolo "
+        "{turn} -p {words}"
+    )
+    GO_ON = "--continue"  # the newest session of this folder
 
 
 TOKEN = "lab-token"
