@@ -72,7 +72,7 @@ class Model:
     name: str
     nbytes: int  # of its weights, which is nearly what a download takes
     kv: KVBytes
-    sees_images: bool = False
+    sees_images: bool = True
     longest_context: int = LONGEST_CONTEXT  # tokens that it was made for, if fewer
     least_context: int = LEAST_CONTEXT
     good_for: str = ""  # in a line, for its owner
@@ -89,22 +89,18 @@ class Model:
 # Known-good models, in the order in which they are offered: the first of each list that fits.
 # Bytes are the hub's; KV is as count_kv.py counts it from config.json. What they are good for:
 # agents' tasks that others have published (August to October 2026), not our own measurements.
-QWEN_35B_KV: Final = KVBytes(20_480, 64_389_120)
-QWEN_27B_KV: Final = KVBytes(65_536, 153_944_064)
 QWEN_9B_KV: Final = KVBytes(32_768, 51_511_296)
 QWEN_35B_4BIT: Final = Model(
     "mlx-community/Qwen3.6-35B-A3B-4bit",
     20_429_169_263,
-    QWEN_35B_KV,
-    sees_images=True,
+    KVBytes(20_480, 64_389_120),
     good_for="the quick one: does most tasks well, four to six times as fast as a smart one",
     head=Head("mlx-community/Qwen3.6-35B-A3B-MTP-4bit", 475_000_000),
 )
 QWEN_27B_4BIT: Final = Model(
     "mlx-community/Qwen3.8-27B-4bit",
     16_054_541_349,
-    QWEN_27B_KV,
-    sees_images=True,
+    KVBytes(65_536, 153_944_064),
     good_for="the smart one: best at hard tasks; slow, an agent's first answer takes minutes",
     head=Head("mlx-community/Qwen3.8-27B-MTP-4bit", 239_000_000),
 )
@@ -112,7 +108,6 @@ QWEN_9B_4BIT: Final = Model(
     "mlx-community/Qwen3.5-9B-MLX-4bit",
     5_950_221_072,
     QWEN_9B_KV,
-    sees_images=True,
     good_for="the better one for agents: it uses tools well, for small changes to code",
     head=Head("mlx-community/Qwen3.5-9B-MTP-4bit", 137_000_000),
 )
@@ -133,7 +128,6 @@ FIRST_CHOICES: Final = (
         "mlx-community/Qwen3.5-4B-MLX-4bit",
         3_061_121_321,
         QWEN_9B_KV,
-        sees_images=True,
         good_for="the better one: for chats, and an agent's simple tasks",
         head=Head("mlx-community/Qwen3.5-4B-MTP-4bit", 68_000_000),
     ),
@@ -145,7 +139,6 @@ SECOND_CHOICES: Final = (
         "mlx-community/gemma-4-26b-a4b-it-4bit",
         15_373_568_786,
         KVBytes(20_480, 209_715_200),
-        sees_images=True,
         good_for="the quick one: five times as fast as a smart one; leave its thinking on",
         head=Head("mlx-community/gemma-4-26B-A4B-it-assistant-bf16", 872_000_000),
     ),
@@ -153,6 +146,7 @@ SECOND_CHOICES: Final = (
         "mlx-community/gpt-oss-20b-MXFP4-Q8",
         12_104_199_097,
         KVBytes(24_576, 3_145_728),
+        sees_images=False,
         longest_context=131_072,
         good_for="the quicker one, of OpenAI: weaker at code, and it sees no images",
     ),
@@ -160,7 +154,6 @@ SECOND_CHOICES: Final = (
         "lmstudio-community/gemma-4-E4B-it-MLX-4bit",
         6_800_000_000,
         KVBytes(16_384, 20_971_520),
-        sees_images=True,
         longest_context=131_072,
         good_for="for chats and longer texts; less sure with an agent's tools",
         head=Head("mlx-community/gemma-4-E4B-it-assistant-bf16", 158_000_000),
@@ -169,6 +162,7 @@ SECOND_CHOICES: Final = (
         "mlx-community/Qwen3-1.7B-4bit",
         970_000_000,
         KVBytes(114_688, 0),
+        sees_images=False,
         longest_context=40_960,
         good_for="the quicker one: for short chats, not for agents",
         is_for_agents=False,
@@ -179,6 +173,7 @@ CPU_MODELS: Final = (
         "Qwen/Qwen3-0.6B",
         1_520_000_000,
         KVBytes(2 * 114_688, 0),  # of float32, in which it is computed on a CPU
+        sees_images=False,
         longest_context=40_960,
         least_context=16_000,
         good_for="small enough for a CPU: for a first try, not for agents",

@@ -396,10 +396,10 @@ class Planter:
         layer = int(parts[parts.index("layers") + 1]) if "layers" in parts else 0
         if leaf.endswith("norm"):
             return self._norm(leaf, layer, shape)
-        if leaf in {"embed_tokens", "lm_head"}:
-            return (
-                self._embedding(shape) if leaf == "embed_tokens" else self._head(shape)
-            )
+        if leaf == "embed_tokens":
+            return self._embedding(shape)
+        if leaf == "lm_head":
+            return self._head(shape)
         if leaf == "A_log":  # memories of about 10 to 10000 tokens
             return np.log(np.geomspace(0.1, 1e-4, shape[0])).astype(np.float32)
         if leaf in {"dt_bias", "sinks"} or parts[-1] == "bias":
@@ -463,16 +463,6 @@ class Planter:
         is_sharp = kind == "gpt_oss" and leaf in {"q_proj", "k_proj"}
         sharpness = SHARPNESS if is_sharp else 1.0
         return values * sharpness / math.sqrt(self.residual.n_random)
-
-
-def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter that mlx-lm wants for `config`; nothing is computed."""
-    from mlx.utils import tree_flatten
-
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = architecture.Model(architecture.ModelArgs.from_dict(dict(config)))
-    parameters: Any = tree_flatten(model.parameters())
-    return {name: tuple(value.shape) for name, value in parameters}
 
 
 # Folder -----------------------------------------------------------------------
@@ -560,16 +550,11 @@ def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, A
 
 
 @functools.cache
-def _version() -> str:
-    """A digest of all that this program makes models from."""
+def made_by(recipe: Recipe) -> str:
+    """What config.json's `made_by` says of a folder: a digest of all sources, and the recipe."""
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
     content = b"\0".join(path.read_bytes() for path in sources)
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-def made_by(recipe: Recipe) -> str:
-    """What config.json's `made_by` says of a folder that this version made from `recipe`."""
-    return f"make_tiny_model {_version()} {recipe}"
+    return f"make_tiny_model {hashlib.sha256(content).hexdigest()[:12]} {recipe}"
 
 
 def is_made(folder: Path, recipe: Recipe) -> bool:
@@ -582,6 +567,7 @@ def is_made(folder: Path, recipe: Recipe) -> bool:
 
 
 def _write_folder(folder: Path, recipe: Recipe) -> None:
+    from mlx.utils import tree_flatten
     from safetensors.numpy import save_file
 
     tokenizer = make_tokenizer()
@@ -591,9 +577,13 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
     config = model_config(recipe, vocabulary, eos)
     states = States.from_grammar(tokenizer, vocabulary)
     planter = Planter(states, Residual(recipe, states.n))
+    # Every parameter that mlx-lm wants; MLX computes none of them.
+    architecture = importlib.import_module(f"mlx_lm.models.{recipe.kind}")
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    parameters: Any = tree_flatten(model.parameters())
     weights = {
-        name: np.ascontiguousarray(planter.parameter(name, shape), np.float32)
-        for name, shape in parameter_shapes(config).items()
+        name: np.ascontiguousarray(planter.parameter(name, value.shape), np.float32)
+        for name, value in parameters
     }
 
     tokenizer.save(str(folder / "tokenizer.json"))
