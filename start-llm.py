@@ -55,6 +55,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     PREFILL TIMES     how long prompts take to read, by the slices that were timed
     PREFILL           the model reads prompts, slice by slice
     PREFILL POLICY    whose prompt is read next, and whether decoding waits for it
+    MODEL RESOURCES   what outlives requests: memory, KV at rest, what drafts
     SCHEDULER         which requests run: admit, decode, prefill, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
@@ -16242,26 +16243,25 @@ class RequestHandle:
 # A request on the model, and the batches in which requests decode.
 #
 # A request that decodes alone does so in its own buffers; those of similar length decode
-# as one batch, which they join when they begin to decode, not later. Requests that have
-# only a short rest to read are merged before that, and read it in one call (L-123).
-# Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
-# tokens needs its KV twice).
+# as one batch, which they join when they begin to decode, not later. Those that have
+# only short rests of their prompts left may be one batch before that, and read the rests
+# in one call (L-123). Dropped: mlx-lm's BatchGenerator, which merges on insertion (a
+# single request of 32k tokens needs its KV twice).
 #
 # A prompt of five tokens, p0 to p4, and its reply, r0, r1, ...:
 #
-#                        feeds      KV of    output_ids   reported
-#     prefill slices     p0 .. p3   4        -            -
-#     DecodeBatch(...)   p4         5        r0           r0
-#     step               r0         6        r0           -
-#     step               r1         7        r0 r1        r1
-#     step               r2         8        r0 r1 r2     r2
+#                        feeds      KV of      output_ids
+#     prefill slices     p0 .. p3   4 tokens   -
+#     DecodeBatch(...)   p4         5          r0
+#     step               r0         6          r0
+#     step               r1         7          r0 r1
+#     step               r2         8          r0 r1 r2
 #
-# A step *accepts* the tokens that it feeds: their KV is there, they are in the reply.
-# After each step KV and `output_ids` end with the same token; after a draft only once
-# what is pending was fed (`settled_caches`). A step reports what it accepts, and
-# meanwhile the token after it is being computed (L-10). Only r0 is reported when it is
-# sampled, for the sake of the time to the first token; so the first step accepts r0, and
-# has nothing to report.
+# A step *accepts* the token that it feeds: it is added to `output_ids` and reported,
+# which is put into the handle, while the token after it is being computed (L-10). Only
+# r0 is reported as soon as it is sampled, for the sake of the time to the first token.
+# After each step KV and `output_ids` end with the same token. (A step with a draft
+# accepts several; some may be *pending*, to be fed again: see DRAFTS, `settled_caches`.)
 #
 # Uses     API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE, MODEL LOADING,
 #          SAMPLING, DRAFTS, EXACT CHECKS, ENGINE REQUESTS
@@ -16272,8 +16272,8 @@ class RequestHandle:
 
 NO_TOKEN: Final = -1  # in the place of a token for which the model computed no numbers
 FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
-MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
-SHORT_TOKENS: Final = 256  # a prompt is short, and read with others (L-123), up to here
+MAX_REST_TOKENS: Final = 64  # a rest up to here is read with the last token
+SHORT_TOKENS: Final = 256  # a rest up to here may be read with those of others
 
 
 class RunningRequest:
@@ -16314,10 +16314,10 @@ class RunningRequest:
         self.slice_ends: list[int] = []  # where a slice must end, ascending
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
 
-        self.output_ids: list[int] = []
+        self.output_ids: list[int] = []  # of the reply; the last may be NO_TOKEN
         self.drafters: list[Drafter] = []  # in the order in which they are asked
-        self.warm_reply: WarmReply | None = None  # what of its reply will be checked
-        # Where its state was last kept only for the sake of spacing; 0: nowhere.
+        self.warm_reply: WarmReply | None = None  # for EXACT CHECKS
+        # Where the reply's state was last kept as one of many (SCHEDULER); 0: nowhere.
         self.spaced_checkpoint = 0
 
         self.cache = cache
@@ -16366,7 +16366,7 @@ class RunningRequest:
     def remaining_prefill(self) -> TokenIds:
         """The tokens of the prompt that are left, but the last.
 
-        The first decode step feeds that one, and samples a token from it (L-11).
+        A DecodeBatch feeds that one, and samples the first token of the reply (L-11).
         """
         offset = kv_cache_offset(self.layer_caches, recorded=self.num_computed_tokens)
         return self.request.key.tokens[offset : self.n_prompt - 1]
@@ -16415,9 +16415,9 @@ class RunningRequest:
         return self.output_ids[-1:] == [NO_TOKEN]
 
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
-        """Add and report a token sampled from `logprobs`, `(vocab,)`: computed ones.
+        """Add and report a token sampled from `logprobs`, `(vocab,)`, already computed.
 
-        If the model computed no numbers, NO_TOKEN takes its place, and is the last.
+        If these are no numbers, NO_TOKEN is added in its place, and nothing after that.
         """
         if self.has_failed:
             return
@@ -16439,7 +16439,7 @@ def _is_finite_at(logprobs: mx.array, token_id: int) -> bool:
     why(L-54): NaN and infinity have all bits of the exponent set; one bad logit makes
     all log-probabilities bad. As operations of MLX this took 3 % of a small model.
     """
-    # A float32 is two halves, of which the upper one comes last; others are one.
+    # The exponent of a float32 is in its upper half, which comes last. Others are a half.
     halves = np.frombuffer(logprobs, np.uint16)
     halves_per_value = halves.size // logprobs.size
     upper_half = halves[(token_id + 1) * halves_per_value - 1]
@@ -16479,84 +16479,7 @@ def make_model_call(
     return call_with_shifts
 
 
-# -- 2 how long steps take -------------------------------------------------------------
-
-
-class StepTimer:
-    """Times the steps of a request that decodes alone, for the budgets of its drafters.
-
-    For example a step with the draft a b c d, of which only a is right, and plain ones,
-    of a model with state, which has to be fed y and a again:
-
-        step           what the device does     is a cost of
-        with a draft   computes y a b c d       the draft
-        plain          nothing                  the draft: what to feed was not known
-        plain          computes y a x           the draft
-        plain          computes one token       a plain step
-    """
-
-    def __init__(self) -> None:
-        self._drafter: Drafter | None = None  # of the last step; None: it was plain
-        self._draft_ended_at = 0.0
-        self._draft_seconds = 0.0
-        # Of what is being computed: when it was launched, and whose draft was wrong, if
-        # it is fed again. -inf: nothing is, or something else has waited for it.
-        self._launched_at = -math.inf
-        self._wrong_drafter: Drafter | None = None
-
-    def begin_step(self) -> None:
-        """Charge a draft of the last step for the time since: nothing was launched."""
-        self._charge_idle(time.monotonic() - self._draft_ended_at)
-
-    def end_draft(
-        self, drafter: Drafter, *, began: float, n_draft: int, n_accepted: int
-    ) -> None:
-        """A step with a draft has ended, which waited for all that was launched."""
-        self._draft_ended_at = time.monotonic()
-        self._draft_seconds = self._draft_ended_at - began
-        drafter.learn(
-            n_draft=n_draft, n_accepted=n_accepted, seconds=self._draft_seconds
-        )
-        self._drafter = drafter
-        self.interrupt()
-
-    def end_plain(
-        self, drafters: Sequence[Drafter], *, began: float, feeds_again: bool
-    ) -> None:
-        """A step has ended without a draft, and has launched the next token.
-
-        `drafters`: none, if several requests decode. `feeds_again`: it has launched
-        what is right of a wrong draft, too.
-        """
-        ended = time.monotonic()
-        seconds = ended - self._launched_at
-        # For example launched 2 ms before this step, and waited for 8 ms in it: the
-        # device was at work for all of that. If it was launched 30 ms before, it may
-        # have been done long ago, or had something else to do.
-        has_waited = ended - began > began - self._launched_at
-        if has_waited and self._wrong_drafter is not None:
-            self._wrong_drafter.budget.charge(seconds, n_tokens=1)
-        elif has_waited:
-            for drafter in drafters:
-                drafter.budget.learn_plain(seconds)
-        self._charge_idle(ended - began)
-        self._wrong_drafter = self._drafter if feeds_again else None
-        self._drafter = None
-        self._launched_at = ended
-
-    def interrupt(self) -> None:
-        """What is being computed is not timed: something else waits for it."""
-        self._launched_at = -math.inf
-        self._wrong_drafter = None
-
-    def _charge_idle(self, seconds: float) -> None:
-        if self._drafter is not None:
-            # More was something else's: a slice of a prompt, for example.
-            idle_seconds = min(seconds, self._draft_seconds)
-            self._drafter.budget.charge(idle_seconds)
-
-
-# -- 3 a decode batch ------------------------------------------------------------------
+# -- 2 a decode batch ------------------------------------------------------------------
 #
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
@@ -16639,11 +16562,11 @@ class DecodeBatch:
         Since a state cannot be rewound, only the last token may be an end token, one of
         `checkpoint_ids`, or the last of `max_tokens`.
         """
-        self._timer.begin_step()
         n_pending = len(self._generator.pending_ids)
         if self._can_hold:
             self._hold_state(n_pending)
 
+        self._timer.begin_step()
         first = self.requests[0]
         drafters = first.drafters if len(self.requests) == 1 else []
         found = self._find_draft(first, drafters)
@@ -16663,7 +16586,7 @@ class DecodeBatch:
         accepted: AcceptedTokens = {}
         for running, tokens in zip(self.requests, rows, strict=True):
             for token in tokens:
-                # `report_first_tokens` has reported the first one.
+                # The first one was reported before (`report_first_tokens`).
                 if running.num_computed_tokens > running.n_prompt:
                     running.add_token(token.token_id, logprobs=token.logprobs)
                 running.num_computed_tokens += 1
@@ -16692,7 +16615,7 @@ class DecodeBatch:
         return None
 
     def _wait_for_y(self) -> int:
-        """The id of y, when it is computed."""
+        """The id of y, when it is computed: what is waited for here is not timed."""
         self._timer.interrupt()
         (token,) = self._generator.next_tokens()
         return token.token_id
@@ -16767,13 +16690,95 @@ def padding_share(lengths: Sequence[int]) -> float:
     return max(lengths) * len(lengths) / sum(lengths) - 1
 
 
+# -- 3 how long steps take -------------------------------------------------------------
+
+
+class StepTimer:
+    """Times the steps of a request that decodes alone, for the budgets of its drafters.
+
+    A plain step launches the next token, and waits for what the step before launched. A
+    step with a draft waits for all that it feeds, and launches nothing. For example the
+    draft a b c d follows y, only a is right, and the model has state; so y a is pending,
+    and is fed again, with x, which is sampled after a:
+
+        step           launches   waits for   that time is charged to
+        with a draft   -          y a b c d   the draft
+        plain          y a x      -           the draft, and the time since it, too
+        plain          a token    y a x       the draft
+        plain          a token    a token     a plain step
+    """
+
+    def __init__(self) -> None:
+        self._drafter: Drafter | None = None  # of the last step; None: it was plain
+        self._draft_ended_at = 0.0
+        self._draft_seconds = 0.0
+        # When the last step launched something; -inf: it did not, or the device had
+        # something else to do since. And whose pending tokens that feeds again.
+        self._launched_at = -math.inf
+        self._launched_for: Drafter | None = None
+
+    def begin_step(self) -> None:
+        """Charge a draft of the last step for the time since."""
+        self._charge_idle(time.monotonic() - self._draft_ended_at)
+
+    def end_draft(
+        self, drafter: Drafter, *, began: float, n_draft: int, n_accepted: int
+    ) -> None:
+        """A step with a draft has ended."""
+        self._draft_ended_at = time.monotonic()
+        self._draft_seconds = self._draft_ended_at - began
+        drafter.learn(
+            n_draft=n_draft, n_accepted=n_accepted, seconds=self._draft_seconds
+        )
+        self._drafter = drafter
+        self.interrupt()
+
+    def end_plain(
+        self, drafters: Sequence[Drafter], *, began: float, feeds_again: bool
+    ) -> None:
+        """A plain step has ended. `drafters`: none, if several requests decode.
+
+        `feeds_again`: what it has launched begins with pending tokens.
+        """
+        ended = time.monotonic()
+        seconds = ended - self._launched_at
+        # For example launched 2 ms before this step, and waited for 8 ms in it: the
+        # device was at work for all of that. If it was launched 30 ms before, it may
+        # have been done long ago, or had something else to do.
+        has_waited = ended - began > began - self._launched_at
+        if has_waited and self._launched_for is not None:
+            self._launched_for.budget.charge(seconds, n_tokens=1)
+        elif has_waited:
+            for drafter in drafters:
+                drafter.budget.learn_plain(seconds)
+        self._charge_idle(ended - began)
+        self._launched_for = self._drafter if feeds_again else None
+        self._drafter = None
+        self._launched_at = ended
+
+    def interrupt(self) -> None:
+        """What was launched is not timed: the device has something else to do, too."""
+        self._launched_at = -math.inf
+        self._launched_for = None
+
+    def _charge_idle(self, seconds: float) -> None:
+        """Charge a draft of the last step for time in which nothing was launched."""
+        if self._drafter is not None:
+            # More was something else's: a slice of a prompt, for example.
+            idle_seconds = min(seconds, self._draft_seconds)
+            self._drafter.budget.charge(idle_seconds)
+
+
 # region MEMORY BUDGET =========================================================
 # How much KV there may be: who fits, what is evicted for it, who must end.
 #
 #     memory limit = weights + KV + image features + working memory
 #
 # KV gets KV_SHARE of what the weights leave: a decode step of a model with few attention
-# layers may need nearly as much as all KV (L-55).
+# layers may need nearly as much as all KV (L-55). Running requests are counted here:
+# what their whole prompts need, while these are read, then the buffers of their batches.
+# What rests, and all checkpoints, PrefixCache counts and evicts. (A checkpoint has one
+# size wherever it is; that of *opaque* layers, which are copied whole, grows.)
 #
 # A request fits if its whole prompt does. It grows while it decodes, so that those that
 # run may not fit together any more: then the newest must end (L-79).
@@ -16812,22 +16817,19 @@ def count_places(n_prompt: int) -> int:
 
 
 class MemoryBudget:
-    """Keeps KV within its share: who fits, what is evicted for it, who must end.
-
-    What runs is counted here; what rests, and checkpoints, by the cache.
-    """
+    """Keeps KV within its share: who fits, what is evicted for it, who must end."""
 
     def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
         self.shares = shares
         self.spec = spec
         self._cache = cache
-        # What opaque leaves take with each token: those that run, and their copies.
-        # why(L-173): a few copies are never thinned.
+        # What a token takes in opaque layers, and in the copies that are never evicted
+        # while its request runs (L-173).
         self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
-        kv_bytes = shares.kv - self.prompt_bytes(0)
+
+        # The longest prompt whose KV fits, beside what any prompt takes.
         token_bytes = spec.token_bytes + self.opaque_token_bytes
-        n_places = kv_bytes // max(token_bytes, 1)  # 0: without attention
-        # The longest prompt whose KV fits.
+        n_places = (shares.kv - self.prompt_bytes(0)) // max(token_bytes, 1)
         self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
     def prompt_bytes(self, n_prompt: int) -> int:
@@ -16851,11 +16853,12 @@ class MemoryBudget:
     ) -> bool:
         """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
 
-        Nothing of `keep` goes, nor with `spares_recent` of what was used lately, and
-        nothing at all if what runs, with a few checkpoints of each that the cache does
-        not evict, leaves too little even with an empty cache (L-97).
+        Nothing of `keep` goes, nor with `spares_recent` of what was used lately.
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
+
+        # why(L-97): nothing goes if that would be too little all the same, since a few
+        # checkpoints of each running request stay.
         few_bytes = MIN_CHECKPOINTS * self.spec.state_bytes
         few_token_bytes = SPARED_CHECKPOINTS * self.spec.opaque_token_bytes
         checkpoint_bytes = sum(
@@ -16864,6 +16867,7 @@ class MemoryBudget:
         )
         if needed_bytes + checkpoint_bytes > self._cache.max_bytes:
             return False
+
         return self._cache.evict_to_fit(
             needed_bytes, keep=keep, spares_recent=spares_recent
         )
@@ -16871,13 +16875,13 @@ class MemoryBudget:
     def make_room_to_merge(
         self, n_bytes: int, requests: Sequence[RunningRequest]
     ) -> bool:
-        """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
+        """Make room for what a merge of so many bytes of KV takes: two copies (L-69)."""
         return self.make_room(max(0, 2 * n_bytes - self.shares.working), requests)
 
     def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
         """The request that must end: the newest of several that do not fit together.
 
-        why(L-79): only for their own KV, not for room to copy it: batches can go on
+        None: they fit. why(L-79): room to copy them does not count: batches can go on
         unmerged, and what rests can be evicted instead.
         """
         if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
@@ -17548,32 +17552,15 @@ def choose_companions(
     return group[1:]
 
 
-# region SCHEDULER =============================================================
-# What the model does next, and for whom.
+# region MODEL RESOURCES =======================================================
+# What outlives requests: the model, its memory, KV at rest, and what drafts.
 #
-# One step of the scheduler ends what is over, admits what fits, decodes one step in
-# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
-# of short prompts as many as others may pause for, about a second, so that those that
-# come together decode together. Between two steps ENGINE asks for other things: four
-# times a second for `hold_limit`.
+# A Scheduler is made of this and of requests. Between its steps ENGINE and STATUS ask
+# what rests here, and have it forgotten, or the weights freed.
 #
-# A background request (a title) waits for others, for ten seconds: it is read after
-# them, and it evicts nothing used lately. Its reply pauses while they are read, unless
-# its batch has been merged with one of theirs.
-#
-# Uses     CONFIG, ERRORS, LOGGING, KV STATE, PREFIX CACHE, DISK CACHE, MODEL LOADING,
-#          SAMPLING, DRAFTS, COPIES, GUESSES, EXACT CHECKS, ENGINE REQUESTS,
-#          RUNNING REQUESTS, MEMORY BUDGET, PREFILL, PREFILL POLICY
+# Uses     CONFIG, LOGGING, KV STATE, PREFIX CACHE, DISK CACHE, MODEL LOADING, DRAFTS,
+#          COPIES, GUESSES, EXACT CHECKS, ENGINE REQUESTS, MEMORY BUDGET, PREFILL
 # Thread   model; mlx
-
-_QUEUE: Final = WaitCause("queue")
-_MEMORY: Final = WaitCause("memory")
-
-MAX_LOOKUPS: Final = 32  # of waiting requests, in one step: one may take 2 ms
-MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so long
-GATHER_SHARE: Final = 0.1  # of what reading takes, to wait for others to read with
-MAX_GATHER_SECONDS: Final = 0.05
-REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
 
 
 class DroppedKV(NamedTuple):
@@ -17584,8 +17571,8 @@ class DroppedKV(NamedTuple):
     fault: str  # which files are not deleted yet, and why; "" if all are
 
 
-class Scheduler:
-    """Everything that happens on the model thread, one step at a time."""
+class ModelResources:
+    """The model, its memory and KV: what the model thread has beside requests."""
 
     def __init__(
         self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics
@@ -17597,8 +17584,7 @@ class Scheduler:
         self.loaded = loaded
         self.config = config
         self.metrics = metrics
-        self._lockstep = loaded.lockstep
-        self._now = loaded.lockstep.now  # no other clock is read in a step
+        lockstep = loaded.lockstep
         self.spec = measure_kv(loaded.model)
 
         self._can_draft = config.speculation == "auto" and can_draft(
@@ -17626,20 +17612,180 @@ class Scheduler:
         if loaded.vision is not None:
             loaded.vision.max_bytes = shares.features
 
-        self._lockstep.compare("the KV", lambda: [repr(self.spec), *shares])
+        lockstep.compare("the KV", lambda: [repr(self.spec), *shares])
         # Another generation_config.json would end replies at other steps.
-        self._lockstep.compare("the list of end tokens", lambda: sorted(loaded.eos_ids))
+        lockstep.compare("the list of end tokens", lambda: sorted(loaded.eos_ids))
 
         self.cache = PrefixCache(
-            config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=self._now
+            config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=lockstep.now
         )
         self.budget = MemoryBudget(shares, self.spec, self.cache)
         self.reader = PromptReader(loaded, config, budget=self.budget, metrics=metrics)
-        self.policy = PrefillPolicy()
         self.draft_costs = DraftCosts()
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
         self.disk: DiskCache | None = None  # ENGINE opens it
         self.disk_fault = ""  # why a folder that cannot be used forgets nothing
+
+    def make_drafters(self, request: EngineRequest) -> list[Drafter]:
+        """What drafts for a request, in the order in which it is asked."""
+        if not self._can_draft:
+            return []
+        owner = request.owner
+        others = [
+            entry
+            for entry in self.cache.entries
+            if entry.owner.tenant == owner.tenant
+            and entry.owner.session != owner.session
+        ]
+        others.sort(key=lambda entry: -entry.last_used)
+        prompt = request.key.tokens
+        end_ids = self.loaded.eos_ids | request.checkpoint_ids
+        metrics = self.metrics.of_tenant(owner.tenant)
+        drafters: list[Drafter] = [
+            CopyDrafter(
+                prompt,
+                end_ids=end_ids,
+                others=[entry.key.tokens for entry in others],
+                costs=self.draft_costs,
+                metrics=metrics,
+            )
+        ]
+        if self.draft_model is not None:
+            drafters.append(
+                GuessDrafter(
+                    prompt,
+                    self.draft_model,
+                    tenant=owner.tenant,
+                    end_ids=end_ids,
+                    metrics=metrics,
+                )
+            )
+        return drafters
+
+    def kv_identity(self) -> str:
+        """What makes KV of the same tokens the same, in 16 hex digits.
+
+        Another version of a library may compute it otherwise.
+        """
+        facts = (
+            self.loaded.revision,
+            self.loaded.nbytes,  # tells weights that were made float32
+            self.loaded.device,
+            self.spec,
+            [version_of_package(name) for name in ("mlx", "mlx-lm", "mlx-vlm")],
+        )
+        return sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def find_reusable(self, key: TokenKey) -> PrefixMatch:
+        """What a request with this prompt would reuse, also of the disk.
+
+        Nothing is loaded.
+        """
+        match = self.cache.find(key)
+        found = self.disk.find_more(key, match) if self.disk is not None else None
+        if found is None:
+            return match
+        return match._replace(
+            cached_tokens=found.depth,
+            matched_tokens=max(match.matched_tokens, found.depth),
+            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
+        )
+
+    def describe_cache(
+        self, *, shows_checkpoints: bool = False
+    ) -> list[tuple[str, EntryReport]]:
+        """PrefixCache.describe(), with how long each entry would take to read."""
+        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
+        for _, report in reports:
+            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
+            if cold_seconds is not None:
+                report["cold_seconds"] = round(cold_seconds, 3)
+        return reports
+
+    def evict_idle(self) -> None:
+        """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
+        self.cache.evict_idle()
+        self.exact_checks.forget_evicted(self.cache.entries)
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.loaded.vision is not None and ttl_seconds:
+            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
+        if self.draft_model is not None and not self.cache.entries:
+            self.draft_model.forget()
+        if self.disk is not None and ttl_seconds:
+            self.disk.files.remove_idle(ttl_seconds)
+
+    def fall_asleep(self) -> None:
+        """Free the weights, and all that can be had again: KV that files have, too."""
+        self.exact_checks.pause()
+        if self.disk is not None:
+            self.cache.evict_where(self.disk.has_all)
+        self._forget_derived()
+        free_weights(self.loaded)
+
+    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
+        """Forget what rests of a session, or of a tenant (None), on the disk, too."""
+        self.exact_checks.forget(tenant, session)
+        n_entries = self.cache.evict_session(tenant, session)
+        self._forget_derived()
+        n_files, fault = 0, ""
+        if self.disk is not None:
+            n_files, fault = self.disk.forget(tenant, session)
+        elif tenant or session is not None:
+            # The folder cannot be opened, so its files stay. If all is to be forgotten,
+            # STATUS deletes the folders themselves.
+            fault = self.disk_fault
+        return DroppedKV(n_entries, n_files, fault)
+
+    def _forget_derived(self) -> None:
+        """Drop what was made of anybody's images, and what DRAFT_MODEL has read."""
+        if self.loaded.vision is not None:
+            self.loaded.vision.forget_features()
+        if self.draft_model is not None:
+            self.draft_model.forget()
+
+
+# region SCHEDULER =============================================================
+# What the model does next, and for whom.
+#
+#     waiting --- _admit ---> prefilling --- _prefill ---> decoding --- _finish ---> over
+#        ^                        |
+#        +-- second try, no room -+
+#
+# One step of the scheduler ends what is over, admits what fits, decodes one step in
+# each batch, and prefills: one slice of a long prompt, unless decoding has to catch up;
+# of short prompts as many as others may pause for, about a second, so that those that
+# come together decode together.
+#
+# A background request (a title) waits for others, for ten seconds: it is read after
+# them, and it evicts nothing used lately. Its reply pauses while they are read, unless
+# its batch has been merged with one of theirs.
+#
+# Uses     CONFIG, ERRORS, LOGGING, KV STATE, PREFIX CACHE, MODEL LOADING, SAMPLING,
+#          EXACT CHECKS, ENGINE REQUESTS, RUNNING REQUESTS, PREFILL, PREFILL POLICY,
+#          MODEL RESOURCES
+# Thread   model; mlx
+
+_QUEUE: Final = WaitCause("queue")
+_MEMORY: Final = WaitCause("memory")
+
+MAX_LOOKUPS: Final = 32  # of waiting requests, in one step: one may take 2 ms
+MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so long
+GATHER_SHARE: Final = 0.1  # of what reading takes, to wait for others to read with
+MAX_GATHER_SECONDS: Final = 0.05
+REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
+
+
+class Scheduler(ModelResources):
+    """The requests that wait and run, and the steps of the model for them."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics
+    ) -> None:
+        """Raises what ModelResources raises."""
+        super().__init__(loaded, config, metrics=metrics)
+        self._lockstep = loaded.lockstep
+        self._now = loaded.lockstep.now  # no other clock is read in a step
+        self.policy = PrefillPolicy()
 
         # In the order they came; first those that were put back, or are tried again.
         self.waiting: list[RequestHandle] = []
@@ -17685,7 +17831,7 @@ class Scheduler:
     #
     # A request leaves `running` in one of two ways:
     #
-    #     _put_back   the cache gets its KV: it is over (_finish), or waits again
+    #     _put_back   the cache gets its KV: it is over (_finish), or there is no room
     #     _fail       its KV is dropped: it ends with an error, or has a second try
 
     def _end_stopped(self, now: float) -> None:
@@ -17743,11 +17889,13 @@ class Scheduler:
         if running not in self.running:
             return
 
-        # The spaced state is for a reply that comes back in part. A whole one does not,
-        # nor one that was cut after a call, at whose end a newer state is kept.
+        # The spaced state (`_keep_reply_states`) is for a client that sends a part of
+        # the reply back: it may after a cancel, or where its connection has cut the
+        # reply; but not after a call, at whose end a newer state was kept.
         entry = running.entry
         is_newest = running.spaced_checkpoint == max(entry.checkpoints, default=0)
-        if end != "cancelled" and not (is_cut and is_newest):
+        may_return_in_part = end == "cancelled" or (is_cut and is_newest)
+        if not may_return_in_part:
             # Before `_take_out`, which may keep another state at this position.
             self.cache.drop_checkpoint(entry, running.spaced_checkpoint)
 
@@ -17758,7 +17906,7 @@ class Scheduler:
     def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any; the state before its last step stays.
 
-        Returns False after a failure, which has ended all of the batch.
+        Returns False if that failed, and so ended all of the batch.
         """
         if running.batch is not None:
             with self._guard(*running.batch.requests):
@@ -17824,6 +17972,8 @@ class Scheduler:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
         is_background = is_in_background(handle, now)
+
+        # Another one reads more of this prompt than is cached.
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             (other,) = [r for r in self.running if r.entry is match.entry]
             # One in the background may take long: nobody else waits for it.
@@ -17837,18 +17987,18 @@ class Scheduler:
         has_room = self.budget.make_room(
             n_bytes, self.running, keep=match, spares_recent=is_background
         )
-        is_alone = not self.running and not is_background
-        if not has_room and is_alone:  # even its own cached prefix may go
+        can_wait = bool(self.running) or is_background
+        if not has_room and not can_wait:  # even its own cached prefix may go
             has_room = self.budget.make_room(n_bytes, self.running)
-        if has_room:
-            self._start_running(handle)
-            self.waiting.remove(handle)
-            return True
-        if not is_alone:
+        if not has_room and can_wait:  # smaller ones pass it, but not for ever
             handle.set_activity(_MEMORY, now)
             return handle.times.seconds(now)[_MEMORY] < MAX_PASSED_SECONDS
+
+        if has_room:
+            self._start_running(handle)
+        else:
+            handle.end(self.budget.shortage(n_prompt, self.running))
         self.waiting.remove(handle)
-        handle.end(self.budget.shortage(n_prompt, self.running))
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
@@ -17865,6 +18015,7 @@ class Scheduler:
         request = handle.request
         if len(self.running) + len(self.waiting) > 1:
             handle.set_activity(_QUEUE, self._now())
+
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         n_in_memory = match.cached_tokens
@@ -17878,8 +18029,9 @@ class Scheduler:
                 handle, match, loaded=self.loaded, cache=self.cache
             )
             # Later than its entry: that may have taken the place of another one.
-            running.drafters = self._make_drafters(handle)
-            # Not where processors change what the model computes.
+            if not handle.is_second_try:
+                running.drafters = self.make_drafters(request)
+            # Only replies that are sampled from what the model computes.
             can_check = self.exact_checks.every and not request.images
             if can_check and not make_processors(request.sampling, request.constraints):
                 running.warm_reply = self.exact_checks.choose(
@@ -17904,43 +18056,6 @@ class Scheduler:
             metrics.bump("disk_tokens", handle.disk_tokens)
         self.running.append(running)
         handle.put(offset)
-
-    def _make_drafters(self, handle: RequestHandle) -> list[Drafter]:
-        """What drafts for a request; [] for a second try, and where nothing may."""
-        if not self._can_draft or handle.is_second_try:
-            return []
-        request = handle.request
-        owner = request.owner
-        others = [
-            entry
-            for entry in self.cache.entries
-            if entry.owner.tenant == owner.tenant
-            and entry.owner.session != owner.session
-        ]
-        others.sort(key=lambda entry: -entry.last_used)
-        prompt = request.key.tokens
-        end_ids = self.loaded.eos_ids | request.checkpoint_ids
-        metrics = self.metrics.of_tenant(owner.tenant)
-        drafters: list[Drafter] = [
-            CopyDrafter(
-                prompt,
-                end_ids=end_ids,
-                others=[entry.key.tokens for entry in others],
-                costs=self.draft_costs,
-                metrics=metrics,
-            )
-        ]
-        if self.draft_model is not None:
-            drafters.append(
-                GuessDrafter(
-                    prompt,
-                    self.draft_model,
-                    tenant=owner.tenant,
-                    end_ids=end_ids,
-                    metrics=metrics,
-                )
-            )
-        return drafters
 
     # -- decode ------------------------------------------------------------------------
 
@@ -17974,20 +18089,17 @@ class Scheduler:
     def _keep_reply_states(self, batch: DecodeBatch, accepted: AcceptedTokens) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        One after each token that may end it, though the model goes on (L-120). One
-        every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
-        client that cancels the reply (L-121).
+        One after each token that may end it, though the model goes on (L-120). And a
+        *spaced* one every REPLY_CHECKPOINT_SPACING tokens, of which only the newest
+        stays, for a client that cancels the reply (L-121).
         """
         for running, token_ids in accepted.items():
             if self._find_reply_end(running, token_ids) is not None:
                 continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
-            n_since_spaced = (position - running.n_prompt) % REPLY_CHECKPOINT_SPACING
-            is_spaced = n_since_spaced < len(token_ids)  # one of them is at a multiple
-            may_end = token_ids[-1] in running.request.checkpoint_ids
-
-            if not may_end:
-                if not is_spaced:
+            if token_ids[-1] not in running.request.checkpoint_ids:
+                n_since = (position - running.n_prompt) % REPLY_CHECKPOINT_SPACING
+                if n_since >= len(token_ids):  # none of them is at a multiple
                     continue
                 if self.spec.is_opaque:
                     # why(L-173): a copy would be one of all KV. why(L-172): but what
@@ -18019,7 +18131,7 @@ class Scheduler:
                 if not candidate.has_begun:  # it expects the speed of the last slice
                     candidate.prefill_speed = self.reader.measured_speed or FIRST_SPEED
             is_decoding = bool(self._decoding_batches(now))
-            # Those in the background wait for each slice anyway, short or long.
+            # Alone it may read long slices: who is in the background waits for each.
             handles = [*self.waiting, *(running.handle for running in self.running)]
             n_in_front = sum(not is_in_background(handle, now) for handle in handles)
             turn = self.policy.choose_turn(
@@ -18209,7 +18321,7 @@ class Scheduler:
 
     @property
     def sleep_seconds(self) -> float:
-        """How long ENGINE sleeps before the next step.
+        """How long ENGINE waits for tasks before the next step.
 
         More than 0 if some wait and nobody runs: background requests, for memory of
         what was used lately; or a second try that has yet to begin.
@@ -18238,7 +18350,8 @@ class Scheduler:
         """Keep running requests within memory: they grow while they decode (L-79).
 
         As long as they alone have too much, the newest ends; or it waits again, if the
-        model has not begun with it. Its KV is kept. ENGINE logs what this raises.
+        model has not begun with it. Its KV is kept. ENGINE asks for this four times a
+        second, and logs what it raises.
         """
         while running := self.budget.find_excess(self.running):
             if running.has_begun:
@@ -18252,48 +18365,8 @@ class Scheduler:
     def figures(self) -> list[object]:
         """What is the same on all ranks before each step, as plain data."""
         progress = [(r.num_computed_tokens, r.output_ids[-1:]) for r in self.running]
-        cache = self.cache
-        return [len(self.waiting), repr(progress), len(cache.entries), cache.nbytes]
-
-    def kv_identity(self) -> str:
-        """What makes KV of the same tokens the same, in 16 hex digits.
-
-        Another version of a library may compute it otherwise.
-        """
-        facts = (
-            self.loaded.revision,
-            self.loaded.nbytes,  # tells weights that were made float32
-            self.loaded.device,
-            self.spec,
-            [version_of_package(name) for name in ("mlx", "mlx-lm", "mlx-vlm")],
-        )
-        return sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def find_reusable(self, key: TokenKey) -> PrefixMatch:
-        """What a request with this prompt would reuse, also of the disk.
-
-        Nothing is loaded.
-        """
-        match = self.cache.find(key)
-        found = self.disk.find_more(key, match) if self.disk is not None else None
-        if found is None:
-            return match
-        return match._replace(
-            cached_tokens=found.depth,
-            matched_tokens=max(match.matched_tokens, found.depth),
-            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
-        )
-
-    def describe_cache(
-        self, *, shows_checkpoints: bool = False
-    ) -> list[tuple[str, EntryReport]]:
-        """PrefixCache.describe(), with how long each entry would take to read."""
-        reports = self.cache.describe(shows_checkpoints=shows_checkpoints)
-        for _, report in reports:
-            cold_seconds = self.reader.times.cold_seconds(report["tokens"])
-            if cold_seconds is not None:
-                report["cold_seconds"] = round(cold_seconds, 3)
-        return reports
+        n_entries = len(self.cache.entries)
+        return [len(self.waiting), repr(progress), n_entries, self.cache.nbytes]
 
     def save_some(self, *, is_closing: bool = False) -> bool:
         """Bring some KV to the disk; whether there is more to do.
@@ -18302,7 +18375,6 @@ class Scheduler:
         """
         if self.disk is None:
             return False
-        files = self.disk.files
         try:
             return self.disk.save_some(
                 is_busy=self.is_busy,
@@ -18311,9 +18383,9 @@ class Scheduler:
                 is_closing=is_closing,
             )
         except Exception as error:
-            if not files.failure:
+            if not self.disk.files.failure:
                 logger.exception("disk cache: a fault while KV was copied")
-            files.note_failure(error)
+            self.disk.files.note_failure(error)
             return False
 
     def check_some(self, idle_seconds: float) -> bool:
@@ -18328,47 +18400,6 @@ class Scheduler:
                 fits=lambda n: self.budget.prompt_bytes(n) <= free_bytes,
             )
         return False
-
-    def evict_idle(self) -> None:
-        """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
-        self.cache.evict_idle()
-        self.exact_checks.forget_evicted(self.cache.entries)
-        ttl_seconds = self.config.prompt_cache_ttl_seconds
-        if self.loaded.vision is not None and ttl_seconds:
-            self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
-        if self.draft_model is not None and not self.cache.entries:
-            self.draft_model.forget()
-        if self.disk is not None and ttl_seconds:
-            self.disk.files.remove_idle(ttl_seconds)
-
-    def fall_asleep(self) -> None:
-        """Free the weights, and all that can be had again: KV that files have, too."""
-        self.exact_checks.pause()
-        if self.disk is not None:
-            self.cache.evict_where(self.disk.has_all)
-        self._forget_derived()
-        free_weights(self.loaded)
-
-    def drop_kv(self, tenant: str, session: str | None) -> DroppedKV:
-        """Forget what rests of a session, or of a tenant (None), on the disk, too."""
-        self.exact_checks.forget(tenant, session)
-        n_entries = self.cache.evict_session(tenant, session)
-        self._forget_derived()
-        n_files, fault = 0, ""
-        if self.disk is not None:
-            n_files, fault = self.disk.forget(tenant, session)
-        elif tenant or session is not None:
-            # The folder cannot be opened, so its files stay. If all is to be forgotten,
-            # STATUS deletes the folders themselves.
-            fault = self.disk_fault
-        return DroppedKV(n_entries, n_files, fault)
-
-    def _forget_derived(self) -> None:
-        """Drop what was made of anybody's images, and what DRAFT_MODEL has read."""
-        if self.loaded.vision is not None:
-            self.loaded.vision.forget_features()
-        if self.draft_model is not None:
-            self.draft_model.forget()
 
 
 def _explain_failure(error: Exception) -> ServerError:
@@ -18518,7 +18549,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
 #          PREFIX CACHE, KV FILES, DISK CACHE, CLUSTER, MODEL LOADING, DRAFTS,
-#          ENGINE REQUESTS, PREFILL TIMES, PREFILL, SCHEDULER, WARM-UP
+#          ENGINE REQUESTS, PREFILL TIMES, PREFILL, MODEL RESOURCES, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two looks around, and two reports

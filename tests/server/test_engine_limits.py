@@ -629,7 +629,7 @@ STEPS = {
     s.PrefixCache: "find start evict_to_fit put_back add_checkpoint advance",
     s.EntryTree: "start take_kv _split insert _join_to_parent",
     s.CacheEntry: "copy_kv path_checkpoints",
-    s.Scheduler: "_admit _start_running _make_drafters _find_host _keep_reply_states",
+    s.Scheduler: "_admit _start_running make_drafters _find_host _keep_reply_states",
     s.PromptReader: "prepare read_slice begin_batch max_slice_tokens",
     s.PrefillPolicy: "charge_prefill",
     s.MemoryBudget: "make_room make_room_to_merge",
