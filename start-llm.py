@@ -16879,7 +16879,7 @@ class MemoryBudget:
         return self.make_room(max(0, 2 * n_bytes - self.shares.working), requests)
 
     def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
-        """The request that must end: the newest of several that do not fit together.
+        """The request that must go: the newest of several that do not fit together.
 
         None: they fit. why(L-79): room to copy them does not count: batches can go on
         unmerged, and what rests can be evicted instead.
@@ -18045,15 +18045,16 @@ class Scheduler(ModelResources):
                 self.cache.drop(match.kv_owner)
             raise
 
-        # Not the match itself: a checkpoint would outlive its eviction there (L-105).
-        handle.hit_kind = match.hit_kind
-        handle.cached_tokens = match.cached_tokens
-        handle.matched_tokens = match.matched_tokens
-        handle.disk_tokens = match.cached_tokens - n_in_memory
-        if handle.disk_tokens:
-            metrics = self.metrics.of_tenant(request.owner.tenant)
-            metrics.bump("disk_hits")
-            metrics.bump("disk_tokens", handle.disk_tokens)
+        if handle.hit_kind == "-":  # else it was put back, with what it read itself
+            # Not the match itself: a checkpoint would outlive its eviction there (L-105).
+            handle.hit_kind = match.hit_kind
+            handle.cached_tokens = match.cached_tokens
+            handle.matched_tokens = match.matched_tokens
+            handle.disk_tokens = match.cached_tokens - n_in_memory
+            if handle.disk_tokens:
+                metrics = self.metrics.of_tenant(request.owner.tenant)
+                metrics.bump("disk_hits")
+                metrics.bump("disk_tokens", handle.disk_tokens)
         self.running.append(running)
         handle.put(offset)
 
@@ -18349,12 +18350,12 @@ class Scheduler(ModelResources):
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
 
-        As long as they alone have too much, the newest ends; or it waits again, if the
-        model has not begun with it. Its KV is kept. ENGINE asks for this four times a
-        second, and logs what it raises.
+        As long as they alone have too much, the newest ends; or it waits again, if it
+        does not decode yet. Its KV is kept. ENGINE asks for this four times a second,
+        and logs what it raises.
         """
         while running := self.budget.find_excess(self.running):
-            if running.has_begun:
+            if running.batch is not None:
                 n_tokens = running.num_computed_tokens
                 self._finish(running, self.budget.shortage(n_tokens, self.running))
             else:

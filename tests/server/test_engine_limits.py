@@ -832,18 +832,27 @@ def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench
     b.finish(running)
 
 
-@pytest.mark.usefixtures("no_prefill")
+@pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
-    bench, monkeypatch, kind, rng
+    bench, monkeypatch, kind, rng, has_begun
 ):
-    b = bench(kind)
+    handles = []
+
+    def may_interrupt(_policy, *, is_short):
+        return has_begun and all(handle.times.phase == "queued" for handle in handles)
+
+    monkeypatch.setattr(s.PrefillPolicy, "may_interrupt", may_interrupt)
+    b = bench(kind, prefill_step_size=64)
     past = words(rng, 300)
     reply, _, _ = b.ask(past)
     running = b.submit(words(rng, 200), n=100_000)
     wait_until(lambda: b.engine.report["decoding"] == 1)
-    admitted = b.submit(past + reply + words(rng, 100))
-    wait_until(lambda: b.engine.report["prefilling"] == 1)
+    admitted = b.submit(past + reply + words(rng, 200))
+    handles.append(admitted)
+    phase = "prefill" if has_begun else "queued"
+    wait_until(lambda: b.engine.report["prefilling"] and admitted.times.phase == phase)
+    n_cached = admitted.cached_tokens
 
     def hold_limit(scheduler):
         excess = [None, scheduler.running[1]]
@@ -855,7 +864,7 @@ def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
     assert b.engine.call(hold_limit) == [admitted]
     running.stop_reason = "cancelled"
     ids, end = b.finish(admitted)
-    assert end.cached_tokens >= len(past)
+    assert end.cached_tokens == n_cached >= len(past)
     assert is_exact(b, kind, admitted, ids)
 
 
