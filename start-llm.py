@@ -16312,6 +16312,7 @@ class RunningRequest:
         self.began_at = math.inf  # when the model first read for it, in this try
         self.prefill_speed = FIRST_SPEED  # tokens a second of the last slice
         self.slice_ends: list[int] = []  # where a slice must end, ascending
+        self.awaited_ends: set[int] = set()  # where others that wait for it can go on
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
 
         self.output_ids: list[int] = []  # of the reply; the last may be NO_TOKEN
@@ -16380,6 +16381,13 @@ class RunningRequest:
     def seconds_left(self) -> float:
         """How long reading the rest of its prompt takes, by the speed so far."""
         return self.n_to_prefill / self.prefill_speed
+
+    @property
+    def n_to_stop(self) -> int:
+        """How many tokens are read until it, or who waits for a prefix of it, goes on."""
+        n_computed = self.num_computed_tokens
+        ends = [end for end in self.awaited_ends if end > n_computed]
+        return min(ends, default=self.n_prompt - 1) - n_computed
 
     @property
     def needs_slice(self) -> bool:
@@ -17330,6 +17338,9 @@ class PromptReader:
 #     background   a title, for example: read after all others, in tiny slices, the next
 #                  one when nothing is owed, be it long or short
 #
+# If another request waits for a prefix of a prompt, the end of the prefix counts here as
+# the end of the prompt.
+#
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
 #     1st step    C is admitted. A gets a token. C is read, since it ends before B, and
@@ -17388,14 +17399,17 @@ class PrefillTurn(NamedTuple):
     joint_seconds: float  # of one call with others, if it is short
 
 
+def _seconds_to_stop(candidate: RunningRequest) -> float:
+    return candidate.n_to_stop / candidate.prefill_speed
+
+
 def _is_short(candidate: RunningRequest) -> bool:
     """Whether so little of a prompt is left that those that decode wait for it (L-68).
 
     Their steps cost nearly the same with one request more.
     """
-    if candidate.n_to_prefill <= SHORT_TOKENS:
-        return True
-    return candidate.seconds_left < SOON_SECONDS
+    n_tokens = candidate.n_to_stop
+    return n_tokens <= SHORT_TOKENS or _seconds_to_stop(candidate) < SOON_SECONDS
 
 
 class PrefillPolicy:
@@ -17435,7 +17449,7 @@ class PrefillPolicy:
         background. `is_alone`: nobody else waits or runs, but in the background.
         `pause_left`: of `pause_seconds`, in this step; None: nobody was read in it.
         """
-        first = min(candidates, key=lambda candidate: candidate.n_to_prefill)
+        first = min(candidates, key=lambda candidate: candidate.n_to_stop)
         oldest = min(candidates, key=lambda candidate: candidate.submitted_at)
         can_read_oldest = not is_decoding or self.may_interrupt(
             is_short=_is_short(oldest) and not is_background
@@ -17452,7 +17466,7 @@ class PrefillPolicy:
         # The first read of a step needs only leave; further ones must fit in the pause.
         if pause_left is None:
             pause_left = self.pause_seconds
-        elif not is_short or chosen.seconds_left > pause_left:
+        elif not is_short or _seconds_to_stop(chosen) > pause_left:
             return None
 
         seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
@@ -17977,8 +17991,12 @@ class Scheduler(ModelResources):
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             (other,) = [r for r in self.running if r.entry is match.entry]
             # One in the background may take long: nobody else waits for it.
-            if is_background or not is_in_background(other.handle, now):
-                other.add_slice_ends([min(match.pending_tokens, other.n_prompt - 1)])
+            is_other_background = is_in_background(other.handle, now)
+            if is_background or not is_other_background:
+                prefix_end = min(match.pending_tokens, other.n_prompt - 1)
+                other.add_slice_ends([prefix_end])
+                if is_background == is_other_background:  # a title hurries no other
+                    other.awaited_ends.add(prefix_end)
                 handle.set_activity(WaitCause("prefix", other.request.request_id), now)
                 return True
 

@@ -105,8 +105,9 @@ class Desk:
         )
         self.rng = np.random.default_rng(1)
 
-    def submit(self, n_prompt, max_tokens, *, is_background=False):
-        ids = self.rng.integers(10, VOCAB, n_prompt).astype(np.int32)
+    def submit(self, n_prompt, max_tokens, *, is_background=False, shared_ids=()):
+        new_ids = self.rng.integers(10, VOCAB, n_prompt - len(shared_ids))
+        ids = np.append(shared_ids, new_ids).astype(np.int32)
         request = s.EngineRequest(
             key=s.TokenKey(b"r", ids, s.block_hashes(ids, 16, root=b"r")),
             checkpoint_positions=(),
@@ -205,3 +206,38 @@ def test_short_prompts_do_not_wait_for_a_long_one_that_has_to_wait_itself():
 
     reading = 8 * costs.reading(400)
     assert desk.model.now - began <= 1.3 * reading + 2 * costs.step
+
+
+@pytest.mark.parametrize("n_shared", [0, 100, 190])
+def test_a_short_prompt_does_not_wait_for_the_turn_of_one_whose_prefix_it_has(n_shared):
+    costs = COSTS["slow"]
+    desk = Desk(costs)
+    desk.submit(40, 400)  # decodes all the time
+    desk.step(3)
+    desk.submit(3000, 5)
+    desk.step(6)
+    long = desk.submit(6000, 5)
+    desk.step()
+    long_ids = long.request.key.tokens
+
+    short = desk.submit(200, 5, shared_ids=long_ids[:n_shared])
+    while not short.token_times:
+        desk.step()
+
+    assert short.first_token < 2 * costs.reading(200)
+    assert not long.token_times
+
+
+def test_a_title_does_not_hurry_the_prompt_whose_prefix_it_has():
+    desk = Desk(COSTS["slow"])
+    desk.submit(3000, 5)
+    desk.step(3)
+    long = desk.submit(6000, 5)
+    desk.step()
+
+    desk.submit(200, 5, is_background=True, shared_ids=long.request.key.tokens[:100])
+    desk.step()
+
+    (running,) = (r for r in desk.scheduler.running if r.handle is long)
+    assert running.slice_ends == [100]
+    assert running.n_to_stop == running.n_to_prefill == 5999

@@ -25,6 +25,10 @@ class Prefill:
         return self.n_cached + self.n_to_prefill + 1
 
     @property
+    def n_to_stop(self):
+        return self.n_to_prefill
+
+    @property
     def seconds_left(self):
         return self.n_to_prefill / self.prefill_speed
 
