@@ -17985,22 +17985,11 @@ class Scheduler(ModelResources):
     def _admit(self, handle: RequestHandle, now: float) -> bool:
         """Start a request, or let it wait. Returns False: later ones wait, too."""
         match = self._find_prefix(handle)
-        is_background = is_in_background(handle, now)
-
-        # Another one reads more of this prompt than is cached.
-        if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
-            (other,) = [r for r in self.running if r.entry is match.entry]
-            # One in the background may take long: nobody else waits for it.
-            is_other_background = is_in_background(other.handle, now)
-            if is_background or not is_other_background:
-                prefix_end = min(match.pending_tokens, other.n_prompt - 1)
-                other.add_slice_ends([prefix_end])
-                if is_background == is_other_background:  # a title hurries no other
-                    other.awaited_ends.add(prefix_end)
-                handle.set_activity(WaitCause("prefix", other.request.request_id), now)
-                return True
+        if self._wait_for_prefix(handle, match, now):
+            return True
 
         n_prompt = handle.request.n_prompt
+        is_background = is_in_background(handle, now)
         n_bytes = self.budget.prompt_bytes(n_prompt)
         has_room = self.budget.make_room(
             n_bytes, self.running, keep=match, spares_recent=is_background
@@ -18017,6 +18006,25 @@ class Scheduler(ModelResources):
         else:
             handle.end(self.budget.shortage(n_prompt, self.running))
         self.waiting.remove(handle)
+        return True
+
+    def _wait_for_prefix(
+        self, handle: RequestHandle, match: PrefixMatch, now: float
+    ) -> bool:
+        """Let a request wait if another one reads more of its prompt than is cached."""
+        if match.pending_tokens - match.cached_tokens < MIN_WAIT_GAIN_TOKENS:
+            return False
+        (other,) = [r for r in self.running if r.entry is match.entry]
+        is_background = is_in_background(handle, now)
+        is_other_background = is_in_background(other.handle, now)
+        if is_other_background and not is_background:  # that one may take long
+            return False
+
+        prefix_end = min(match.pending_tokens, other.n_prompt - 1)
+        other.add_slice_ends([prefix_end])
+        if is_background == is_other_background:  # a title hurries no other
+            other.awaited_ends.add(prefix_end)
+        handle.set_activity(WaitCause("prefix", other.request.request_id), now)
         return True
 
     def _find_prefix(self, handle: RequestHandle) -> PrefixMatch:
