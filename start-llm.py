@@ -17055,8 +17055,8 @@ def _find_checkpoints(
 ) -> list[int]:
     """Positions in (start, end] where a state is worth its bytes; ascending.
 
-    Other prompts may part there. If `is_spaced`, others are between: too many of states
-    that grow with their position (L-173).
+    That is where other prompts may part from this one; and, if `is_spaced`, every
+    CHECKPOINT_SPACING tokens: too many for states that grow with depth (L-173).
     """
     wanted_positions = list(request.checkpoint_positions)
     if is_spaced:
@@ -17073,8 +17073,8 @@ def _find_checkpoints(
 def slice_end(tokens: TokenIds, start: int, *, stop: int, max_tokens: int) -> int:
     """Where a slice from `start` ends: at `stop`, or before, but not inside an image.
 
-    `max_tokens` are exceeded by a rest of less than MIN_WAIT_GAIN_TOKENS, and by an
-    image that is not preceded by text: it ends at `stop`.
+    It may have more than `max_tokens`: a rest of less than MIN_WAIT_GAIN_TOKENS, or an
+    image that begins at `start`. Then `stop` is where that image ends.
     """
     end = start + max_tokens
     if stop - end < MIN_WAIT_GAIN_TOKENS:
@@ -17227,10 +17227,10 @@ class PromptReader:
         """Let requests decode in a batch of their own, which reads their rests."""
         first = requests[0]
         joint_caches: LayerCaches | None = None
-        is_long = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
+        is_worth_a_call = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
         if len(requests) > 1:
             joint_caches = self.read_together(requests)
-        elif is_long and mx.default_device() == mx.cpu:
+        elif is_worth_a_call and mx.default_device() == mx.cpu:
             # why(L-47): a call without the last token skips the last layer. On a GPU
             # that does not pay: each call reads all weights.
             self.read_slice(first, seconds=0.0)  # the shortest slice reads all of it
@@ -17539,14 +17539,14 @@ def choose_companions(
     *,
     max_tokens: float,
     max_padding: float,
-    free_padding: float = 0.0,
+    free_padding: float,
 ) -> list[RunningRequest]:
     """Who is read in one call with `chosen`: rests that are most like it in length.
 
     Of rests of 40 and 60 tokens 120 are fed: 20 are padding, 0.2 of the real ones.
-    `max_tokens`: of the call, padding included. `max_padding`: as such a share, of the
-    rests and of the whole prompts; but so many tokens of it as `free_padding` cost less
-    than the call that each of the others saves.
+    `max_tokens`: of the call, padding included. `max_padding`: such a share, of the
+    rests and of the whole prompts. `free_padding`: so many tokens of it cost less than
+    a call, and each of the others saves one.
     """
     group = [chosen]
     for candidate in sorted(
@@ -17557,11 +17557,11 @@ def choose_companions(
         n_fed = max(rests) * len(rests)
         if n_fed > max_tokens:
             continue
-        saves_calls = n_fed - sum(rests) <= len(group) * free_padding
+        saves_time = n_fed - sum(rests) <= len(group) * free_padding
+        may_pad = saves_time or padding_share(rests) <= max_padding
         # No buffer has fewer places than BUFFER_STEP_TOKENS.
         places = [max(member.n_prompt, BUFFER_STEP_TOKENS) for member in wider_group]
-        may_pad_rests = saves_calls or padding_share(rests) <= max_padding
-        if may_pad_rests and padding_share(places) <= max_padding:
+        if may_pad and padding_share(places) <= max_padding:
             group = wider_group
     return group[1:]
 
