@@ -15364,7 +15364,8 @@ class DraftCosts:
 
         # This step may have been held up, or the first one that counted, and have taken
         # a hundred times as long: the larger value counts as twice the smaller at most.
-        mean = min(self._seconds.get(n_fed, seconds), _MAX_RATIO * seconds)
+        mean = self._seconds.get(n_fed, seconds)
+        mean = min(mean, _MAX_RATIO * seconds)
         seconds = min(seconds, _MAX_RATIO * mean)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
         if 1 in self._seconds:  # a plain step takes no longer than one that feeds more
@@ -15475,8 +15476,8 @@ class DraftBudget:
 # Drafts that are copied: a reply often repeats its conversation, for example a file that
 # it changes, or the path of the last call.
 #
-# A copy begins where the last six tokens stood before. Its first token must be y; the
-# others are the draft:
+# A copy begins where the last six tokens stood before. Its first token must be y, the
+# token sampled last; the others are the draft:
 #
 #     history  ... def read(path): return open(path).read() ... def read(path):
 #              [ six tokens ] [ the copy ...                [ the same six ] y ...
@@ -15561,7 +15562,7 @@ class CopyDrafter(Drafter):
         low = max(0, self._copy_end - _NEAR_TOKENS)
         near = history[low : self._copy_end + _NEAR_TOKENS]
         starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], near)
-        if starts.size:
+        if starts.size:  # the nearest
             start = int(starts[np.abs(starts - self._copy_end).argmin()])
         else:
             starts = _starts_after(history[-_MATCH_TOKENS:], history)
@@ -15570,6 +15571,7 @@ class CopyDrafter(Drafter):
             # The newest with so many tokens after it; else the newest of all.
             long_enough = starts[starts <= len(history) - n_tokens]
             start = int((long_enough if long_enough.size else starts)[-1])
+
         self._copy_start = start
         copied = history[start : start + n_tokens]
         # If it reaches the end of the history, the reply repeats itself: a b a b a ...
@@ -15581,7 +15583,7 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
     n_last = len(last)
     if len(tokens) <= n_last:
         return np.empty(0, np.intp)
-    # By two tokens, since one may be frequent.
+    # Where it ends: by its last two tokens, since one alone may be frequent.
     is_last = tokens[n_last - 1 : -1] == last[-1]
     is_second_last = tokens[n_last - 2 : -2] == last[-2]
     starts = np.flatnonzero(is_last & is_second_last) + n_last
@@ -15594,9 +15596,9 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Drafts that are guessed by what DRAFT_MODEL names: a smaller model, or a head of the
 # model, which the model's own files may contain, too.
 #
-# A GuessDrafter is the Drafter of one request. It asks the Guesser, a DraftModel or a
-# DraftHead, of which there is one for all requests. That has KV of the conversation that
-# it was last asked of, and reads what is new before it guesses:
+# A GuessDrafter drafts for one request. It asks the Guesser, a DraftModel or a DraftHead,
+# of which there is one for all requests. That has KV of the conversation that it was last
+# asked of, and reads what is new before it guesses, up to y, the token sampled last:
 #
 #     read before    ... a b c d p q
 #     asked of       ... a b c d e f y     p q are cut off; e f y are read
@@ -15756,14 +15758,14 @@ class Guesser:
 
         guesses: Any = self._read_and_guess(unread_ids, n_tokens, generator)
         guessed_ids: list[int] = guesses[0].tolist()
-        self._cut(n_tokens - 1)
+        self._cut(n_tokens - 1)  # its own guesses
         self._read_ids = past[self._start :]
         return guessed_ids
 
     def forget(self) -> None:
         """Drop the conversation, and its KV."""
         self._layer_caches = []
-        self._read_ids = self._read_ids[:0]
+        self._read_ids = np.empty(0, np.int32)  # no view: that would keep all tokens
 
     def judge(self) -> None:
         """Write into the log, once, whether the guesses pay."""
@@ -15784,8 +15786,7 @@ class Guesser:
     def _go_back(self, past: TokenIds, n_readable: int) -> None:
         """Keep KV as far as it is that of the past, without y.
 
-        Begin anew if nothing is, if more would be unread than can be read, and at the
-        bound of KV.
+        Begin anew if none is, if too much would be unread, and at the bound of KV.
         """
         n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
         n_kv = len(past) - self._start  # once all is read
