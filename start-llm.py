@@ -51,7 +51,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     EXACT CHECKS      now and then a warm reply is computed again without the cache
     ENGINE REQUESTS   what is asked of the model, and what is told of it
     RUNNING REQUESTS  a request on the model; batches in which requests decode
-    MEMORY BUDGET     how much KV there may be: who fits, who must end
+    MEMORY BUDGET     how much KV there may be: who fits, who must go
     PREFILL TIMES     how long prompts take to read, by the slices that were timed
     PREFILL           the model reads prompts, slice by slice
     PREFILL POLICY    whose prompt is read next, and whether decoding waits for it
@@ -16258,11 +16258,11 @@ class RequestHandle:
 #     step               r1         7          r0 r1
 #     step               r2         8          r0 r1 r2
 #
-# A step *accepts* the token that it feeds: it is added to `output_ids` and reported,
-# which is put into the handle, while the token after it is being computed (L-10). Only
-# r0 is reported as soon as it is sampled, for the sake of the time to the first token.
-# After each step KV and `output_ids` end with the same token. (A step with a draft
-# accepts several; some may be *pending*, to be fed again: see DRAFTS, `settled_caches`.)
+# A step *accepts* the token that it feeds: adds it to `output_ids` and *reports* it to the
+# handle, while the token after it is being computed (L-10). Only r0 is reported as soon
+# as it is sampled, for the sake of the time to the first token. After each step KV and
+# `output_ids` end with the same token. (A step with a draft accepts several; some of
+# them may be *pending*, to be fed again: see DRAFTS, `settled_caches`.)
 #
 # Uses     API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, PREFIX CACHE, MODEL LOADING,
 #          SAMPLING, DRAFTS, EXACT CHECKS, ENGINE REQUESTS
@@ -16296,7 +16296,7 @@ class RunningRequest:
     ) -> None:
         """Take over the KV that was matched.
 
-        Raises what PrefixCache.start and `load_kv` raise.
+        Raises what PrefixCache.start, load_span and restore_state raise.
         """
         request = handle.request
         self.handle = handle
@@ -16319,8 +16319,7 @@ class RunningRequest:
         self.output_ids: list[int] = []  # of the reply; the last may be NO_TOKEN
         self.drafters: list[Drafter] = []  # in the order in which they are asked
         self.warm_reply: WarmReply | None = None  # for EXACT CHECKS
-        # Where the reply's state was last kept as one of many (SCHEDULER); 0: nowhere.
-        self.spaced_checkpoint = 0
+        self.spaced_checkpoint = 0  # where SCHEDULER keeps a *spaced* state; 0: nowhere
 
         self.cache = cache
         self.source = match.kv_owner  # the entry that its cached KV came from
@@ -16329,24 +16328,21 @@ class RunningRequest:
             request.key,
             read_span=self.read_span,
             owner=request.owner,
+            # The first is where system prompt and tools end.
             head_end=min(request.checkpoint_positions, default=0),
             is_background=request.is_background,
         )
         if span is not None:
             try:
-                self.load_kv(span, match.state)
+                load_span(self.layer_caches, span)
+                if match.state is not None:
+                    restore_state(self.layer_caches, match.state)
             except Exception:
                 cache.drop(self.entry)
                 raise
 
-    def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
-        """Take over KV and state from the cache."""
-        load_span(self.layer_caches, span)
-        if state is not None:
-            restore_state(self.layer_caches, state)
-
     def read_span(self, end: int) -> KVSpan:
-        """A copy of KV [0, end), wherever it is now."""
+        """A copy of KV [0, end), wherever it is now, for requests that begin alike."""
         if self.batch is None:
             return copy_span(self.layer_caches, end, row=0)
         row = self.batch.requests.index(self)
@@ -16541,8 +16537,7 @@ class DecodeBatch:
         # None: there is none, or it is not known. Of windows none is held.
         self._held_state: LayerCaches | None = None
         self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
-        layer_caches = self._generator.layer_caches
-        self._can_hold = hold_recurrent_state(layer_caches) is not None
+        self._can_hold = hold_recurrent_state(self._generator.layer_caches) is not None
 
     def report_first_tokens(self) -> None:
         """Report what was sampled after the prompts, before the first step."""
@@ -16568,8 +16563,8 @@ class DecodeBatch:
     def step(self) -> AcceptedTokens:
         """Feed and report the next token of each request, or more of them by a draft.
 
-        Since a state cannot be rewound, only the last token may be an end token, one of
-        `checkpoint_ids`, or the last of `max_tokens`.
+        Of several only the last may be an end token, one of `checkpoint_ids`, or the last
+        of `max_tokens`, where a state may be kept: it could not be rewound.
         """
         n_pending = len(self._generator.pending_ids)
         if self._can_hold:
@@ -16614,7 +16609,7 @@ class DecodeBatch:
     ) -> tuple[Drafter, list[int]] | None:
         """The first drafter that has a draft, and the draft."""
         n_fed = running.num_computed_tokens - running.n_prompt
-        # y, the token sampled last, is not counted yet, nor that after the draft.
+        # y, which was sampled last, is not counted yet, nor the token after the draft.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in drafters:
             drafter.follow(running.output_ids, n_fed)
@@ -16779,7 +16774,7 @@ class StepTimer:
 
 
 # region MEMORY BUDGET =========================================================
-# How much KV there may be: who fits, what is evicted for it, who must end.
+# How much KV there may be: who fits, what is evicted for it, who must go.
 #
 #     memory limit = weights + KV + image features + working memory
 #
@@ -16790,7 +16785,7 @@ class StepTimer:
 # size wherever it is; that of *opaque* layers, which are copied whole, grows.)
 #
 # A request fits if its whole prompt does. It grows while it decodes, so that those that
-# run may not fit together any more: then the newest must end (L-79).
+# run may not fit together any more: then the newest must go (L-79).
 #
 # Uses     ERRORS, KV STATE, PREFIX CACHE, RUNNING REQUESTS
 # Thread   model
@@ -16826,7 +16821,7 @@ def count_places(n_prompt: int) -> int:
 
 
 class MemoryBudget:
-    """Keeps KV within its share: who fits, what is evicted for it, who must end."""
+    """Keeps KV within its share: who fits, what is evicted for it, who must go."""
 
     def __init__(self, shares: MemoryShares, spec: KVSpec, cache: PrefixCache) -> None:
         self.shares = shares
@@ -16836,13 +16831,14 @@ class MemoryBudget:
         # while its request runs (L-173).
         self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
 
-        # The longest prompt whose KV fits, beside what any prompt takes.
+        # The longest prompt whose KV fits, beside what any prompt takes. Without
+        # attention a token takes no bytes.
         token_bytes = spec.token_bytes + self.opaque_token_bytes
         n_places = (shares.kv - self.prompt_bytes(0)) // max(token_bytes, 1)
         self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
     def prompt_bytes(self, n_prompt: int) -> int:
-        """What a request will hold when its prompt is read."""
+        """What a request will hold when its prompt is read: KV, and its own state."""
         n_places = count_places(n_prompt)
         return n_places * self.spec.token_bytes + self.spec.count_state_bytes(n_places)
 
@@ -17791,7 +17787,10 @@ REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
 
 
 class Scheduler(ModelResources):
-    """The requests that wait and run, and the steps of the model for them."""
+    """Requests, and the steps of the model for them.
+
+    `cache`, `budget`, `reader`, `exact_checks` and `disk` are those of ModelResources.
+    """
 
     def __init__(
         self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics
@@ -17921,7 +17920,7 @@ class Scheduler(ModelResources):
     def _take_out(self, running: RunningRequest) -> bool:
         """Take a request out of its batch, if any; the state before its last step stays.
 
-        Returns False if that failed, and so ended all of the batch.
+        Returns False if that fails, or if it had failed with others of its batch.
         """
         if running.batch is not None:
             with self._guard(*running.batch.requests):
@@ -18096,8 +18095,6 @@ class Scheduler(ModelResources):
                 self._keep_reply_states(batch, accepted)
 
         for running, token_ids in accepted.items():
-            if running not in self.running:  # a failure of its batch has ended it
-                continue
             if running.has_failed:  # the others of its batch go on
                 error = GenerationFailed("the model computed NaN or infinity")
                 if self._take_out(running):
@@ -18159,7 +18156,7 @@ class Scheduler(ModelResources):
                 if not candidate.has_begun:  # it expects the speed of the last slice
                     candidate.prefill_speed = self.reader.measured_speed or FIRST_SPEED
             is_decoding = bool(self._decoding_batches(now))
-            # Alone it may read long slices: who is in the background waits for each.
+            # Who is in the background waits anyway, also for long slices.
             handles = [*self.waiting, *(running.handle for running in self.running)]
             n_in_front = sum(not is_in_background(handle, now) for handle in handles)
             turn = self.policy.choose_turn(

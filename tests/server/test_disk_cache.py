@@ -928,13 +928,13 @@ def test_kv_that_a_request_failed_on_is_gone_from_the_disk(restart, monkeypatch,
     restart().ask(prompt, n=1)
     bench = restart()
     bench.may_try_again = True
-    load_kv = s.RunningRequest.load_kv
+    load_span = s.load_span
 
-    def fail_once(running, span, state):
-        monkeypatch.setattr(s.RunningRequest, "load_kv", load_kv)
+    def fail_once(layer_caches, span):
+        monkeypatch.setattr(s, "load_span", load_span)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(s.RunningRequest, "load_kv", fail_once)
+    monkeypatch.setattr(s, "load_span", fail_once)
     cached, error, _ = difference(bench, prompt, n=2)
 
     assert (cached, error) == (0, 0.0)
