@@ -10635,7 +10635,7 @@ class PrefixCache:
 # A file gets its name once the disk has all of it, so a kill leaves whole files, and
 # new ones that the next start deletes. A file that is damaged, or of another format, is
 # deleted with its children, and their tokens are prefilled again. A file that cannot be
-# read for now is kept.
+# read for now is kept, until a session is forgotten: it may be that one's.
 #
 # From another section: a TokenKey has the tokens of a prompt, and a salt that stands
 # for model and tenant.
@@ -10855,7 +10855,7 @@ class KVFiles:
     def __init__(
         self, lock_file: io.BufferedReader, *, max_bytes: int, max_bytes_per_day: int
     ) -> None:
-        """Read the headers of the files. Raises OSError: the folder cannot be used.
+        """Index the files in the folder. Raises OSError: it cannot be used.
 
         `lock_file`: what _take_lock() returns for the folder.
         """
@@ -10869,7 +10869,7 @@ class KVFiles:
         # The index: by name, a parent before its children; _add() sees to that.
         self._files: dict[str, _IndexedFile] = {}
         self._unread: set[str] = set()  # names of files that could not be read
-        self._undeleted: dict[Path, str] = {}  # files that should be gone: why not
+        self._undeleted: dict[str, str] = {}  # files that should be gone: why not
         self._executor = ThreadPoolExecutor(1, "disk")
         self._new_file: Future[SegmentContents] | None = None  # that is being written
         # Tenants and sessions that were forgotten while it was.
@@ -10877,25 +10877,21 @@ class KVFiles:
         self._written_bytes: Counter[int] = Counter()  # by day
         self._retry_at = 0.0  # on the clock of time.monotonic()
         os.utime(lock_file.name)  # see _find_folders
-        self._scan()
-        secret_path = self.folder / "secret"
-        self.image_secret = _read_file(secret_path)
-        if len(self.image_secret) != 16:
-            self.image_secret = os.urandom(16)
-            _write_private(secret_path, self.image_secret)
-
-    def _scan(self) -> None:
-        """Fill the index; delete files that are damaged, half written or orphans."""
-        # safetensors writes to another new file before that has its name.
+        # Half written files; safetensors writes to another one before that has its name.
         for pattern in ("*" + _NEW_SUFFIX, ".tmp*"):
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
                     path.unlink()
         self._read_in(path.stem for path in self.folder.glob("*" + _SEGMENT_SUFFIX))
         self._make_room()
+        secret_path = self.folder / "secret"
+        self.image_secret = _read_file(secret_path)
+        if len(self.image_secret) != 16:
+            self.image_secret = os.urandom(16)
+            _write_private(secret_path, self.image_secret)
 
     def _read_in(self, names: Iterable[str]) -> None:
-        """Add those of these files to the index that can be read now."""
+        """Add files to the index, but for those that cannot be read now (L-217)."""
         found: list[_IndexedFile] = []
         for name in names:
             path = self._path_of(name)
@@ -10905,8 +10901,8 @@ class KVFiles:
                 found.append(_IndexedFile(segment, arrays["tokens"], used_at))
             except DiskError as fault:
                 self._unread.discard(name)
-                self._unlink(path, fault)
-            except OSError:  # it cannot be read now (L-217)
+                self._unlink(name, fault)
+            except OSError:
                 self._unread.add(name)
         self._add(*found)
 
@@ -10942,15 +10938,13 @@ class KVFiles:
         What continues a file that could not be read is none: that may be read later, or
         written again.
         """
-        for file in new_files:
-            self._unread.discard(file.segment.name)
-            # It is another file by now.
-            self._undeleted.pop(self._path_of(file.segment.name), None)
         files = [*self._files.values(), *new_files]
         files.sort(key=lambda file: file.segment.start)
         self._files = {}
         for file in files:
             segment = file.segment
+            self._unread.discard(segment.name)
+            self._undeleted.pop(segment.name, None)  # it is another one by now
             parent = self._files.get(segment.parent)
             has_parent = (
                 parent is not None
@@ -10959,8 +10953,7 @@ class KVFiles:
             if has_parent or not segment.start or segment.parent in self._unread:
                 self._files[segment.name] = file
             else:
-                path = self._path_of(segment.name)
-                self._unlink(path, "what comes before it is gone")
+                self._unlink(segment.name, "what comes before it is gone")
 
     def _path_to(self, name: str) -> tuple[Segment, ...]:
         """A segment and all before it, from the root on; () for no tokens."""
@@ -10987,20 +10980,20 @@ class KVFiles:
             leaves = [name for name in self._files if name not in parents]
             oldest = min(leaves, key=lambda name: self._files[name].used_at)
             del self._files[oldest]
-            self._unlink(self._path_of(oldest))
+            self._unlink(oldest)
 
     def _remove(self, names: Iterable[str]) -> int:
         """Delete files and all that descend from them; returns how many."""
         lost_names = set(names)
-        lost: list[Segment] = []
+        lost: list[str] = []
         for name, file in self._files.items():
             if name in lost_names or file.segment.parent in lost_names:
                 lost_names.add(name)
-                lost.append(file.segment)
+                lost.append(name)
         # A child goes before its parent: a kill leaves no orphans.
-        for segment in reversed(lost):
-            del self._files[segment.name]
-            self._unlink(self._path_of(segment.name))
+        for name in reversed(lost):
+            del self._files[name]
+            self._unlink(name)
         self.n_lost += len(lost)
         return len(lost)
 
@@ -11017,16 +11010,17 @@ class KVFiles:
             logger.warning("disk cache: somebody has deleted %d files", len(lost_names))
             self._remove(lost_names)
 
-    def _unlink(self, path: Path, reason: object = "") -> None:
+    def _unlink(self, name: str, reason: object = "") -> None:
         """Delete a file, or try it again later: the next start would find it."""
+        path = self._path_of(name)
         if reason:
             logger.warning("disk cache: %s is deleted: %s", path.name, reason)
         try:
             self.folder.stat()  # a disk that is gone may come back with the file
             path.unlink(missing_ok=True)
-            self._undeleted.pop(path, None)
+            self._undeleted.pop(name, None)
         except OSError as fault:
-            self._undeleted[path] = _reason_of(fault)
+            self._undeleted[name] = _reason_of(fault)
 
     @property
     def deletion_fault(self) -> str:
@@ -11135,8 +11129,8 @@ class KVFiles:
             self._forgotten.clear()
         self._remove_missing()
         self._make_room()
-        for path in list(self._undeleted):
-            self._unlink(path)
+        for name in list(self._undeleted):
+            self._unlink(name)
 
     def note_failure(self, error: Exception) -> None:
         """Write nothing for a while: a disk that is full now has room later (L-194)."""
@@ -11177,11 +11171,11 @@ class KVFiles:
         ]
         n_files = self._remove([*names, *unread_names])
         for name in unread_names:
-            self._unlink(self._path_of(name))
+            self._unlink(name)
         self._unread.clear()
         if not tenant and session is None:
             for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
-                self._unlink(path)
+                self._unlink(path.stem)
         return n_files + len(unread_names)
 
     def remove_idle(self, ttl_seconds: float) -> None:
@@ -11433,15 +11427,17 @@ def find_undeletable(config: Config, fault: DiskError) -> str:
 #     saving     between two steps of the model some arrays of an entry at rest are
 #                copied; once all are, another thread writes them to a file
 #
-# Entries are saved one after the other. One is due if files lack so many of its tokens:
+# Entries are saved one after the other. One of 256 tokens or more is due if files lack
+# so many of them:
 #
 #        16    where memory loses it soon: it would be evicted next, or the server ends
 #       256    where it has rested for 2 s, or for 10 s beside running requests
 #     2,048    where it rests at all: an agent may never rest for so long
 #
-# Those that would be evicted next come first (L-163), then the one that was used last.
-# An eviction waits for no file. If a request continues an entry that is being copied,
-# no file comes of that: the entry is due again when it rests.
+# Those that would be evicted next come first (L-163), then the one that was used last;
+# what an entry continues comes before it. An eviction waits for no file. If a request
+# continues an entry that is being copied, no file comes of that: the entry is due again
+# when it rests.
 #
 # From other sections: a CacheEntry is KV [start, end) of a conversation in memory, at
 # rest or held by a request that runs; the KV before it is its parent's. A PrefixMatch
@@ -11557,6 +11553,29 @@ def _choose_states(entry: CacheEntry, start: int, end: int) -> list[int]:
     return sorted(positions)
 
 
+def _describe(
+    entry: CacheEntry, match: DiskMatch, end: int
+) -> tuple[Segment, dict[str, mx.array]]:
+    """A segment that continues `match` to `end`; and the arrays of its states."""
+    states: dict[int, Any] = {}
+    arrays: dict[str, mx.array] = {}
+    for position in _choose_states(entry, match.depth, end):
+        leaves = entry.checkpoints[position].leaves
+        states[position] = _state_to_json(leaves, f"state.{position}", arrays)
+    no_tokens = name_segment(entry.key, 0)
+    segment = Segment(
+        name=name_segment(entry.key, end),
+        parent=match.segments[-1].name if match.segments else no_tokens,
+        start=match.depth,
+        end=end,
+        head_end=entry.head_end,
+        tenant=entry.owner.tenant,
+        session=entry.owner.session,
+        states=states,
+    )
+    return segment, arrays
+
+
 def _read_kv(
     files: KVFiles, match: DiskMatch
 ) -> tuple[KVSpan, dict[int, StateCheckpoint]] | None:
@@ -11577,8 +11596,8 @@ def _read_kv(
         # One at a time, so at most one exists twice.
         arrays = {name: _to_mlx(copies.pop(name)) for name in [*copies]}
         # In the order in which they were written, as `checksums` has it.
-        views = [array for name, array in arrays.items() if name.startswith("kv.")]
-        span = KVSpan(views, segment.end - segment.start)
+        kv_arrays = [array for name, array in arrays.items() if name.startswith("kv.")]
+        span = KVSpan(kv_arrays, segment.end - segment.start)
         spans.append(span.cut(low - segment.start, high - segment.start))
         for position in positions:
             state = _state_from_json(segment.states[position], arrays)
@@ -11592,20 +11611,15 @@ def _read_kv(
 class DiskCache:
     """Loads KV that only files have, and saves KV that only memory has.
 
-    `saved_end` of an entry is how many of its tokens files have. It is set where it
-    changes what is due:
-
-        EntryTree    it rests, or is the tail that was cut off    None: look it up
-        _find_job    files are lost, but not for want of room     None
-        _look_up     an entry may be due, or is begun             what files have
-        _begin       given up: no room for its files              `end`: nothing is due
+    `saved_end` of an entry is how many of its tokens files have. It is None, to be
+    looked up, after the entry has run, and after files were lost. Where there is no
+    room for its files it is the entry's end, so that this is not due until it has run.
     """
 
     def __init__(self, files: KVFiles, cache: PrefixCache, spec: KVSpec) -> None:
         self.files = files
         self._cache = cache
         self._spec = spec
-        self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
         self._max_tokens = max(MIN_FILE_TOKENS, max_tokens)  # of a segment
         self._n_lost = 0  # of the files, when entries were looked up
@@ -11646,16 +11660,17 @@ class DiskCache:
         """What load() would load; None if it would load nothing."""
         # Of a prompt of 9,001 tokens, files have 8,900, and memory 300: [300, 8,900).
         # With state, and the last one in files at 8,000: [300, 8,000).
-        n_known = len(key.tokens) - 1
-        if n_known - match.depth < MIN_FILE_TOKENS:
+        n_reusable = len(key.tokens) - 1  # the last token is fed (L-11)
+        if n_reusable - match.depth < MIN_FILE_TOKENS:
             return None  # memory has it: nothing is looked up
         found = self.files.find(key)
-        depth = retreat_from_image(key.tokens, min(found.depth, n_known))
+        depth = retreat_from_image(key.tokens, min(found.depth, n_reusable))
         depth = self._usable_depth(found._replace(depth=depth))
         if depth - match.depth < MIN_FILE_TOKENS:
             return None
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        start = match.cached_tokens if is_branch else 0
+        start = match.cached_tokens
+        if start < MIN_PREFIX_TOKENS:  # too little for a branch: all is loaded
+            start = 0
         return found._replace(depth=depth, start=start)
 
     def _usable_depth(self, found: DiskMatch) -> int:
@@ -11687,7 +11702,7 @@ class DiskCache:
         `is_busy`: requests run, and wait for this. `count_running`: the bytes of KV
         that they hold. `is_closing`: memory is about to lose all entries.
         """
-        began = self._clock()
+        began = time.monotonic()
         if is_busy and began < self._not_before:
             return True
         if self.files.is_writing:
@@ -11696,35 +11711,56 @@ class DiskCache:
             return True
 
         if self._job is None:
-            self._job = self._find_job(
+            candidates = self._list_candidates(
                 rest_seconds=SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS,
                 running_bytes=count_running(),
                 is_closing=is_closing,
             )
+            self._job = self._find_job(candidates)
         if self._job is None:
             self._not_before = began + LOOK_SECONDS
             return False
 
-        for _ in self._job:
-            if self._clock() - began >= SAVE_PIECE_SECONDS:
+        for _ in self._job:  # one array more is copied
+            if time.monotonic() - began >= SAVE_PIECE_SECONDS:
                 break
-        else:
+        else:  # all are
             self._job = None
-        now = self._clock()
+        # After 10 ms at a share of 4 % the next ones are copied in 250 ms.
+        now = time.monotonic()
         self._not_before = now + (now - began) / self._share
         return True
 
     def save_all(self, seconds: float) -> None:
         """Save what is due before the server ends, as far as the time is enough."""
-        deadline = self._clock() + seconds
-        while self._clock() < deadline:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             if not self.save_some(is_busy=False, is_closing=True):
                 break
 
-    def _find_job(
+    def _list_candidates(
         self, *, rest_seconds: float, running_bytes: int, is_closing: bool
-    ) -> Generator[None] | None:
-        """Begin to save the first entry that is due; None if none is."""
+    ) -> dict[CacheEntry, int]:
+        """Entries at rest, in their turn; of each, how many tokens files must lack."""
+        # why(L-163): what runs takes the place of what rests, too.
+        prompt_bytes = self._cache.max_bytes // SPILL_PART
+        endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
+        candidates = dict.fromkeys(endangered, MIN_URGENT_TOKENS)
+
+        now = time.monotonic()
+        resting = [entry for entry in self._cache.entries if not entry.is_running]
+        resting.sort(key=lambda entry: entry.last_used, reverse=True)
+        for entry in resting:
+            min_lacking = MAX_UNSAVED_TOKENS
+            if is_closing:
+                min_lacking = MIN_URGENT_TOKENS
+            elif now - entry.last_used >= rest_seconds:
+                min_lacking = MIN_FILE_TOKENS
+            candidates.setdefault(entry, min_lacking)
+        return candidates
+
+    def _find_job(self, candidates: dict[CacheEntry, int]) -> Generator[None] | None:
+        """Begin to save the first of these entries that is due; None if none is."""
         self.files.update()
         if self._n_lost != self.files.n_lost:
             self._n_lost = self.files.n_lost
@@ -11733,39 +11769,22 @@ class DiskCache:
         if not self.files.may_write(MIN_FILE_TOKENS * self._spec.token_bytes):
             return None
 
-        # why(L-163): what runs takes the place of what rests, too.
-        prompt_bytes = self._cache.max_bytes // SPILL_PART
-        endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
-        resting = [entry for entry in self._cache.entries if not entry.is_running]
-        resting.sort(key=lambda entry: entry.last_used, reverse=True)
-        candidates = [(entry, SPILL_SHARE, True) for entry in endangered]
-        candidates += [(entry, SAVE_SHARE, is_closing) for entry in resting]
-        for entry, share, is_urgent in candidates:
-            is_due = self._is_due(entry, rest_seconds, is_urgent=is_urgent)
-            job = self._begin(entry) if is_due else None
+        for entry, min_lacking in candidates.items():
+            job = self._begin(entry) if self._is_due(entry, min_lacking) else None
             if job is not None:
-                self._share = share
+                is_urgent = min_lacking == MIN_URGENT_TOKENS
+                self._share = SPILL_SHARE if is_urgent else SAVE_SHARE
                 return job
         return None
 
-    def _is_due(
-        self, entry: CacheEntry, rest_seconds: float, *, is_urgent: bool
-    ) -> bool:
-        """Whether files lack so many tokens of an entry as the banner says.
-
-        `is_urgent`: memory loses it soon.
-        """
-        min_new = MAX_UNSAVED_TOKENS
-        if is_urgent:
-            min_new = MIN_URGENT_TOKENS
-        elif self._clock() - entry.last_used >= rest_seconds:
-            min_new = MIN_FILE_TOKENS
-        if entry.end < max(min_new, MIN_FILE_TOKENS):
+    def _is_due(self, entry: CacheEntry, min_lacking: int) -> bool:
+        """Whether files lack so many tokens of an entry, and it is worth a file."""
+        if entry.end < max(min_lacking, MIN_FILE_TOKENS):
             return False
         saved_end = entry.saved_end
         if saved_end is None:
             saved_end = self._look_up(entry).depth
-        return entry.end - saved_end >= min_new
+        return entry.end - saved_end >= min_lacking
 
     def _look_up(self, entry: CacheEntry) -> DiskMatch:
         """What files have of an entry; `saved_end` is set to its depth."""
@@ -11774,71 +11793,41 @@ class DiskCache:
         entry.saved_end = match.depth
         return match
 
-    def has_all(self, entry: CacheEntry) -> bool:
-        """Whether files have an entry, but for less than is worth one.
-
-        With state, they need one as late as the entry's last.
-        """
-        end = entry.end
-        if self._spec.has_state:
-            end = max(entry.checkpoints, default=end)
-        n_saved = self._usable_depth(self._look_up(entry))
-        return n_saved > 0 and end - n_saved < MIN_URGENT_TOKENS
-
     def _begin(self, entry: CacheEntry) -> Generator[None] | None:
-        """Begin to save one segment of an entry, or, if files lack it, of a parent.
+        """Begin to save the next segment of an entry, or of a parent that files lack.
 
-        None if nothing can be saved of it: now, or, if it is given up, until it has run
-        again.
+        None if that cannot be saved now.
         """
+        # Of [0, 900) and its branch [800, 1,500), files have 700: [700, 900) is next.
+        path = [entry]  # each the parent of the one before
         match = self._look_up(entry)
-        waiting_entries: list[CacheEntry] = []
-        while match.depth < entry.start:  # files lack its parent, or the end of it
-            waiting_entries.append(entry)
+        while match.depth < entry.start:
             assert entry.parent is not None
             entry = entry.parent
             if entry.is_running:
                 return None
+            path.append(entry)
             match = self._look_up(entry)
         if not entry.start and match.depth < MIN_PREFIX_TOKENS:
             # why(L-211): a child of another conversation's file would go with that.
             match = DiskMatch((), 0)
-        start = match.depth
-        end = min(entry.end, start + self._max_tokens)
-        if end <= start:  # what was saved meanwhile has all of it
+        end = min(entry.end, match.depth + self._max_tokens)
+        if end <= match.depth:  # what was saved meanwhile has all of it
             return None
 
-        states: dict[int, Any] = {}
-        arrays: dict[str, mx.array] = {}
-        for position in _choose_states(entry, start, end):
-            leaves = entry.checkpoints[position].leaves
-            states[position] = _state_to_json(leaves, f"state.{position}", arrays)
+        segment, state_arrays = _describe(entry, match, end)
         token_bytes = self._spec.token_bytes + entry.key.tokens.itemsize
-        n_bytes = (end - start) * token_bytes
-        n_bytes += sum(array.nbytes for array in arrays.values())
-        path_bytes = sum(segment.nbytes for segment in match.segments)
-        if path_bytes + n_bytes > self.files.room_bytes:
+        n_bytes = (end - match.depth) * token_bytes
+        n_bytes += sum(array.nbytes for array in state_arrays.values())
+        parents_bytes = sum(parent.nbytes for parent in match.segments)
+        if parents_bytes + n_bytes > self.files.room_bytes:
             # It would be deleted for room as soon as it is there, again and again.
-            for given_up in (entry, *waiting_entries):
+            for given_up in path:
                 given_up.saved_end = given_up.end
             return None
         if not self.files.may_write(n_bytes):
             return None
-
-        parent_name = name_segment(entry.key, 0)
-        if match.segments:
-            parent_name = match.segments[-1].name
-        segment = Segment(
-            name=name_segment(entry.key, end),
-            parent=parent_name,
-            start=start,
-            end=end,
-            head_end=entry.head_end,
-            tenant=entry.owner.tenant,
-            session=entry.owner.session,
-            states=states,
-        )
-        return self._copy(entry, segment, arrays)
+        return self._copy(entry, segment, state_arrays)
 
     def _copy(
         self, entry: CacheEntry, segment: Segment, state_arrays: dict[str, mx.array]
@@ -11866,6 +11855,19 @@ class DiskCache:
             copies[name] = _copy_array(array)
 
         self.files.write(segment, copies)
+
+    # -- evicting and forgetting -------------------------------------------------------
+
+    def has_all(self, entry: CacheEntry) -> bool:
+        """Whether files have an entry, but for fewer tokens than are worth one.
+
+        With state, they need one as late as the entry's last.
+        """
+        end = entry.end
+        if self._spec.has_state:
+            end = max(entry.checkpoints, default=end)
+        n_saved = self._usable_depth(self._look_up(entry))
+        return n_saved > 0 and end - n_saved < MIN_URGENT_TOKENS
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """KVFiles.forget(), also what is being copied."""
