@@ -20075,34 +20075,38 @@ class ToolCallFormat(NamedTuple):
 # region CALL ARGUMENTS ========================================================
 # The arguments of one call -> JSON, while they are generated.
 #
+# What is emitted is right JSON, without the last bracket: ReplyReader adds that once
+# the call has ended.
+#
 #     generated                          emitted
 #     {"name": "read", "arguments": {    {                          by ReplyReader
-#     "path": "a.md",,                   "path": "a.md"
-#     "n": 5 "all": True,                ,\n"n": 5 ,"all": true
-#     }, "id": "1"}                      -
-#     \n</tool_call>Done.                }                          by ReplyReader
+#     "path": "a.md",,                   "path": "a.md"             a comma too many
+#      "n": 5 "all": True                , "n": 5 ,"all": true      one too few
+#     }, "id": "1"}</tool_call>          -                          the call's own id
 #
-#     \n<parameter=path>\n               "path":
+#     <function=read>\n                  {                          by ReplyReader
+#     <parameter=path>\n                 "path":
 #     docs/a.md                          "docs/a.md
-#     \n</parameter>                     "
-#     \n</function>\n</tool_call>        }                          by ReplyReader
-#
-#  1 JsonArguments     JSON, mended: models write a comma too many or too few, quotes and
-#                      line breaks in strings, Python's words, and forget the last
-#                      bracket. Broken are single quotes, .5, NaN, TRUE, a line break in
-#                      a key, a key of over 999 letters, an unknown member after the
-#                      arguments
-#  2 TaggedArguments   a tag, its value, a tag ... A TaggedValue reads each value; where
-#                      JSON stands in the place of the tags, a JsonArguments does
-#
-# Where two patterns are tried one after another, the first has no match at all: a match
-# that is partial waits for more text. So any chunking gives the same.
+#     \n</parameter>\n                   "
+#     </function>\n</tool_call>          -
 #
 # The law: a call never runs with fewer arguments than were written, and no value has
-# more text than its own (L-133). Nothing is emitted twice or taken back, and clients
-# run what is valid JSON (L-86). So where nobody can tell any more what was meant, the
-# arguments are `is_broken`: they stay open, and the reply ends there. The exception:
-# "path": "a.md", "force", "n": 5 has a text with quotes, as f("a", "b") must have.
+# more text than its own (L-133). Clients run whatever is valid JSON (L-86), and what was
+# emitted cannot be taken back. So where nobody can tell any more what was meant, the
+# arguments are broken: they stay open, and the reply ends there. So they are if another
+# argument follows the end of the call, which came too early then: ReplyReader looks for
+# a `late_argument` there.
+#
+#  1 JSON      JsonArguments mends commas, quotes and line breaks in strings, Python's
+#              words, and a last bracket that was forgotten. Broken are single quotes,
+#              .5, NaN, TRUE, a line break in a key, a key of over 999 letters, and an
+#              unknown member after the arguments.
+#  2 Tags      TaggedArguments reads a tag, its value, a tag ... or, where a model writes
+#              JSON in the place of the tags, a JsonArguments.
+#  3 Values    TaggedValue reads a bare value, which may have tags in it.
+#
+# Any chunking gives the same: a partial match waits for more text (CALL TEXT), and a
+# second pattern is tried only where the first fits nothing that may still come.
 #
 # Uses     CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
@@ -20111,22 +20115,30 @@ class ToolCallFormat(NamedTuple):
 class _Reader:
     """Reads from the front of the unread text of a call.
 
-    `read()` again and again, until it `is_done`; take_end_token() where the end tag of
-    the call comes as a token.
+    `read()` again and again, until it `is_done`. Where the end tag of the call comes as
+    a token, take_end_token() tells whether the call ends there; if not, the tag is a
+    quotation in what is read.
     """
 
     is_done = False  # what it reads has ended, or is broken
-    is_broken = False  # some of what was written cannot be read
+    is_broken = False  # nobody can tell what was meant
 
     def _break(self) -> str:
-        """Nobody can tell what was meant: nothing more is emitted."""
+        """Nothing more is read or emitted."""
         self.is_done = self.is_broken = True
         return ""
 
 
 # -- 1 JSON ----------------------------------------------------------------------------
 
+# Three patterns, by where the text goes on:
+#
+#     in an object or array   _NEXT          , "n": 5    , "path": "    ]    }
+#     in a string             _STRING_PART   a.md        "
+#     after the last }        _CALL_END      }\n</tool_call>
+
 NUMBER: Final = r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?"
+# Of a string: as it is, or escaped.
 CHARACTER: Final = r"""(?x:
     [^"\\\x00-\x1f]
   | \\ ["\\/bfnrt]
@@ -20135,79 +20147,83 @@ CHARACTER: Final = r"""(?x:
 )"""
 # Members of a call that are no arguments: {"name": "read", "arguments": {}, "id": "1"}
 OTHER_MEMBERS: Final = ("id", "type", "index", "call_id", "tool_call_id")
-# Parts of the patterns below. KEY has its quotes. END_TAG ends a call whose last
-# brackets were forgotten. STUCK is a model that is caught in blanks.
 _JSON_PARTS: Final = {
     "NUMBER": NUMBER,
     "CHARACTER": CHARACTER,
     "KEY": f'"{CHARACTER}{{0,999}}"',
-    "END_TAG": r"""
+    # The end tag of a call, or the beginning of the next one.
+    "CALL_TAG": r"""
         </ (?: (?: minimax: )? tool_call | function | invoke ) >
       | <tool_call> \s* [{<\w] | \[TOOL_CALLS\]
       | <\|call\|> | <\|tool_call (?: s?_section )? _end\|>
     """,
-    "STUCK": r"[ \t\r\n]{401}",
+    "RUNAWAY": r"[ \t\r\n]{401}",  # a model that writes blanks for ever
 }
 
-# What comes next in an object or an array, by the bracket that closes it. A comma may
-# come twice, or be missing. A number or a word is certain once something follows it.
-_NEXT_VALUE: Final = r"""
+# A value, of an array or a string its first letter. A number or a word is certain once
+# something follows it.
+_VALUE: Final = r"""
     (?P<open> [{\["] ) | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] )
 """
+# What comes next, by the bracket that closes this object or array: a member or an item;
+# a bracket; or the call's end, if the bracket was forgotten.
 _NEXT: Final = {
-    bracket: compile_pattern(
-        r"""
+    closer: compile_pattern(
+        rf"""
+        # A comma, or a ; for one, may come twice or be missing:    5,, "n"    5 "n"
         (?P<lead> \s* ) (?: [,;] (?P<after_comma> \s* ) )*+
-        (?: MEMBER | (?P<close> [}\]] ) | (?P<end> (?= END_TAG ) ) )
+        (?: {key} (?: {_VALUE} ) | (?P<close> [}}\]] ) | (?P<end> (?= CALL_TAG ) ) )
         """,
-        MEMBER=fill_pattern(member, VALUE=_NEXT_VALUE, **_JSON_PARTS),
         **_JSON_PARTS,
     )
-    for bracket, member in {
-        "}": r"(?P<key> KEY ) (?P<colon> \s* : \s* ) VALUE",  # "n": 5,
-        "]": "VALUE",
-    }.items()
+    for closer, key in {"}": r"(?P<key> KEY ) (?P<colon> \s* : \s* )", "]": ""}.items()
 }
 
-# What comes next in a string, in an object or an array: `text`; or the quote that ends
-# it. Models leave quotes inside a string as they are (L-86), so what follows decides. If
-# it `breaks`, nobody can tell; if nothing matches, the quote is inside, as in
-# print("hi") and f("a", "b").
+# Models leave quotes inside a string as they are (L-86), so what follows a quote decides:
+# it ends the string, by one of these patterns; or is in doubt; or else is a letter of it,
+# as in print("hi") and f("a", "b"). The price is the one exception to the law: of
+# "path": "a.md", "force", "n": 5 the path is a.md", "force.
+_STRING_ENDS: Final = {
+    "}": r"""
+        \s* (?: [}\]] | CALL_TAG )              # "hi"}    "hi"</tool_call>
+      | \s* [,;] \s* (?: [}\],;] | CALL_TAG )   # "hi",}    "hi",,
+      | \s* [,;\s] \s* KEY \s* [^\s),.]         # "hi", "n":    "hi" "n":
+    """,
+    "]": r"""
+        \s* (?: [}\],;"] | CALL_TAG )           # "hi", 5    "hi"]    "hi" "ho"
+    """,
+}
+_IN_DOUBT: Final = {
+    "}": r"""
+        RUNAWAY
+      | \s* :                                 # "hi, "n": 5    it ended a key
+      | \s* [,;] \s* :                        # "hi",: 5
+      | \s* [,;] \s* " \w{1,99} \s* :         # "hi", "n: 5
+      | \s* [,;] \s* '? \w{1,99} '? \s* :     # "hi", n: 5    "hi", 'n': 5
+    """,
+    "]": r"RUNAWAY | \s* :",
+}
 _STRING_PART: Final = {
-    "}": compile_pattern(
-        r"""
+    closer: compile_pattern(
+        rf"""
         (?P<text> CHARACTER+ )
-      | " (?: (?P<breaks>
-                  STUCK
-                | \s* :                                 # "x, "n": 5    it ended a key
-                | \s* [,;] \s* :                        # "x",: 5
-                | \s* [,;] \s* " \w{1,99} \s* :         # "x", "n: 5
-                | \s* [,;] \s* '? \w{1,99} '? \s* : )   # "x", n: 5    "x", 'n': 5
-            | (?=
-                  \s* (?: [}\]] | END_TAG )             # "hi"}     "hi"</tool_call>
-                | \s* [,;] \s* (?: [}\],;] | END_TAG )  # "hi",}    "hi",,
-                | \s* [,;\s] \s* KEY \s* [^\s),.] ) )   # "hi", "n":    "hi" "n":
+      | " (?: (?P<in_doubt> {_IN_DOUBT[closer]} ) | (?= {_STRING_ENDS[closer]} ) )
         """,
         **_JSON_PARTS,
-    ),
-    "]": compile_pattern(
-        r"""
-        (?P<text> CHARACTER+ )
-      | " (?: (?P<breaks> STUCK | \s* : )
-            | (?= \s* (?: [}\],;"] | END_TAG ) ) )      # "hi", 5    "hi"]
-        """,
-        **_JSON_PARTS,
-    ),
+    )
+    for closer in "}]"
 }
 
-# After the arguments: other members of the call, brackets, and the end of the call.
+# What follows the arguments, to the end of the call.
 _CALL_END: Final = compile_pattern(
     r"""
+    # Other members of the call:    , "id": "1"    }, "index": 0
     (?: \s* [}\]]? \s* , \s* " (?: OTHER_MEMBER ) " \s* :
         \s* (?: " CHARACTER{0,99} " | (?: NUMBER | null ) (?= [\s,}\]</] ) ) )*+
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
-    (?: </tool_call> | <\|call\|> | (?= <tool_call> \s* [{<\w] )
-      | (?: < (?: / [\w:]{0,20} | [|] \w{0,20} )? )? (?= \0 )  # the reply was cut
+    (?: </tool_call> | <\|call\|>
+      | (?= <tool_call> \s* [{<\w] )                             # the next call
+      | (?: < (?: / [\w:]{0,20} | [|] \w{0,20} )? )? (?= \0 )     # half a tag, at the end
       | <\|tool_call_end\|>                     # Kimi's, and of all its calls
         (?: \s* <\|tool_calls?_section_end\|>
           | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b ) ) ) )
@@ -20215,7 +20231,7 @@ _CALL_END: Final = compile_pattern(
     OTHER_MEMBER="|".join(OTHER_MEMBERS),
     **_JSON_PARTS,
 )
-# Without the tag the call has ended, too, if a text follows (L-82), and no argument.
+# The same, where the tag was forgotten (L-82): a text begins, and no argument.
 _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""
     (?P<brackets> (?: \s* [}\]] )*+ ) \s*
     (?= [^\0\s\w,;:"'}\]]              # } <p>            not  }, "n": 5
@@ -20223,10 +20239,9 @@ _CALL_END_BEFORE_TEXT: Final = compile_pattern(r"""
         (?: [^"',]                     # } Done.
           | , \s* [^"'\s]              # } Well, done.    not  } 1, "n": 5
           | ["'] \s* [^\s:,}\]] )      # } I'm done.      not  } n": 5    } do", "n": 5
-      | (?<= \s ) (?: [,;:]            # }\n, "n": 5, a late argument
-          | ["'] \s* [^\s,}\]] ) )     # } "Done."        not  } ", "n": 5
+      | (?<= \s ) (?: ["'] \s* [^\s,}\]]    # } "Done."    not  } ", "n": 5
+          | [,;:] ) )                        # }\n, "n": 5    a late argument
 """)
-# An argument after the end of its call: that came too early.
 _LATE_MEMBER: Final = r"""
     \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]    # , "n": 5
   | \s* [,;:] \s* \w{0,99} ["']? \s* :                    # , n": 5
@@ -20253,11 +20268,11 @@ class JsonArguments(_Reader):
     def __init__(
         self, unread: UnreadText, *, place: Literal["call", "member", "tags"]
     ) -> None:
-        """`place` of the arguments, of which {"n": 5} are
+        """`place`: where in its call the object stands, which is {"n": 5} here.
 
-            call      all that follows the name:   read[ARGS]{"n": 5}
-            member    one of the call's members:   {"name": "read", "arguments": {"n": 5}}
-            tags      in the place of tags:        <function=read>{"n": 5}</function>
+            call      read[ARGS]{"n": 5}
+            member    {"name": "read", "arguments": {"n": 5}}
+            tags      <function=read>{"n": 5}</function>
 
         In the place of tags, the end of the call is not read.
         """
@@ -20265,10 +20280,10 @@ class JsonArguments(_Reader):
         self._place = place
         self._open = [_OpenBracket("}")]  # outermost first
         self._is_in_string = False
-        self._has_object = False  # inside: if a bracket is missing, it may be there
+        self._has_object = False  # in the arguments
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. False: it is part of a string."""
+        """False in a string, unless only the text after its quote was waited for."""
         return not self._is_in_string or self._unread.text.startswith('"')
 
     def read(self) -> str:
@@ -20292,15 +20307,15 @@ class JsonArguments(_Reader):
         if match.partial:
             return None
 
-        if match["close"] is not None:
+        if match["close"]:
             self._open.pop()
             if match["close"] != innermost.closer:
                 return self._break()
             lead: str = match["lead"]
             return lead + match["close"] if self._open else lead
         if match["end"] is not None:
-            # The last bracket was forgotten: {"path": "a.md"</tool_call>. If an inner one
-            # may have been, or a member after { or a comma, nobody knows.
+            # {"path": "a.md"</tool_call>    Its last bracket was forgotten. If an inner
+            # one may have been, or a member after { or a comma, nobody knows.
             has_ended = match["after_comma"] is None and not innermost.is_empty
             if not has_ended or len(self._open) > 1 or self._has_object:
                 return self._break()
@@ -20321,7 +20336,7 @@ class JsonArguments(_Reader):
             innermost.keys.add(key)
             json_text += match["key"] + match["colon"]
 
-        if match["word"] is not None:
+        if match["word"]:
             word = _PYTHON_WORDS.get(match["word"], match["word"])
             return json_text + word if _JSON_WORD.fullmatch(word) else self._break()
         bracket: str = match["open"]
@@ -20344,10 +20359,10 @@ class JsonArguments(_Reader):
             return escape_json(character)
         if match.partial:
             return None
-        if match["text"] is not None:
+        if match["text"]:
             return str(match["text"])
         self._is_in_string = False
-        return '"' if match["breaks"] is None else self._break()
+        return self._break() if match["in_doubt"] else '"'
 
     def _read_end_of_call(self) -> None:
         """Take what follows the arguments, up to the end of the call."""
@@ -20355,34 +20370,28 @@ class JsonArguments(_Reader):
             self.is_done = True
             return
         end = self._unread.match_next(_CALL_END)
+        # The call's own bracket may be missing before its tag. But here it may be that
+        # of the tree, so that n is an argument:
         # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
-        # The bracket of the call is missing; or the tree's, and n is an argument.
-        may_lack = not self._has_object
+        needs_bracket = self._has_object
         if end is None:
             end = self._unread.match_next(_CALL_END_BEFORE_TEXT)
-            may_lack = False  # {"name": "read", "arguments": {"path": "a.md"} Done.
+            needs_bracket = True
         if end is not None and end.partial:
             return
         self.is_done = True
         has_bracket = self._place == "call" or (end is not None and end["brackets"])
-        self.is_broken = end is None or not (has_bracket or may_lack)
+        self.is_broken = end is None or (needs_bracket and not has_bracket)
 
 
 # -- 2 tags ----------------------------------------------------------------------------
 
-# A value ends
-#
-#     closed     at its closing tag, if a key's tag or the end of the call follows
-#     unclosed   at the end of the call, or at the tag of another key
-#
-# Other tags of a call in it may be text, or one of them was its true end, damaged or out
-# of place (L-133). Text is what is quoted, stands inside a line, or belongs to an element
-# of XML that begins and ends in the value: _inner_tag(). Where none of this holds, and
-# where a tag is at an edge of the value (_edge_tag), the call is broken.
-
 
 def _parts_of(tags: ArgumentTags, keys: Iterable[str] = ()) -> dict[str, str]:
-    """Parts of the patterns below: the tags by field, but KEY, of one of these `keys`."""
+    """What words in a pattern stand for: CLOSE for `tags.close`, and so on.
+
+    KEY stands for the tag of one of these `keys`.
+    """
     parts = {name.upper(): part for name, part in vars(tags).items()}
     parts["KEY"] = fill_pattern(tags.key, KEY_NAME=any_of(keys))
     return parts
@@ -20410,111 +20419,8 @@ def _next_tag(tags: ArgumentTags) -> Any:
     )
 
 
-@lru_cache
-def _value_end(
-    tags: ArgumentTags, keys: tuple[str, ...], *, is_cdata: bool, reads_end_token: bool
-) -> Any:
-    """What ends a value, of a tool with these keys.
-
-    Its groups: `closed`, by its closing tag; `quoted`, it goes on; neither, it was never
-    closed. `reads_end_token`: the call ends at \\0, the letters of its end tag are text.
-    """
-    if is_cdata:
-        return compile_pattern(rf"(?P<closed> {tags.cdata_close} ) | (?= \0 )")
-    if tags.is_on_lines:  # a line that is a tag
-        before_key = r"| \n (?= \s* KEY [ \t]{0,9} \n )"
-    else:  # "say `<parameter name='n'>`"    "a.md<parameter name='n'>5"
-        before_key = r"""| (?P<quoted> ["'`\x20] KEY ) | \n? (?= KEY )"""
-    return compile_pattern(
-        r"""
-        # Its closing tag, once or twice, if the syntax goes on after it:
-        (?P<closed> BEFORE_CLOSE CLOSE (?: \s* CLOSE )? )
-        (?= \s* (?: KEY_START                                  # <parameter=
-                  | (?: INNER_END \s* ){0,2}
-                    (?: END_TAG (?= [^"'`] )                   # </function></tool_call>.
-                      | (?: OUTER_END \s* )? \0 )              # </function>, the end
-                  | INNER_END \s* NEXT_CALL                    # </function>, a call
-                  | \n INNER_END [ \t]{0,9} \n \s* [^<\s] ) )  # \n</function>\nDone.
-        # Or else the end of the call:
-      | BEFORE_CLOSE (?= [<\0] )
-        (?= (?: INNER_END \s* )? (?: OUTER_END \s* )? \0       # </function>, the end
-          | </[\w:]{0,20} \0                                   # </para, the end
-          | (?: INNER_END \s* (?: END_TAG \s* )? | END_TAG \s* \n ) NEXT_CALL
-          | CLOSE [ \t\r\n]{401} )                             # a model caught in blanks
-        # Or the next argument:
-        """
-        + before_key,
-        **_parts_of(tags, keys),
-        END_TAG=NO_PATTERN if reads_end_token else tags.outer_end,
-    )
-
-
-@lru_cache
-def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) -> Any:
-    """A tag of a call that is in a value, of a tool with these keys.
-
-    Its groups: `opens` and `closes`, the name of an element of XML; `loose`: unless it
-    closes an element, the value may have ended before it. That is
-
-        a</function>\\n        a closing tag at an edge of a line
-        a<param name='n'>b    the tag of a key, anywhere
-        a <parameter=n>\\n     if is_on_lines: the tag of a key at an edge of a line
-
-    but none with a quote beside it, and of the first two none after a blank. Unless
-    is_on_lines, a line begins after > and ends before < [ { / 0-9, too.
-    """
-    parts = _parts_of(tags, keys)
-    parts["KEY"] += f"|{tags.stray_tag}"
-    parts["UNQUOTED"] = rf"""(?<! (?<! {tags.close} ) ["'`] )"""
-    if is_on_lines:
-        parts["START"] = "^"
-        parts["END"] = r"[ \t]*+ $"
-        loose_key = r"UNQUOTED (?: START [ \t]*+ KEY | KEY END )"
-    else:
-        parts["START"] = r"^ | (?<= > )"
-        parts["END"] = r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )"
-        loose_key = r"UNQUOTED (?<! [ \t] ) KEY"
-    return compile_pattern(
-        r"""(?m)
-        # A tag that begins a line, and opens an element:    <function=f> b
-        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT_NAMES ) (?= [\s>/=] )
-        (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
-        # The tag of a key:    "a<parameter=n>"
-      | (?P<loose> LOOSE_KEY (?! ["'`] ) )
-        # A whole element in a line, which is text:    <function>f</function>
-      | <(?P<element> ELEMENT_NAMES ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
-        # A closing tag:    "a</function>"
-      | (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
-            (?: START | (?= CLOSER END ) ) )?
-        </(?P<closes> ELEMENT_NAMES ) (?= [\s>/=] )
-        """,
-        **parts,
-        LOOSE_KEY=fill_pattern(loose_key, **parts),
-        CLOSER=rf"</(?: {tags.element_names} ) [^<>\n]{{0,200}} >?+",
-    )
-
-
-@lru_cache
-def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
-    """A closing tag at the start of a value, or an opening one at its end.
-
-        </parameter>\\nx    may close the value itself
-        x\\n<function=f>    may be the next tag, out of place
-
-    So may the tag around the call be, whichever it is, at both.
-    """
-    outer_name = tags.outer_end.strip("</>")
-    return compile_pattern(
-        r"""
-        \A \s* (?: CLOSE | OUTER_TAG )
-      | (?: <ELEMENT_NAMES (?: [\s=] [^<>]* )? > | OUTER_TAG ) \s* \Z
-        """,
-        **_parts_of(tags),
-        OUTER_TAG=f"<{'' if reads_end_token else '/?'}{outer_name}>",
-    )
-
-
 _JSON_START: Final = compile_pattern(r"\s* \{")
+# The tag of a key, or one that closes a value, perhaps after end tags and other text.
 _LATE_TAG: Final = r"""
     (?: [^<]{0,99}+ </(?: function | tool_call | invoke | minimax:tool_call )> ){0,9}
     [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
@@ -20538,7 +20444,7 @@ class TaggedArguments(_Reader):
         start: str,
         end_tag: str,
     ) -> None:
-        """`schema`: of the tool. `start`: what was read of the call.
+        """`schema`: of the tool. `start`: what was read of the call, with its name.
 
         `end_tag`: what may come as a token, and is read as \\0 then.
         """
@@ -20548,31 +20454,31 @@ class TaggedArguments(_Reader):
         self._tags = tags
         self._schema = schema
         self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
-        self._tag_again = self._find_tag_again(start)
+        self._same_tag = self._pattern_of_last_tag(start)
         # What has come:
         self._used_keys: set[str] = set()
         self._has_json = False  # in the place of tags
         self._has_end_tag = False  # one after which the call may end
 
-    def _find_tag_again(self, text: str) -> Any:
-        """The pattern of the tag at the end of a text: it may come twice (L-197)."""
+    def _pattern_of_last_tag(self, text: str) -> Any:
+        """Finds the tag that ends this text, which may come twice (L-197)."""
         tags = regex.findall(r"<[^<>]+>(?=\s*\Z)", text)
         line_break = self._tags.value_start if self._tags.is_on_lines else ""
         return compile_pattern(rf"\s* (?: {any_of(tags)} ) (?: {line_break} )")
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. False: it is part of a value."""
+        """False in a value that does not end there."""
         return self._value is None or self._value.take_end_token()
 
     def read(self) -> str:
         """What more is certain, as JSON without the last bracket."""
         json_text = ""
         while not self.is_done:
-            if self._tag_again is not None:
-                match = self._unread.match_next(self._tag_again)
+            if self._same_tag is not None:
+                match = self._unread.match_next(self._same_tag)
                 if match is not None and match.partial:
                     break
-                self._tag_again = None
+                self._same_tag = None
             if self._value is None:
                 tag_text = self._read_tag()
                 if tag_text is None:  # the next text decides
@@ -20602,7 +20508,7 @@ class TaggedArguments(_Reader):
             self.is_done = True
             # <function=read><tool_call>: of its arguments nothing has come
             self.is_broken = not (match["end"].strip("\0") or has_begun)
-        elif match["key"] is None:  # a closing tag, but not the last
+        elif not match["key"]:  # a closing tag, but not the last
             self._has_end_tag = True
         else:
             return self._begin_value(match)
@@ -20615,7 +20521,7 @@ class TaggedArguments(_Reader):
             return self._break()
         separator = ", " if self._used_keys else ""
         self._used_keys.add(key)
-        self._tag_again = self._find_tag_again(match[0])
+        self._same_tag = self._pattern_of_last_tag(match[0])
         self._value = TaggedValue(
             self._unread,
             self._tags,
@@ -20625,6 +20531,127 @@ class TaggedArguments(_Reader):
             is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
         )
         return f"{separator}{to_json(key)}: "
+
+
+# -- 3 values --------------------------------------------------------------------------
+
+# A value ends
+#
+#     closed     at its closing tag, if a key's tag or the end of the call follows
+#     unclosed   at the end of the call, or at the tag of another key of the tool
+#
+# Other tags of a call in it are text, or one of them was its true end, damaged or out of
+# place (L-133). Text is what is quoted, stands inside a line, or belongs to an element of
+# XML that begins and ends in the value. So _value_end finds the first end; then the tags
+# before it tell whether the value may have ended there (_inner_tag, _edge_tag). If so,
+# the call is broken.
+
+# Words in these patterns: those of _parts_of(); and END_TAG, which is OUTER_END, but
+# nothing where that comes as a token, since its letters are text then.
+_CLOSED: Final = r"""
+    BEFORE_CLOSE CLOSE (?: \s* CLOSE )?                     # once or twice; and then
+    (?= \s* (?: KEY_START                                  # <parameter=
+              | (?: INNER_END \s* ){0,2}
+                (?: END_TAG (?= [^"'`] )                   # </function></tool_call>Done.
+                  | (?: OUTER_END \s* )? \0 )              # </function>, and no more
+              | INNER_END \s* NEXT_CALL                    # </function>, a call
+              | \n INNER_END [ \t]{0,9} \n \s* [^<\s] ) )  # \n</function>\nDone.
+"""
+_UNCLOSED: Final = r"""
+    BEFORE_CLOSE (?= [<\0] )
+    (?= (?: INNER_END \s* )? (?: OUTER_END \s* )? \0       # </function>, and no more
+      | </[\w:]{0,20} \0                                   # </para, and no more
+      | (?: INNER_END \s* (?: END_TAG \s* )? | END_TAG \s* \n )
+        NEXT_CALL                                          # </function>, a call
+      | CLOSE [ \t\r\n]{401} )                             # and blanks for ever
+"""
+# Before the next key: its tag is a line where values have lines of their own; elsewhere
+# it is not `quoted`.
+_KEY_LINE: Final = r"\n (?= \s* KEY [ \t]{0,9} \n )"
+_UNQUOTED_KEY: Final = r"""
+    (?P<quoted> ["'`\x20] KEY )     # say `<parameter name="n">`
+  | \n? (?= KEY )                   # a.md<parameter name="n">5
+"""
+
+
+@lru_cache
+def _value_end(
+    tags: ArgumentTags, keys: tuple[str, ...], *, is_cdata: bool, reads_end_token: bool
+) -> Any:
+    """What ends a value, of a tool with these keys.
+
+    Its groups: `closed`, by its closing tag; `quoted`, it goes on; neither, it was never
+    closed. `reads_end_token`: the end tag of the call comes as a token, read as \\0.
+    """
+    if is_cdata:
+        return compile_pattern(rf"(?P<closed> {tags.cdata_close} ) | (?= \0 )")
+    next_key = _KEY_LINE if tags.is_on_lines else _UNQUOTED_KEY
+    return compile_pattern(
+        f"(?P<closed> {_CLOSED} ) | {_UNCLOSED} | {next_key}",
+        **_parts_of(tags, keys),
+        END_TAG=NO_PATTERN if reads_end_token else tags.outer_end,
+    )
+
+
+@lru_cache
+def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) -> Any:
+    """A tag of a call in a value, of a tool with these keys. Its groups:
+
+        opens     <function=f>b             an element of XML begins, where a line does
+        closes    b</function>              one ends, if one is open
+        loose     a<parameter=n>b           a key: the value may have ended before it
+        loose     a</function>              so it may here, if no element is open
+        element   <function>f</function>    a whole one in a line, which is text
+
+    Beside a quote or after a blank nothing is loose; elsewhere a closing tag at an edge
+    of a line, and any key. If `is_on_lines`, a key must be at such an edge, too, but may
+    follow a blank; if not, lines begin also after > and end before < [ { / 0-9.
+    """
+    parts = _parts_of(tags, keys)
+    parts["KEY"] += f"|{tags.stray_tag}"
+    parts["UNQUOTED"] = rf"""(?<! (?<! {tags.close} ) ["'`] )"""
+    if is_on_lines:
+        parts["START"] = "^"
+        parts["END"] = r"[ \t]*+ $"
+        loose_key = r"UNQUOTED (?: START [ \t]*+ KEY | KEY END )"
+    else:
+        parts["START"] = r"^ | (?<= > )"
+        parts["END"] = r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )"
+        loose_key = r"UNQUOTED (?<! [ \t] ) KEY"
+    return compile_pattern(
+        r"""(?m)
+        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT_NAMES ) (?= [\s>/=] )
+        (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
+      | (?P<loose> LOOSE_KEY (?! ["'`] ) )
+      | <(?P<element> ELEMENT_NAMES ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
+      | (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
+            (?: START | (?= CLOSER END ) ) )?
+        </(?P<closes> ELEMENT_NAMES ) (?= [\s>/=] )
+        """,
+        **parts,
+        LOOSE_KEY=fill_pattern(loose_key, **parts),
+        CLOSER=rf"</(?: {tags.element_names} ) [^<>\n]{{0,200}} >?+",
+    )
+
+
+@lru_cache
+def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
+    """A tag at the edge of a value, which may be no part of it.
+
+        </parameter>\\nx    may close it
+        x\\n<function=f>    may be the next tag, out of place
+
+    The tags around the call may be out of place at both edges.
+    """
+    outer_name = tags.outer_end.strip("</>")
+    return compile_pattern(
+        r"""
+        \A \s* (?: CLOSE | OUTER_TAG )
+      | (?: <ELEMENT_NAMES (?: [\s=] [^<>]* )? > | OUTER_TAG ) \s* \Z
+        """,
+        **_parts_of(tags),
+        OUTER_TAG=f"<{'' if reads_end_token else '/?'}{outer_name}>",
+    )
 
 
 @dataclass
@@ -20656,7 +20683,7 @@ class TaggedValue(_Reader):
         )
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. False: the value was not closed before it.
+        """False if the value was not closed before it.
 
         Then it is a part of the value, and its letters are an end from now on.
         """
@@ -20686,7 +20713,7 @@ class TaggedValue(_Reader):
                 json_text += self._emit(first + tag)
                 self.unread.text = rest + self.unread.text
                 continue
-            json_text += self._close(n_closing=closing.count(close))
+            json_text += self._finish(n_closing=closing.count(close))
         return json_text
 
     def _emit(self, text: str) -> str:
@@ -20703,37 +20730,32 @@ class TaggedValue(_Reader):
         self._n_noted = len(self._parts)
         pattern = _inner_tag(self.tags, self.keys, is_on_lines=self.is_on_lines)
         for tag in pattern.finditer(text):
-            if tag["opens"] is not None:
+            if tag["opens"]:
                 self._n_open[tag["opens"]] += 1
-            elif tag["closes"] is not None and self._n_open[tag["closes"]]:
+            elif tag["closes"] and self._n_open[tag["closes"]]:
                 self._n_open[tag["closes"]] -= 1
             elif tag["loose"] is not None:
                 self._has_loose_tag = True
 
-    def _close(self, *, n_closing: int) -> str:
-        """Its end as JSON text; "" if nobody can tell whether it is one."""
+    def _finish(self, *, n_closing: int) -> str:
+        """The end of the value as JSON text; `n_closing`: its closing tags, 0 to 2."""
         value = "".join(self._parts)
         with suppress(RepeatedKey):
-            if self._has_ended(value, n_closing=n_closing):
+            if self._is_whole(value, n_closing=n_closing):
                 self.is_done = True
                 return '"' if self._is_string else value_as_json(value, self.types)
         return self._break()
 
-    def _has_ended(self, value: str, *, n_closing: int) -> bool:
-        """Whether a value ends where it seems to, and did not end before.
-
-        `n_closing`: its closing tags. If it is blank, one must have come: of two, the
-        first may be the value.
-        """
-        if not value.strip():
+    def _is_whole(self, value: str, *, n_closing: int) -> bool:
+        """Whether a value has ended where it seems to, and not before."""
+        if not value.strip():  # of two closing tags the first may be the value
             return n_closing == 1
-        has_tag = "<" in value or value.rstrip().endswith(">")
-        if has_tag and not n_closing:
+        has_tag = "<" in value or value.rstrip().endswith(">")  # or a half of one
+        if has_tag and not n_closing:  # it may be the closing tag
             return False
         if self.is_cdata:
             return True
-        is_string = "string" in self.types
-        if not is_string and (has_tag or not n_closing):
+        if "string" not in self.types and (has_tag or not n_closing):
             # In an integer such as five</parametr> the next value may be.
             return not value_as_json(value, self.types).startswith('"')
         edge_tag = _edge_tag(self.tags, reads_end_token=self.unread.has_tokens)
@@ -20757,7 +20779,7 @@ class TaggedValue(_Reader):
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
 # with fewer arguments than were written. Nor has one that calls a tool nobody offered
-# (REPLY READER).
+# (REPLY READER), or one after whose end an argument follows: the end came too early.
 #
 # Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
@@ -20765,69 +20787,29 @@ class TaggedValue(_Reader):
 
 # -- 1 body ----------------------------------------------------------------------------
 
-
-class _BodySyntax(NamedTuple):
-    """How the end of a body is found. All but `quote` are patterns.
-
-    [{"name": "read", "arguments": {"path": "a.md"}}]}</tool_call>, "n": 5
-    body                                             tail         late argument
-    """
-
-    quote: str  # before and after a string, in which other marks are text
-    marks: Any  # what is looked at: quotes, brackets, the end tag, and escapes
-    tail: Any  # is no text of the reply's
-    late_argument: Any
-
-
-# After calls in JSON: brackets too many, then the tag; if it was forgotten, other text.
+# After calls in JSON: brackets too many, and the end tag, or a text that cannot become
+# it:    ]}</tool_call>    ]} Done.
 _JSON_TAIL: Final = r"""
     (?: \s* [}\]]{1,99}+ )?+ (?: \s* </tool_call> | (?= \s* (?: [^\s<}\]] | <[^/] | </[^t] ) ) )
 """
+# A late argument: a key and its colon.    , "n": 5    }, n: 5    n": 5
 _LATE_JSON: Final = r"""
     [\s}\],;]{0,99}+
-    (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '               # "n":  'n':
-      | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )  # n":  , n:
+    (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '
+      | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )
     \s{0,9} :
 """
-
-
-@lru_cache
-def _body_syntax(tool_format: ToolCallFormat, *, is_last: bool) -> _BodySyntax:
-    foreign = tool_format.foreign
-    quote = foreign.string_mark
-    marks = "END_TAG | QUOTE" if quote else "END_TAG"
-    tail = "END_TAG?"
-    late_argument = NO_PATTERN
-    if foreign.is_json or not tool_format.is_foreign:
-        quote = '"'
-        marks = r'\\(?s:.) | ["\[\]{}] | END_TAG'
-        tail = "" if foreign.is_json else _JSON_TAIL  # a list of Mistral's has no tag
-        late_argument = _LATE_JSON
-    elif quote:
-        late_argument = r"\s* (?: [,}\]] | [^<]{0,99}+ QUOTE )"
-    elif foreign.argument_tag:
-        late_argument = rf"[^<]{{0,99}}+ {foreign.argument_tag}"
-    parts = {
-        "END_TAG": regex.escape(tool_format.end),
-        "QUOTE": regex.escape(quote),
-        "CHARACTER": CHARACTER,
-    }
-    return _BodySyntax(
-        quote,
-        marks=compile_pattern(marks, **parts),
-        tail=compile_pattern(tail, **parts),
-        late_argument=compile_pattern(
-            NO_PATTERN if is_last else late_argument, **parts
-        ),
-    )
 
 
 class BodyReader:
     """Finds where a body ends, in an unread text that grows; reads each letter once.
 
-    Calls in JSON end with their last bracket, others with the end tag. In a string of
-    JSON, and between Gemma's marks, an end tag that is no token is a quotation; in
-    Python and elsewhere the first one ends the body.
+        a body    ends at its     but these are text
+        in JSON   last bracket    brackets and end tags in strings
+        Gemma's   end tag         end tags between its marks
+        others    end tag         -
+
+    The first end tag that comes as a token ends any body.
     """
 
     def __init__(
@@ -20838,9 +20820,33 @@ class BodyReader:
         `is_last`: the client is given no more calls, so an argument after the end is not
         looked for; the end tag still is.
         """
-        self._end_tag = tool_format.end
-        self._syntax = _body_syntax(tool_format, is_last=is_last)
+        foreign = tool_format.foreign
         self._unread = unread
+        self._end_tag = tool_format.end
+        self._quote = foreign.string_mark  # before and after a string
+        marks = "END_TAG"  # and brackets, quotes, escapes: what is looked at
+        tail = "END_TAG?"  # what follows the body, and is no text of the reply's
+        late_argument = NO_PATTERN
+        if foreign.is_json or not tool_format.is_foreign:
+            self._quote = '"'
+            marks = r'\\(?s:.) | ["\[\]{}] | END_TAG'
+            tail = "" if foreign.is_json else _JSON_TAIL  # Mistral's lists have no tag
+            late_argument = _LATE_JSON
+        elif self._quote:
+            marks = "END_TAG | QUOTE"
+            late_argument = r"\s* (?: [,}\]] | [^<]{0,99}+ QUOTE )"
+        elif foreign.argument_tag:
+            late_argument = rf"[^<]{{0,99}}+ {foreign.argument_tag}"
+        compile_part = partial(
+            compile_pattern,
+            END_TAG=regex.escape(self._end_tag),
+            QUOTE=regex.escape(self._quote),
+            CHARACTER=CHARACTER,
+        )
+        self._marks = compile_part(marks)
+        self._tail = compile_part(tail)
+        self._late_argument = compile_part(NO_PATTERN if is_last else late_argument)
+
         start = rf"(?:\s*{FENCE_START})?(?:\s*{regex.escape(tool_format.start)})?"
         self._start: int = regex.match(start, unread.text).end()  # of the body
         self._end: int | None = None
@@ -20850,7 +20856,7 @@ class BodyReader:
         self._is_in_string = False
 
     def take_end_token(self) -> bool:
-        """The end tag comes as a token. The first one ends the body.
+        """The body ends here, if it has not yet.
 
         Always False: the caller adds the tag to the unread text; take() cuts it off.
         """
@@ -20869,15 +20875,16 @@ class BodyReader:
             self._find_end(text)
         if self._end is None and may_grow:
             return None
-        if self._end is None:  # up to an end tag that looked quoted, or the reply's end
+        if self._end is None:
+            # A string was never closed: up to an end tag in it, or to the reply's end.
             body, _, _ = text[self._start :].partition(self._end_tag)
             self._end = self._start + len(body.removesuffix("\0"))
 
-        tail = self._syntax.tail.match(text, self._end, partial=may_grow)
+        tail = self._tail.match(text, self._end, partial=may_grow)
         if tail is not None and tail.partial:
             return None
         rest = text[tail.end() if tail else self._end :]
-        late_argument = self._syntax.late_argument.match(rest, partial=may_grow)
+        late_argument = self._late_argument.match(rest, partial=may_grow)
         if late_argument is not None and late_argument.partial:
             return None
         self._unread.text = rest
@@ -20885,13 +20892,13 @@ class BodyReader:
 
     def _find_end(self, text: str) -> None:
         """Read on, up to the last bracket, or an end tag that is in no string."""
-        for match in self._syntax.marks.finditer(text, self._position, partial=True):
+        for match in self._marks.finditer(text, self._position, partial=True):
             if match.partial:  # half an escape, half a tag, or nothing
                 self._position = match.start()
                 return
             self._position = match.end()
             mark = match[0]
-            if mark == self._syntax.quote:
+            if mark == self._quote:
                 self._is_in_string = not self._is_in_string
             elif self._is_in_string or mark.startswith("\\"):
                 continue
@@ -20921,20 +20928,19 @@ def read_whole_calls(
 ) -> list[WholeCall]:
     """The calls of a body; none if it is empty, or one of them cannot be read.
 
-    the body is read by       if it begins with
-    _MarkedCalls              the start tag of a format with a `string_mark`
-    load_value()              { or [{
-    _parse_python_calls()     the start tag of LFM2
-    mlx-lm's parser           anything else
+    a body                                    is read by
+    of a format with a `string_mark`          _MarkedCalls
+    of any other, if it begins with { or [{   load_value()
+    of LFM2                                   _parse_python_calls()
+    of all others                             mlx-lm's parser
     """
     if not body:
         return []
     foreign = tool_format.foreign
-    mark = foreign.string_mark
     try:
-        if mark:
+        if foreign.string_mark:
             offered = parameters_by_name(tools)
-            return _MarkedCalls(body, mark=mark, offered=offered).read()
+            return _MarkedCalls(body, mark=foreign.string_mark, offered=offered).read()
         if _OBJECT_OR_LIST.match(body):
             parsed = load_value(body)
         elif foreign.is_python:
@@ -20998,7 +21004,7 @@ def _parse_json_call(call: Any) -> WholeCall:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = load_value(arguments or "{}")
-    if arguments is None or arguments == []:
+    if arguments in (None, []):
         arguments = {}  # nothing was written that would be lost
     if not isinstance(arguments, dict):
         raise ValueError(call)
@@ -21058,8 +21064,20 @@ def _as_python(part: re.Match[str]) -> str:
 
 # -- 5 Gemma ---------------------------------------------------------------------------
 
+# A mark stands before and after a string: call:read{path:<|"|>a.md<|"|>,n:5}. In these
+# patterns MARK stands for it.
+_CALL_HEAD: Final = r"[\s}]* (?: call: )? ([\w.:-]+) \{"
 _BARE_KEY: Final = r"[\w.$@/-]+"
-_AFTER_VALUE: Final = r"(?= \s* (?: [,}\]] | \Z ) )"
+_KEY: Final = rf"""
+    \s* (?: MARK (?P<key> (?s:.)*? ) MARK | "(?P<key> [^"]* )" | (?P<key> {_BARE_KEY} ) )
+    \s* : [ \t]*
+"""
+_VALUE_ENDS: Final = r"(?= \s* (?: [,}\]] | \Z ) )"
+_MARKED_TEXT: Final = rf"\s* MARK ( (?: (?! MARK ) (?s:.) )*+ ) MARK {_VALUE_ENDS}"
+_QUOTED_TEXT: Final = (
+    rf"""\s* (["']) ( (?: (?! \1 ) [^\\] | \\. )*+ ) \1 {_VALUE_ENDS}"""
+)
+_WORD: Final = rf"\s* (?: {NUMBER} | (?i: true | false | null ) ) {_VALUE_ENDS}"
 
 # A text without marks ends before
 #
@@ -21080,24 +21098,20 @@ _ITEM_END: Final = rf"{_BLANKS} [,\]]"
 
 
 class _MarkedCalls:
-    """Reads whole calls as Gemma writes them, with a mark before and after strings.
+    """Reads whole calls as Gemma writes them.
 
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
         call:read{path:a.md,lines:[1,2]}}    a text without marks, a bracket too many
 
-    The tool's schema tells which text is a string.
+    The tool's schema tells which text is a string. All that reads raises ValueError or
+    RepeatedKey at what it cannot read.
     """
 
     def __init__(self, text: str, *, mark: str, offered: Mapping[str, Schema]) -> None:
         self._text = text
         self._position = 0
         self._offered = offered
-        self._parts = {
-            "MARK": regex.escape(mark),
-            "BARE_KEY": _BARE_KEY,
-            "NUMBER": NUMBER,
-            "AFTER_VALUE": _AFTER_VALUE,
-        }
+        self._mark = regex.escape(mark)
         # A text in which these are may be two, between which a mark was damaged: half of
         # a mark, and a key of some tool, as in a.md<|,n:5
         half = len(mark) // 2
@@ -21108,51 +21122,41 @@ class _MarkedCalls:
         self._key_like = regex.compile(rf"[^a-zA-Z_](?:{keys})\W{{0,3}}:")
 
     def read(self) -> list[WholeCall]:
-        """All calls. Raises ValueError if some text belongs to none."""
+        """All calls, if no text is left that belongs to none."""
         calls = []
         while not self._take(r"[\s}]* \Z"):
-            match = self._require(r"[\s}]* (?: call: )? ([\w.:-]+) \{")
-            schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
+            name = self._require(_CALL_HEAD)[1]
+            schema = SchemaPart.of_tool(self._offered.get(name, {}))
             names = any_of(schema.properties) if schema.properties else _BARE_KEY
             text_end = fill_pattern(_ARGUMENT_END, NAMES=names)
-            calls.append(WholeCall(match[1], self._read_members(schema, text_end)))
+            calls.append(WholeCall(name, self._read_members(schema, text_end)))
         return calls
 
     def _take(self, pattern: str, **parts: str) -> Any:
         """Take a match from the front and return it; None if nothing fits there.
 
-        `parts`, as in fill_pattern(), are patterns themselves: no word in them is one.
+        `parts`: as in fill_pattern(), beside MARK.
         """
-        source = fill_pattern(pattern, **self._parts, **parts)
+        source = fill_pattern(pattern, MARK=self._mark, **parts)
         match = regex.compile(source, regex.VERBOSE).match(self._text, self._position)
         if match is not None:
             self._position = match.end()
         return match
 
     def _require(self, pattern: str, **parts: str) -> Any:
-        """The same. Raises ValueError if nothing fits there."""
+        """The same, of what must be there."""
         match = self._take(pattern, **parts)
         if match is None:
             raise ValueError(self._text[self._position :])
         return match
 
     def _read_members(self, schema: SchemaPart, text_end: str = _MEMBER_END) -> str:
-        """Read an object whose { was taken, through its }; returns it as JSON.
-
-        `text_end`, a pattern, is what ends a text without marks in it. Raises ValueError
-        if a key comes twice.
-        """
+        """Read an object whose { was taken, through its }; returns it as JSON."""
         members: dict[str, str] = {}
         while not self._take(r"\s* \}"):
             if members:
                 self._require(r"\s* ,")
-            match = self._require(r"""
-                \s* (?: MARK (?P<key> (?s:.)*? ) MARK
-                      | "(?P<key> [^"]* )"
-                      | (?P<key> BARE_KEY ) )
-                \s* : [ \t]*
-            """)
-            key = match["key"]
+            key = self._require(_KEY)["key"]
             if key in members:  # of two values JSON keeps one
                 raise ValueError(key)
             members[key] = self._read_value(schema.member(key), text_end)
@@ -21160,10 +21164,9 @@ class _MarkedCalls:
         return f"{{{', '.join(pairs)}}}"
 
     def _read_items(self, schema: SchemaPart) -> str:
-        """Read an array whose [ was taken; returns it as JSON.
+        """Read an array whose [ was taken, through its ]; returns it as JSON.
 
-        Raises ValueError if nothing stands between two commas; after the last item one
-        too many may come.
+        After the last item a comma too many may come.
         """
         items: list[str] = []
         while not self._take(r"\s*+ (?: , \s*+ )? \]" if items else r"\s* \]"):
@@ -21174,40 +21177,31 @@ class _MarkedCalls:
         return f"[{', '.join(items)}]"
 
     def _read_value(self, schema: SchemaPart, text_end: str) -> str:
-        """Read a value; returns it as JSON. Raises ValueError if it may be two.
-
-        Tried in turn: <|"|>a.md<|"|>  {a:1}  [1,2]  "a.md"  'a.md'  5  true  a.md
-        """
+        """Read a value; returns it as JSON. `text_end`: of a text without marks."""
         types = schema.types
-        if match := self._take(
-            r"\s* MARK ( (?: (?! MARK ) (?s:.) )*+ ) MARK AFTER_VALUE"
-        ):
+        if match := self._take(_MARKED_TEXT):  # <|"|>a.md<|"|>
             text = match[1]
             if self._tag_like.search(text) and self._key_like.search(text):
                 raise ValueError(text)
             is_text = "string" in types
             return to_json(text) if is_text else value_as_json(text, types)
         if types != {"string"} and (bracket := self._take(r"\s* [\[{]")):
-            is_array = bracket[0].endswith("[")
+            is_array = bracket[0].endswith("[")  # [1,2] or {a:1}
             read = self._read_items if is_array else self._read_members
             json_text = read(schema)
-            self._require("AFTER_VALUE")
+            self._require(_VALUE_ENDS)
             return json_text
-        if match := self._take(
-            r"""\s* (["']) ( (?: (?! \1 ) [^\\] | \\. )*+ ) \1 AFTER_VALUE"""
-        ):
+        if match := self._take(_QUOTED_TEXT):  # "a.md" or 'a.md'
             if match[1] == '"':
                 with suppress(ValueError):
                     return to_json(json.loads(match[0], strict=False))
             return to_json(match[2].replace("\\'", "'"))
-        if match := self._take(
-            r"\s* (?: NUMBER | (?i: true | false | null ) ) AFTER_VALUE"
-        ):
+        if match := self._take(_WORD):  # 5 or true
             return value_as_json(match[0], types)
-        return self._read_text(types, text_end)
+        return self._read_text(types, text_end)  # a.md
 
     def _read_text(self, types: set[str], text_end: str) -> str:
-        """Read a text that lacks one of its marks, or both, as JSON."""
+        """Read a text that lacks one of its marks, or both; returns it as JSON."""
         self._take("MARK")
         match = self._require("( (?s:.)*? ) MARK? (?= TEXT_END )", TEXT_END=text_end)
         text = match[1]
