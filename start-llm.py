@@ -14608,41 +14608,49 @@ class TokenGenerator:
 # region REPLY GRAMMAR =========================================================
 # A reply that must be tool calls, or JSON of a schema, follows a grammar.
 #
+#     what is demanded                 the reply                   the grammar begins
+#     a call is forced (tool_choice)   thinking, calls             with the reply
+#     JSON (response_format)           thinking, JSON or calls     with the reply
+#     a tool is strict                 any, but its calls fit      after a call's opening
+#
+# A tool is strict if each of its calls must fit its schema (`strict` of both APIs). The
+# opening of a call is its tag and the tool's name; until the model writes one, in a
+# thought, too, all is allowed.
+#
 # The grammar is a text. llguidance compiles it, and tells before each token of the
-# reply which ones may come (SAMPLING: follow_grammar). This is the whole grammar of a
-# forced call of ls(path), by a model that writes calls as Qwen3-Coder does, after a
-# prompt that ends with <think>. Of the tokens 1110 is <tool_call>, 1111 </tool_call>,
-# 1115 </think>, 303 two line breaks, 1107 and 1109 end a reply:
+# reply which ones may come (SAMPLING: follow_grammar). Let a call of ls(path) be forced,
+# the prompt end with <think>, and the model write its calls as Qwen3-Coder does:
+#
+#     I look.</think>\n\n<tool_call>\n<function=ls>\n
+#     <parameter=path>\nsrc\n</parameter>\n</function>\n</tool_call>
+#
+# This is the whole grammar. Of the tokens 1110 is <tool_call>, 1111 </tool_call>, 1115
+# </think>, 303 two line breaks, 1107 and 1109 end a reply:
 #
 #     %llguidance {"no_forcing": true}
 #     start: <[^1115,1110,1107,1109]>* <[1115]> <[303]> calls
 #     calls: call (BLANKS? call)*
 #     call: <[1110]> <[198]> <[27]> <[360]> <[28]> <[486]> <[966]> arguments0
-#     arguments0: ("<parameter=" keys0_0)
-#     keys0_0: "path>\n" ((value1 "\n" <[1111]>))
-#     value1[lazy]: VALUE1_TEXT /\n/ VALUE1_END | VALUE1_LINE VALUE1_END
-#     VALUE1_LINE: VALUE1_TEXT & /(?s:(.*[^\n])?)/
-#     VALUE1_END: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
-#     VALUE1_TEXT: /(?s:.{0,})/
+#     arguments0: "<parameter=" keys0_0
+#     keys0_0: "path>\n" value3 "\n" <[1111]>
+#     value3[lazy]: (TEXT1 /\n/ | TEXT1 & /(?s:(.*[^\n])?)/) END2
+#     END2: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
+#     TEXT1: /(?s:.{0,})/
 #     BLANKS: /[ \t\r\n]{1,8}/
 #
 #     <[303]>          the token with that id; <[^7,9]> any but 7 and 9; <[*]> any
-#     "/function>\n"   any tokens that spell this text
+#     "path>\n"        any tokens that spell this text
 #     /[ab]{9}/        any tokens that spell a text that the pattern fits as a whole
-#     A & B            a text that both fit;  A | B  either;  A? A*  as in a pattern
-#     [lazy]           the shortest text that fits: a value ends at the first end tag
+#     A & B, A & ~B    a text that both fit; one that A fits, and B does not
+#     A | B            either; A? and A* are as in a pattern
+#     [lazy]           the shortest text that fits
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
-# So a reply is thinking, without a token that would end it or start a call; </think>;
-# and one call or more. Tags are written as tokens, and so is the opening of a call, as
-# the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
-# cut as the model likes. A value ends at </parameter> only where the syntax goes on, as
-# for who reads the call: a file may have such tags in it. So </function> belongs to the
-# end of the value.
-#
-# A reply that must be JSON has another `start` (rule_of_json). If a tool is strict, all
-# is allowed until a call is opened by its tag and a name, in a thought, too; then
-# `start: calls` rules the reply, and no </think> can come.
+# Tags, and the opening of a call, are written as the tokens that the model was trained
+# on; all else may be cut as it likes. value3 is a text and what ends it. As for who reads
+# the call, that is the first </parameter> after which the call goes on: a file may have
+# such tags in it. So </function> belongs to the end. The line break before </parameter>
+# is no part of the text, and models leave it out.
 #
 #  1 Calls         What a call consists of. CALL FORMS makes it of a tool's schema.
 #  2 Tags          The tags of a reply, as tokens, and what comes between them.
@@ -14669,25 +14677,20 @@ class JsonValue(NamedTuple):
 
 
 class TextValue(NamedTuple):
-    """A text without quotes, and the tag that ends it."""
+    """A text without quotes. Its patterns fit whole texts, and have no slash."""
 
-    end: str  # a line break in it stands for any white space
-    pattern: str  # a regular expression without a slash, which fits the whole text
-    drops_line_break: bool = False  # that before the end is no part of the text
+    pattern: str
     excluded: str = ""  # a pattern of texts that it must not be
-    early_end: str = ""  # a pattern, as in ArgumentList
 
 
-type CallPart = str | Blanks | JsonValue | TextValue | ArgumentList
-type CallParts = tuple[CallPart, ...]
+type ArgumentValue = str | JsonValue | TextValue  # str: this text
 
 
 class Argument(NamedTuple):
-    """One argument between tags, after the beginning that all keys' tags share."""
+    """One argument between tags, without the beginning that the tags of all keys share."""
 
     tag: str  # path>\n
-    # The ways to write its value. The last part of each is a TextValue.
-    choices: tuple[CallParts, ...]
+    values: tuple[ArgumentValue, ...]  # it has one of them
     is_required: bool
 
 
@@ -14697,35 +14700,34 @@ class ArgumentList(NamedTuple):
     key_start: str  # <parameter=
     arguments: tuple[Argument, ...]
     close: str  # </parameter>
+    is_on_lines: bool  # a line break before `close` is no part of the value
     end: str  # </function>\n</tool_call>
-    # Where an argument must follow, what who reads the call takes for its end: a pattern
-    # of what no text has, unless it has opened an element by <parameter before.
+    # A pattern of what who reads the call takes for the end of a text, though the call
+    # does not go on: </parameter>\n</function>\nDone. No text has it that an argument
+    # must follow, unless it has opened an element before it: <parameter>.
     early_end: str
 
 
+type CallPart = ArgumentValue | Blanks | ArgumentList
+
+
 class CallForm(NamedTuple):
-    """How a call of one tool is written.
+    """How a call of one tool is written."""
 
-    parts   schema_path   its arguments
-    given   ""            fit the schema, or are free where that is too much
-    given   given         fit the schema, or the request is refused
-    None    ""            are free: the schema cannot be enforced, or as below
-    None    given         are free: this syntax is not described
-    """
-
-    opening: str  # up to its arguments; the grammar has it as tokens
-    parts: CallParts | None = None  # what follows; None: any tokens, to the reply's end
-    schema_path: str = ""  # in the body, if the tool is strict
-    free_opening: str = ""  # if not "", the opening of a call with any arguments
+    opening: str  # up to its arguments
+    # What follows. None: the call is free, so any tokens may, to the end of the reply.
+    parts: tuple[CallPart, ...] | None = None
+    schema_path: str = ""  # in the body, if the tool is strict; then there are parts
+    free_opening: str = ""  # if the same call is free; "": as `opening`
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments must fit. Of an unknown syntax nothing is enforced."""
-        return bool(self.schema_path) and self.parts is not None
+        """Whether the request is refused rather than the call free."""
+        return bool(self.schema_path)
 
     def free(self) -> CallForm:
         """The same call with any arguments."""
-        return CallForm(self.free_opening or self.opening, schema_path=self.schema_path)
+        return CallForm(self.free_opening or self.opening)
 
     def refusal(self, fault: str) -> BadRequest:
         """The error for a strict tool whose schema cannot be enforced."""
@@ -14751,33 +14753,33 @@ class _ReplyTags:
         tokenizer = loaded.tokenizer
         encode = loaded.template.encode
         self.in_reasoning = in_reasoning
-        self.think_start: list[int] = []
-        if request.thinking and not in_reasoning:  # the reply may open it itself
-            self.think_start = encode(tokenizer.think_start or "")
+        may_open_thinking = request.thinking and not in_reasoning
+        think_start = tokenizer.think_start if may_open_thinking else None
+        self.think_start = encode(think_start or "")
         self.may_think = in_reasoning or bool(self.think_start)
         self.think_end = list(tokenizer.think_end_tokens or ())
         self.call_start = encode(call_start)
         # The token that opens a call; [] if several do, which may be plain words.
         self.call_id = self.call_start if len(self.call_start) == 1 else []
-        has_headers = tokenizer.think_end == "<|end|>"  # gpt-oss: why(L-88)
-        self._after_thinking = encode("<|start|>assistant" if has_headers else "\n\n")
-        self._text_header: list[int] = []  # [] if a text has none
-        if has_headers:
-            self._text_header = encode("<|channel|>final<|message|>")
         self._eos_ids = loaded.eos_ids
+
+        has_headers = tokenizer.think_end == "<|end|>"  # gpt-oss: why(L-88)
+        # Between thinking and a call, and before a text.
+        self._call_header = encode("<|start|>assistant" if has_headers else "\n\n")
+        self._text_header = encode("<|channel|>final<|message|>" if has_headers else "")
 
     def rule_of_calls(self) -> str:
         """The rule "start" of a reply that is calls, after thinking."""
-        return f"{self._thinking(_tokens(self._after_thinking))} calls"
+        return f"{self._thinking(_tokens(self._call_header))} calls"
 
     def rule_of_json(self, calls: str) -> str:
-        """The rule "start" of a reply that is JSON; or calls, by the rule `calls`.
+        """The rule "start" of a reply that is JSON; or calls, by the rule `calls`, if any.
 
-        THINKING (json | <[9]> <[*]>*)         <[9]> starts a call
-        THINKING (<[4]> json | <[9]> <[*]>*)   gpt-oss: <[4]> is the header of a text
+        THINKING (json | calls)
+        THINKING (<[4]> json | calls)    gpt-oss: <[4]> is the header of a text
         """
         if self._text_header:
-            thinking = self._thinking(_tokens(self._after_thinking))
+            thinking = self._thinking(_tokens(self._call_header))
         else:
             thinking = self._thinking("BLANKS?") or "BLANKS?"
         text = f"{_tokens(self._text_header)} json"
@@ -14786,16 +14788,15 @@ class _ReplyTags:
     def _thinking(self, after: str) -> str:
         """A rule: thinking, the tag that ends it, then the rule `after`.
 
-        Thinking may not contain a call: that would end the reply before what is
-        demanded. Nor, where several tokens end thinking, the first of them. Let <[6]>
-        open thinking, <[7]> end it, <[9]> open a call, and <[2]> end the reply. The
-        prompt has opened thinking, or the reply may, as its first token:
+        Let <[6]> be <think>, <[7]> </think>, <[9]> <tool_call>, and <[2]> end the reply:
 
-            <[^7,9,2]>* <[7]> BLANKS?
-            (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?
+            <[^7,9,2]>* <[7]> BLANKS?             the prompt has opened thinking
+            (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?    the reply may, by its first token
 
-        White space before <[6]> is not allowed: the grammar could not tell it from that
-        before the answer, and a model that begins with it would be kept from thinking.
+        A call in a thought would end the reply before what is demanded. White space is
+        not allowed before <[6]>: the grammar could not tell it from that before an
+        answer, and a model that begins with it would be kept from thinking. If several
+        tokens end thinking, the first of them is not allowed in it.
         """
         if not self.may_think:
             return ""
@@ -14829,28 +14830,32 @@ class _TooLarge(_GrammarFault):
 
 
 class _GrammarText:
-    """The rules of one grammar, by name, each after those that it is made of."""
+    """The rules of one grammar, by name, each after those that it is made of.
+
+    Names in capitals are of rules that stand for one text, as a pattern does.
+    """
 
     def __init__(
         self,
         start: str,
         calls: Sequence[CallForm],
         *,
-        schema: JsonObject | None,
+        reply: JsonValue | None,
         encode: Callable[[str], list[int]],
     ) -> None:
-        """In `start`, "calls" is one of these calls or more, and "json" the schema.
+        """In `start`, "calls" is one of these calls or more, and "json" the reply.
 
         Raises _TooLarge.
         """
         self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by rule, of those of _named()
         self._n_characters = 0
         self._numbers = count()
         self._encode = encode
 
         self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
-        if schema is not None:
-            self._add("json", f"%json {json.dumps(schema)}")
+        if reply is not None:
+            self._add("json", _json_rule(reply))
         ways = []
         for index, call in enumerate(calls):
             parts = ["<[*]>*"] if call.parts is None else map(self._part, call.parts)
@@ -14872,6 +14877,13 @@ class _GrammarText:
         if self._n_characters > MAX_GRAMMAR_CHARACTERS:
             raise _TooLarge(f"it has more than {MAX_GRAMMAR_CHARACTERS:,} characters")
 
+    def _named(self, kind: str, rule: str, attribute: str = "") -> str:
+        """The name of a rule, `kind` and a number. A rule that comes again has one name."""
+        if rule not in self._names:
+            self._names[rule] = f"{kind}{next(self._numbers)}"
+            self._add(self._names[rule] + attribute, rule)
+        return self._names[rule]
+
     def _part(self, part: CallPart) -> str:
         """A rule of this part, or the name of one."""
         match part:
@@ -14880,76 +14892,112 @@ class _GrammarText:
             case Blanks():
                 return "BLANKS?"
             case JsonValue():
+                # Not _named(): JSON of a rule that is used twice may begin with blanks.
                 name = f"schema{next(self._numbers)}"
-                schema = _guide(part.schema, is_lenient=part.is_lenient)
-                self._add(name, f"%json {json.dumps(schema)}")
+                self._add(name, _json_rule(part))
                 return name
-            case TextValue():
-                return self._text_value(part)
+            case TextValue(pattern, excluded):
+                rule = f"/{pattern}/ & ~/{excluded}/" if excluded else f"/{pattern}/"
+                return self._named("TEXT", rule)
             case ArgumentList():
                 return self._argument_list(part)
 
     def _argument_list(self, part: ArgumentList) -> str:
         """Arguments, each of which may be the last if no other has to follow.
 
-        Their rules are made from the last to the first. Of ls(path, n), where only path
-        is required, the first is, if </tool_call> is the token 2:
+        Let ls(path, n) require only path, n be a number, and <[2]> be </tool_call>:
 
-            keys0_0: "path>\\n" ((value2 keys0_1 | value3 "\\n" <[2]>))
+            "<parameter=" keys0_0
+            keys0_0: "path>\\n" (value5 "\\n" <[2]> | value7 keys0_1)
+            keys0_1: "n>\\n" schema1 END2 "\\n" <[2]>
 
-        where value2 ends with </parameter> and <parameter=, value3 with </parameter> and
-        </function>. In GLM's syntax, with the tokens 3 to 6 for the tags of keys and
-        values, a value ends with its closing tag alone:
+        value5 ends with </parameter> and </function>, value7 with </parameter> and
+        <parameter=. If path may be left out:
 
-            keys0_0: "path" <[4]> <[5]> (VALUE2_TEXT <[6]> BLANKS? (<[3]> keys0_1 | ...
+            ("</function>" "\\n" <[2]> | "<parameter=" keys0_0)
+            keys0_0: "path>\\n" (value5 "\\n" <[2]> | value7 keys0_1) | keys0_1
         """
         name = f"keys{next(self._numbers)}"
+        # What may come next, by its first tag: the end of the call after the last
+        # argument, the rest of an argument before it.
         end_tag, bracket, rest = part.end.partition(">")
-        # What may follow a value, by the tag that comes next: the key of a later
-        # argument, and the end of the call, unless a later one is required.
         next_rules = {end_tag + bracket: self._spell(rest)}
         for index, argument in reversed([*enumerate(part.arguments)]):
-            choices = [
-                self._argument_value(choice, part, next_rules)
-                for choice in argument.choices
-            ]
-            ways = [f"{self._spell(argument.tag)} ({' | '.join(choices)})"]
+            value = self._argument_value(argument, part, next_rules)
+            ways = [f"{self._spell(argument.tag)} {value}"]
             if argument.is_required:
                 next_rules = {}
-            elif part.key_start in next_rules:
-                ways.append(next_rules.pop(part.key_start))  # without this argument
-            next_rules = {part.key_start: f"{name}_{index}", **next_rules}
+            elif later_arguments := next_rules.get(part.key_start):
+                ways.append(later_arguments)
+            next_rules = {**next_rules, part.key_start: f"{name}_{index}"}
             self._add(f"{name}_{index}", " | ".join(ways))
         return self._follow(next_rules)
 
-    def _argument_value(
-        self, choice: CallParts, arguments: ArgumentList, next_rules: Mapping[str, str]
-    ) -> str:
-        """A value and what follows it; `next_rules` as in `_argument_list`."""
-        close = arguments.close
-        # (a text,) or (JSON, no text): the last part has the tag that ends the value.
-        *content, text = choice
-        assert isinstance(text, TextValue)
-        if not content and next_rules.keys() == {arguments.key_start}:
-            text = text._replace(early_end=arguments.early_end)
-        rules = list(map(self._part, content))
-        if any(map(self._is_token, next_rules)):
-            # A tag that is a token cannot be in VALUE_END, so white space before it is
-            # BLANKS.
-            rules.append(self._part(text._replace(end=close)))
-            rules.append(f"BLANKS? {self._follow(next_rules)}")
-        else:
-            ways = [
-                f"{self._part(text._replace(end=f'{close}\n{tag}'))} {rule}"
-                for tag, rule in next_rules.items()
-            ]
-            rules.append(f"({' | '.join(ways)})")
-        return " ".join(rules)
-
     def _follow(self, next_rules: Mapping[str, str]) -> str:
         """One of these rules, after its tag."""
-        ways = [f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items()]
-        return f"({' | '.join(ways)})"
+        return _one_of(f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items())
+
+    def _argument_value(
+        self, argument: Argument, part: ArgumentList, next_rules: Mapping[str, str]
+    ) -> str:
+        """A value, its end, and what follows: one of `next_rules`, after its tag.
+
+        value5 "\\n" <[2]> | value7 keys0_1               Qwen: the end has that tag
+        TEXT1 <[6]> BLANKS? (<[2]> | <[3]> keys0_1)       GLM: it is </arg_value> alone
+        """
+        # By what ends the value, the rule of what follows that.
+        endings = {f"{part.close}\n{tag}": rule for tag, rule in next_rules.items()}
+        if any(map(self._is_token, next_rules)):  # no token can be a part of a text
+            endings = {part.close: f"BLANKS? {self._follow(next_rules)}"}
+
+        ways: list[str] = []
+        for value in argument.values:
+            content = self._part(value)
+            if not isinstance(value, TextValue):
+                line_break = r"\n?" if part.is_on_lines else ""
+                ends = [f"{self._end(e, line_break)} {endings[e]}" for e in endings]
+                ways.append(f"{content} {_one_of(ends)}")
+                continue
+            if next_rules.keys() == {part.key_start}:
+                content = self._without_early_end(content, part)
+            for end, rule in endings.items():
+                ways.append(f"{self._text_and_end(content, end, part)} {rule}")
+        return _one_of(ways)
+
+    def _without_early_end(self, text: str, part: ArgumentList) -> str:
+        """The rule of a text that an argument must follow (ArgumentList: `early_end`)."""
+        element = part.close.strip("</>")
+        no_element = self._named("NO_ELEMENT", rf"/(?s:.*)/ & ~/(?s:.*<{element}.*)/")
+        early_end = self._named(
+            "EARLY_END", f"{no_element} /(?:{part.early_end})(?s:.*)/"
+        )
+        return self._named("TEXT", f"{text} & ~{early_end}")
+
+    def _text_and_end(self, text: str, end: str, part: ArgumentList) -> str:
+        """A text, by the rule `text`, and its end.
+
+        TEXT1 <[6]>                                       GLM: </arg_value> is a token
+        TEXT1 END2                                        MiniMax: the shortest of these
+        (TEXT1 /\\n/ | TEXT1 & /(?s:(.*[^\\n])?)/) END2     Qwen: the same
+        """
+        end_rule = self._end(end)
+        if self._is_token(part.close):
+            return f"{text} {end_rule}"
+        if part.is_on_lines:
+            # A text that itself ends with a line break comes with a second one.
+            text = rf"({text} /\n/ | {text} & /(?s:(.*[^\n])?)/)"
+        return self._named("value", f"{text} {end_rule}", "[lazy]")
+
+    def _end(self, end: str, prefix: str = "") -> str:
+        """One or two tags, with any white space in the place of \\n.
+
+        They are one text if the first is no token. `prefix`: a pattern before them.
+        """
+        tags = end.split("\n")
+        if self._is_token(tags[0]):
+            return " BLANKS? ".join(map(self._spell, tags))
+        pattern = r"[ \t\r\n]{0,400}".join(map(re.escape, tags)).replace("/", r"\/")
+        return self._named("END", f"/{prefix}{pattern}/")
 
     def _spell(self, text: str) -> str:
         """A certain text: <arg_key> that is a token has to be that token."""
@@ -14964,55 +15012,25 @@ class _GrammarText:
     def _is_token(self, piece: str) -> bool:
         return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
 
-    def _text_value(self, value: TextValue) -> str:
-        """A text, and its end. Let </arg_value> be the token 6, and </parameter> none:
-
-        ends with </arg_value>                  VALUE0_TEXT <[6]>
-        ends with </parameter>\\n</function>     value0, the shortest of
-                                                VALUE0_TEXT VALUE0_END
-        """
-        name = f"VALUE{next(self._numbers)}"
-        text = f"/{value.pattern}/"
-        if value.excluded:
-            text += f" & ~/{value.excluded}/"
-        tag = _MARKUP.match(value.end)
-        if value.early_end and tag is not None:
-            text += " & ~EARLY_END"
-            if "EARLY_END" not in self._rules:
-                element = tag[0].strip("</>")
-                self._add("NO_ELEMENT", rf"/(?s:.*)/ & ~/(?s:.*<{element}.*)/")
-                self._add("EARLY_END", f"NO_ELEMENT /(?:{value.early_end})(?s:.*)/")
-        self._add(f"{name}_TEXT", text)
-        if tag is not None and self._is_token(tag[0]):
-            end = " BLANKS? ".join(map(self._spell, value.end.split("\n")))
-            return f"{name}_TEXT {end}"
-
-        end_lines = map(re.escape, value.end.split("\n"))
-        end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
-        self._add(f"{name}_END", f"/{end_pattern.replace('/', r'\/')}/")
-        ways = f"{name}_TEXT {name}_END"
-        if value.drops_line_break:
-            # A text that itself ends with a line break comes with a second one.
-            self._add(f"{name}_LINE", rf"{name}_TEXT & /(?s:(.*[^\n])?)/")
-            ways = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
-
-        lazy_name = name.lower()
-        self._add(f"{lazy_name}[lazy]", ways)
-        return lazy_name
-
 
 def _tokens(ids: Iterable[int]) -> str:
     """[7, 9] -> "<[7]> <[9]>"."""
     return " ".join(f"<[{token_id}]>" for token_id in ids)
 
 
-def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
-    """A schema with what the compiler is told about it."""
+def _one_of(ways: Iterable[str]) -> str:
+    """Rules -> the rule that is any of them."""
+    first, *others = ways
+    return f"({' | '.join([first, *others])})" if others else first
+
+
+def _json_rule(value: JsonValue) -> str:
+    """The rule of JSON of a schema."""
     guidance = {
         "whitespace_pattern": r"[ \t\r\n]{1,64}",  # a model gets out of no more
-        "lenient": is_lenient,
+        "lenient": value.is_lenient,
     }
-    return {**schema, "x-guidance": guidance}
+    return f"%json {json.dumps({**value.schema, 'x-guidance': guidance})}"
 
 
 # -- 4 compiler ------------------------------------------------------------------------
@@ -15119,12 +15137,11 @@ def make_constraints(
         )
 
     grammars = _ReplyGrammars(loaded, tags, call_forms)
-    must_call = request.tool_choice.mode in ("required", "named")
-    if must_call:
+    if request.tool_choice.mode in ("required", "named"):
         grammar = grammars.compile_calls(tags.rule_of_calls())
         constraints.append(partial(follow_grammar, grammar))
     elif request.json_schema is not None:
-        grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
+        grammar = grammars.compile_json(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
     elif grammars.strict_calls and tags.call_id:
         # `strict`, too, needs one token that opens a call (docs/known-limitations.md).
@@ -15149,75 +15166,78 @@ class _ReplyGrammars:
         self._calls = calls
         self.strict_calls = [call for call in calls if call.is_strict]
 
-    def compile_schema(self, wanted: ReplySchema, *, can_call: bool) -> Any:
+    def compile_json(self, wanted: ReplySchema, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = wanted.schema.get("x-guidance") == {"lenient": True}
-        schema = _guide(wanted.schema, is_lenient=is_lenient)
-        # First with any arguments: what fails now is the fault of this schema.
+        reply = JsonValue(wanted.schema, is_lenient)
+        # First with free calls: what fails now is the fault of this schema.
         free_call = ""
         if can_call and self._tags.call_start:
             free_call = f"{_tokens(self._tags.call_start)} <[*]>*"
         start = self._tags.rule_of_json(free_call)
         try:
-            matcher = self._compile(start, (), schema)
+            matcher = self._compile(start, (), reply)
         except _GrammarFault as fault:
             quote = str(fault)
             raise BadRequest(quote, field=wanted.path, quote=quote) from None
         if not self.strict_calls:
             return matcher
-        return self.compile_calls(self._tags.rule_of_json("calls"), schema)
+        return self.compile_calls(self._tags.rule_of_json("calls"), reply)
 
-    def compile_calls(self, start: str, schema: JsonObject | None = None) -> Any:
+    def compile_calls(self, start: str, reply: JsonValue | None = None) -> Any:
         """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
 
-        Tried in this order, until one compiles; raises BadRequest if none does, or if a
-        strict tool does not compile by itself:
+        Tried in this order, until one compiles:
 
-            the arguments of each call fit the schema of its tool
-            a call that does not compile by itself may have any arguments
-            so may all calls of tools that are not strict
+            all calls by their forms
+            those are free that do not compile by themselves
+            all are free that are not strict
+
+        Raises BadRequest if none does, or if a strict call does not by itself.
         """
-        calls = self._calls
         try:
-            return self._compile(start, calls, schema)
+            return self._compile(start, self._calls, reply)
         except _TooLarge:
-            pass  # each of them by itself would take seconds
+            pass  # each call by itself would take seconds
         except _GrammarFault:
-            calls = [self._free_if_faulty(call) for call in calls]
+            calls = [self._free_if_faulty(call) for call in self._calls]
             with suppress(_GrammarFault):
-                return self._compile(start, calls, schema)
+                return self._compile(start, calls, reply)
 
-        calls = [call if call.is_strict else call.free() for call in calls]
+        calls = [call if call.is_strict else call.free() for call in self._calls]
         try:
-            return self._compile(start, calls, schema)
-        except _GrammarFault as error:
-            fault = error
-        if not self.strict_calls:
-            sentence = "the tools are too many for a call to be forced"
-            raise BadRequest(sentence, field="tool_choice")
-        if not isinstance(fault, _TooLarge):
-            for call in self.strict_calls:
-                self._free_if_faulty(call)  # raises, if it is at fault
-        sentence = f"the grammar of all tools and schemas: {fault}"
-        raise self.strict_calls[0].refusal(sentence)
+            return self._compile(start, calls, reply)
+        except _GrammarFault as fault:
+            raise self._refusal(fault) from None
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
-        """The call with any arguments, if it does not compile. Raises: it is strict."""
+        """The call, free if it does not compile. Raises BadRequest: it is strict."""
         try:
             self._compile("calls", [call])
         except _GrammarFault as fault:
             if call.is_strict:
                 raise call.refusal(str(fault)) from None
-            return call.free()
+            call = call.free()
         return call
 
+    def _refusal(self, fault: _GrammarFault) -> BadRequest:
+        """The error where the strict calls and free ones do not compile together."""
+        if not self.strict_calls:
+            sentence = "the tools are too many for a call to be forced"
+            return BadRequest(sentence, field="tool_choice")
+        if not isinstance(fault, _TooLarge):
+            for call in self.strict_calls:
+                self._free_if_faulty(call)  # raises, if it is at fault
+        sentence = f"the grammar of all tools and schemas: {fault}"
+        return self.strict_calls[0].refusal(sentence)
+
     def _compile(
-        self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
+        self, start: str, calls: Sequence[CallForm], reply: JsonValue | None = None
     ) -> Any:
         """The LLMatcher of a grammar. Raises _GrammarFault."""
         template = self._loaded.template  # as one tenant has it: it has the tenant's id
-        grammar = _GrammarText(start, calls, schema=schema, encode=template.encode)
+        grammar = _GrammarText(start, calls, reply=reply, encode=template.encode)
         compiler = grammar_compiler(self._loaded.tokenizer)
         matcher = compiler.compile(str(grammar), tenant=template.tenant)
         if error := matcher.get_error():
@@ -22053,26 +22073,26 @@ def call_forms(
     for tool_name, parameters in parameters_by_name(tools).items():
         if name not in (None, tool_name):
             continue
-        opening = tool_format.opening(tool_name, parameters)
-        form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
+        form = CallForm(
+            # The parts have the tags of all keys, that of the first one, too.
+            opening=tool_format.opening(tool_name, {}),
+            free_opening=tool_format.opening(tool_name, parameters),
+            schema_path=strict_tools.get(tool_name, ""),
+        )
         try:
-            is_lenient = not form.schema_path
+            is_lenient = not form.is_strict
             parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
         except _NoForm as fault:
-            if form.schema_path:
+            if form.is_strict:
                 raise form.refusal(str(fault)) from None
             parts = None
-        if parts is not None:
-            # They have the tags of all keys, that of the first one, too.
-            bare_opening = tool_format.opening(tool_name, {})
-            form = CallForm(bare_opening, parts, form.schema_path, free_opening=opening)
-        forms.append(form)
+        forms.append(form._replace(parts=parts) if parts else form.free())
     return forms
 
 
 def _call_parts(
     tool_format: ToolCallFormat, parameters: Schema, *, is_lenient: bool
-) -> CallParts | None:
+) -> tuple[CallPart, ...] | None:
     """What follows the opening; None: nothing is known of this syntax.
 
     Raises _NoForm.
@@ -22090,7 +22110,7 @@ def _call_parts(
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
     if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
-        parts.append(TextValue(end="[ARGS]", pattern="[a-zA-Z0-9]{9}"))
+        parts += [TextValue("[a-zA-Z0-9]{9}"), "[ARGS]"]
     parts += [Blanks(), JsonValue(schema, is_lenient)]
     for piece in re.split(r"(\n)", syntax.end_spelling):
         parts.append(Blanks() if piece == "\n" else piece)
@@ -22107,11 +22127,6 @@ class _TaggedForm:
         self._parameters = parameters
         self._is_lenient = is_lenient
         self._n_schemas = 0  # looked at so far
-        # Ends JSON or a constant: an empty text, then the closing tag. It is a TextValue
-        # because that also takes Qwen's line break before the tag.
-        self._value_end = TextValue(
-            tags.close, "(?s:.{0,0})", drops_line_break=tags.is_on_lines
-        )
         # What may end a constant too early: one of these tags, as in a</function>b, or
         # the line break that belongs to a closing tag.
         ends = (tags.close, tags.inner_end, tags.outer_end)
@@ -22145,15 +22160,16 @@ class _TaggedForm:
             schema = properties.get(key, other_schema)
             # By these what is written will be read, whichever branch of a union it fits.
             types = SchemaPart(schema, parameters).types
-            choices = self._value_choices(schema, types)
-            if not choices:
+            values = self._values(schema, types)
+            if not values:
                 raise _NoForm(f"{key!r:.60} has no values")
             tag = key + key_end.format(gap=gap)
-            arguments.append(Argument(tag, tuple(choices), key in required))
+            arguments.append(Argument(tag, tuple(values), key in required))
         return ArgumentList(
             key_start=key_start,
             arguments=tuple(arguments),
             close=self._tags.close,
+            is_on_lines=self._tags.is_on_lines,
             end=end,
             early_end=self._early_end(),
         )
@@ -22172,10 +22188,10 @@ class _TaggedForm:
             ways.append(f"{tags.inner_end}{blanks}(?:{next_call})")
         return "|".join(ways).replace("/", r"\/")
 
-    def _value_choices(
+    def _values(
         self, schema: object, types: set[str], depth: int = 0
-    ) -> list[CallParts]:
-        """The ways to write a value, each with the tag that ends it. Raises _NoForm.
+    ) -> list[ArgumentValue]:
+        """The ways to write a value. Raises _NoForm.
 
         no string       JSON: the compiler does its schema
         anyOf, oneOf    the ways of its branches; a list of types is like them
@@ -22187,26 +22203,25 @@ class _TaggedForm:
         part = SchemaPart(schema, self._parameters)
         own_types = part.types
         if "string" not in own_types:
-            value = JsonValue(_with_definitions(part), self._is_lenient)
-            return [(value, self._value_end)]
+            return [JsonValue(_with_definitions(part), self._is_lenient)]
 
         plain = self._plain_schema(part, depth)
         branches = _union_branches(plain)
-        choices: list[CallParts] = []
+        values: list[ArgumentValue] = []
         if branches is not None:
             for branch in branches:
-                choices += self._value_choices(branch, types, depth + 1)
+                values += self._values(branch, types, depth + 1)
         elif "const" in plain or "enum" in plain:
             self._refuse(plain, (*_TEXT_KEYWORDS, "minLength", "maxLength"))
             for value in as_list(plain.get("enum", [plain.get("const")])):
                 is_const = value == plain.get("const", value)
                 if is_const and json_type(value) in own_types:
-                    choices.append(self._constant(value, types))
+                    values.append(self._constant(value, types))
         elif plain.get("type") == "string" or not plain:
-            choices.append(self._text(plain, types))
+            values.append(self._text(plain, types))
         else:
             raise _NoForm("a property has no type")
-        return choices
+        return values
 
     def _plain_schema(self, part: SchemaPart, depth: int) -> JsonObject:
         """All its conditions in one. Raises _NoForm."""
@@ -22240,7 +22255,7 @@ class _TaggedForm:
             if keyword in schema and not self._is_lenient:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
 
-    def _text(self, schema: Schema, types: set[str]) -> CallParts:
+    def _text(self, schema: Schema, types: set[str]) -> TextValue:
         """Any text of its length that is not read as a value of another type."""
         self._refuse(schema, _TEXT_KEYWORDS)
         lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
@@ -22254,11 +22269,10 @@ class _TaggedForm:
         excluded = "|".join(
             pattern for name, pattern in _OTHER_TYPES.items() if name in other_types
         )
-        pattern = f"(?s:.{{{shortest},{longest}}})"
-        return (self._value_end._replace(pattern=pattern, excluded=excluded),)
+        return TextValue(f"(?s:.{{{shortest},{longest}}})", excluded)
 
-    def _constant(self, value: object, types: set[str]) -> CallParts:
-        """This value alone. Raises _NoForm if it would be read as another."""
+    def _constant(self, value: object, types: set[str]) -> str:
+        """This value alone, as a text. Raises _NoForm if it would be read as another."""
         text = value if isinstance(value, str) else to_json(value)
         json_text = None
         with suppress(RepeatedKey):
@@ -22266,7 +22280,7 @@ class _TaggedForm:
         # "5", if 7 may be there, too
         if json_text != to_json(value) or self._constant_end.search(text):
             raise _NoForm(f"{value!r:.60} would be read as another value")
-        return (text, self._value_end)
+        return text
 
 
 def _type_names(types: object) -> list[object]:
@@ -22864,7 +22878,7 @@ def _find_call_forms(
     if must_call:
         return forms
     # The model need not call. If it calls a tool that is not strict, anything will do.
-    return [form if form.schema_path else form.free() for form in forms]
+    return [form if form.is_strict else form.free() for form in forms]
 
 
 def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:

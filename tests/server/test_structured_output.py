@@ -417,7 +417,7 @@ def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
 def test_only_tools_that_are_not_strict_give_way_to_one_that_is(
     dense, compiled, monkeypatch
 ):
-    monkeypatch.setattr(s, "MAX_GRAMMAR_CHARACTERS", 8_000)
+    monkeypatch.setattr(s, "MAX_GRAMMAR_CHARACTERS", 1_500)
     schema = property_of(enum=[f"strict {n}" for n in range(20)])
     functions = [{"name": f"g{n}", "parameters": schema} for n in range(3)]
     functions[1]["strict"] = True
