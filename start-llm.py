@@ -10938,10 +10938,9 @@ class KVFiles:
         What continues a file that could not be read is none: that may be read later, or
         written again.
         """
-        files = [*self._files.values(), *new_files]
-        files.sort(key=lambda file: file.segment.start)
+        files = self._files | {file.segment.name: file for file in new_files}
         self._files = {}
-        for file in files:
+        for file in sorted(files.values(), key=lambda file: file.segment.start):
             segment = file.segment
             self._unread.discard(segment.name)
             self._undeleted.pop(segment.name, None)  # it is another one by now
@@ -11741,7 +11740,10 @@ class DiskCache:
     def _list_candidates(
         self, *, rest_seconds: float, running_bytes: int, is_closing: bool
     ) -> dict[CacheEntry, int]:
-        """Entries at rest, in their turn; of each, how many tokens files must lack."""
+        """Entries at rest, in the order in which they are saved.
+
+        Each with how many of its tokens files must lack, so that it is due.
+        """
         # why(L-163): what runs takes the place of what rests, too.
         prompt_bytes = self._cache.max_bytes // SPILL_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)

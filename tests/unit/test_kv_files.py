@@ -117,6 +117,24 @@ def test_what_can_be_read_again_is_found_and_kept_when_another_session_is_forgot
     assert files.find(key_of(prompt)).depth == 900
 
 
+def test_file_that_is_written_again_takes_the_place_of_one_that_continues_an_unread_one(
+    open_files, monkeypatch, rng
+):
+    """It has the same name, as it ends after the same tokens."""
+    files = open_files()
+    prompt = list(rng.integers(0, 9000, 900))
+    parent = write(files, prompt[:600])
+    write(files, prompt, start=600)
+    make_unreadable(monkeypatch, parent)
+    files = open_files()
+
+    write(files, prompt)
+
+    match = files.find(key_of(prompt))
+    assert [(part.start, part.end) for part in match.segments] == [(0, 900)]
+    assert files.read(match.segments[0], ("kv.",)) is not None
+
+
 def test_what_could_not_be_read_takes_room(open_files, monkeypatch, rng):
     files = open_files()
     prompts = [list(rng.integers(0, 9000, 600)) for _ in range(4)]
