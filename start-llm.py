@@ -20568,8 +20568,8 @@ class TaggedArguments(_Reader):
 # before it tell whether the value may have ended there (_inner_tag, _edge_tag). If so,
 # the call is broken.
 
-# Words in these patterns: those of _parts_of(); and END_TAG, which is OUTER_END, but
-# nothing where that comes as a token, since its letters are text then.
+# Words in these patterns are those of _parts_of(), and END_TAG: OUTER_END, but where it
+# comes as a token its letters are text, so nothing.
 _CLOSED: Final = r"""
     BEFORE_CLOSE CLOSE (?: \s* CLOSE )?                     # once or twice; and then
     (?= \s* (?: KEY_START                                  # <parameter=
@@ -20585,7 +20585,7 @@ _UNCLOSED: Final = r"""
       | </[\w:]{0,20} \0                                   # </para, and no more
       | (?: INNER_END \s* (?: END_TAG \s* )? | END_TAG \s* \n )
         NEXT_CALL                                          # </function>, a call
-      | CLOSE [ \t\r\n]{401} )                             # and blanks for ever
+      | CLOSE [ \t\r\n]{401} )                             # </parameter>, blanks for ever
 """
 # Before the next key: its tag is a line where values have lines of their own; elsewhere
 # it is not `quoted`.
@@ -20615,45 +20615,52 @@ def _value_end(
     )
 
 
+# Tags of a call in a value. START and END stand for the edges of a line, UNQUOTED for no
+# quote before the tag, but one after a closing tag.
+#
+# An element of XML begins, where a line does:    <function=f> b
+_ELEMENT_START: Final = r"""
+    START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT_NAMES ) (?= [\s>/=] )
+    (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
+"""
+# It ends:    </function>    If none is open, the value may have, where this tag is
+# `loose`: at an edge of a line, not after a blank.
+_ELEMENT_END: Final = r"""
+    (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
+        (?: START | (?= CLOSER END ) ) )?
+    </(?P<closes> ELEMENT_NAMES ) (?= [\s>/=] )
+"""
+# A whole one in a line is text:    a <function>f</function>
+_ELEMENT_IN_LINE: Final = r"""
+    <(?P<element> ELEMENT_NAMES ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
+"""
+# The value may have ended before the tag of a key, too: at an edge of a line, where values
+# have lines of their own; elsewhere anywhere but after a blank.
+_KEY_AT_EDGE: Final = r"""
+    (?P<loose> UNQUOTED (?: START [ \t]*+ KEY | KEY END ) (?! ["'`] ) )
+"""
+_KEY_IN_TEXT: Final = r"""
+    (?P<loose> UNQUOTED (?<! [ \t] ) KEY (?! ["'`] ) )
+"""
+
+
 @lru_cache
 def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) -> Any:
-    """A tag of a call in a value, of a tool with these keys. Its groups:
-
-        opens     <function=f>b             an element of XML begins, where a line does
-        closes    b</function>              one ends, if one is open
-        loose     a<parameter=n>b           a key: the value may have ended before it
-        loose     a</function>              so it may here, if no element is open
-        element   <function>f</function>    a whole one in a line, which is text
-
-    Beside a quote or after a blank nothing is loose; elsewhere a closing tag at an edge
-    of a line, and any key. If `is_on_lines`, a key must be at such an edge, too, but may
-    follow a blank; if not, lines begin also after > and end before < [ { / 0-9.
-    """
+    """A tag of a call in a value, of a tool with these keys: its groups as above."""
     parts = _parts_of(tags, keys)
     parts["KEY"] += f"|{tags.stray_tag}"
+    parts["CLOSER"] = rf"</(?: {tags.element_names} ) [^<>\n]{{0,200}} >?+"
     parts["UNQUOTED"] = rf"""(?<! (?<! {tags.close} ) ["'`] )"""
     if is_on_lines:
         parts["START"] = "^"
         parts["END"] = r"[ \t]*+ $"
-        loose_key = r"UNQUOTED (?: START [ \t]*+ KEY | KEY END )"
-    else:
+        loose_key = _KEY_AT_EDGE
+    else:  # a line begins after > and ends before < [ { / 0-9, too
         parts["START"] = r"^ | (?<= > )"
         parts["END"] = r"[ \t]*+ (?: $ | (?= [<\[{/\d] ) )"
-        loose_key = r"UNQUOTED (?<! [ \t] ) KEY"
-    return compile_pattern(
-        r"""(?m)
-        START [ \t]*+ (?! KEY ) <(?P<opens> ELEMENT_NAMES ) (?= [\s>/=] )
-        (?! [^<>]{0,200} /> ) [^<>\n]{0,200} >?+ (?! ["'`] )
-      | (?P<loose> LOOSE_KEY (?! ["'`] ) )
-      | <(?P<element> ELEMENT_NAMES ) (?= [\s>/=] ) [^\n]{0,400}? </(?P=element)>
-      | (?P<loose> UNQUOTED (?<! [ \t] ) (?= CLOSER (?! ["'`] ) )
-            (?: START | (?= CLOSER END ) ) )?
-        </(?P<closes> ELEMENT_NAMES ) (?= [\s>/=] )
-        """,
-        **parts,
-        LOOSE_KEY=fill_pattern(loose_key, **parts),
-        CLOSER=rf"</(?: {tags.element_names} ) [^<>\n]{{0,200}} >?+",
-    )
+        loose_key = _KEY_IN_TEXT
+    alternatives = (_ELEMENT_START, loose_key, _ELEMENT_IN_LINE, _ELEMENT_END)
+    return compile_pattern("(?m)" + "|".join(alternatives), **parts)
 
 
 @lru_cache
@@ -21134,8 +21141,8 @@ class _MarkedCalls:
         self._position = 0
         self._offered = offered
         self._mark = regex.escape(mark)
-        # A text in which these are may be two, between which a mark was damaged: half of
-        # a mark, and a key of some tool, as in a.md<|,n:5
+        # Two texts seem to be one if a mark between them was damaged: a.md<|,n:5. Then it
+        # has half of a mark in it, or a key of some tool; if it has both its marks, both.
         half = len(mark) // 2
         halves = any_of([mark[:half], mark[-half:]])  # <| and |>
         self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
