@@ -18078,7 +18078,7 @@ class Scheduler(ModelResources):
             running = RunningRequest(
                 handle, match, loaded=self.loaded, cache=self.cache
             )
-            # Later than its entry: that may have taken the place of another one.
+            # After its entry has started, which may take the place of another one.
             if not handle.is_second_try:
                 running.drafters = self.make_drafters(request)
             # Only replies that are sampled from what the model computes.
@@ -18214,7 +18214,7 @@ class Scheduler(ModelResources):
     ) -> None:
         """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
-        After its last slice they decode, in a batch of their own.
+        With the last slice a batch of their own begins, in which they decode.
         """
         chosen = turn.chosen
         began = self._now()
@@ -18238,7 +18238,7 @@ class Scheduler(ModelResources):
     def _can_pad(self) -> bool:
         """Whether prompts of unlike lengths can be read in one call.
 
-        Padding comes after what is read: a state, or a window, would have it.
+        Padding comes after what is read: a state, or a window, would contain it.
         """
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
         return has_attention_alone and self.loaded.vision is None
@@ -18266,7 +18266,7 @@ class Scheduler(ModelResources):
             others,
             max_tokens=max_tokens,
             max_padding=self.config.batch_padding_max,
-            # Who is read alone has a batch of its own, whose first step is a call.
+            # Who is read alone decodes in a batch of its own: that is a call more.
             free_padding=self.policy.step_seconds * running.prefill_speed,
         )
         group = [running, *companions]
