@@ -14616,8 +14616,8 @@ class TokenGenerator:
 #     a tool is strict                 any, but its calls fit      after a call's opening
 #
 # A tool is strict if each of its calls must fit its schema (`strict` of both APIs). The
-# opening of a call is its tag and the tool's name; until the model writes one, in a
-# thought, too, all is allowed.
+# opening of a call is its tag and the tool's name. Until the model writes one, all is
+# allowed; after it, in a thought, too, only calls are.
 #
 # The grammar is a text. llguidance compiles it, and tells before each token of the
 # reply which ones may come (SAMPLING: follow_grammar). Let a call of ls(path) be forced,
@@ -14649,10 +14649,10 @@ class TokenGenerator:
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
 # Tags, and the opening of a call, are written as the tokens that the model was trained
-# on; all else may be cut as it likes. value3 is a text and what ends it. As for who reads
-# the call, that is the first </parameter> after which the call goes on: a file may have
-# such tags in it. So </function> belongs to the end. The line break before </parameter>
-# is no part of the text, and models leave it out.
+# on; all else may be cut as it likes. value3 is a text and its end: the first
+# </parameter> after which the call goes on, as CALL ARGUMENTS reads it, for a file may
+# have such tags in it. So </function> belongs to the end. The line break before
+# </parameter> is no part of the text; models leave it out.
 #
 #  1 Calls         What a call consists of. CALL FORMS makes it of a tool's schema.
 #  2 Tags          The tags of a reply, as tokens, and what comes between them.
@@ -14704,9 +14704,9 @@ class ArgumentList(NamedTuple):
     close: str  # </parameter>
     is_on_lines: bool  # a line break before `close` is no part of the value
     end: str  # </function>\n</tool_call>
-    # A pattern of what who reads the call takes for the end of a text, though the call
-    # does not go on: </parameter>\n</function>\nDone. No text has it that an argument
-    # must follow, unless it has opened an element before it: <parameter>.
+    # A pattern of what CALL ARGUMENTS takes for the end of a text, and `end` is not:
+    # </parameter>\n</function>\nDone. If an argument must follow, a text does not have
+    # it, unless <parameter stands before it, as in a file of XML.
     early_end: str
 
 
@@ -14720,7 +14720,7 @@ class CallForm(NamedTuple):
     # What follows. None: the call is free, so any tokens may, to the end of the reply.
     parts: tuple[CallPart, ...] | None = None
     schema_path: str = ""  # in the body, if the tool is strict; then there are parts
-    free_opening: str = ""  # if the same call is free; "": as `opening`
+    free_opening: str = ""  # of the same call if it is free; "": as `opening`
 
     @property
     def is_strict(self) -> bool:
@@ -14834,7 +14834,8 @@ class _TooLarge(_GrammarFault):
 class _GrammarText:
     """The rules of one grammar, by name, each after those that it is made of.
 
-    Names in capitals are of rules that stand for one text, as a pattern does.
+    A rule whose name is in capitals, or with [lazy], is one piece of text for llguidance.
+    Of two that may come it takes the one that can go on.
     """
 
     def __init__(
@@ -14853,7 +14854,9 @@ class _GrammarText:
         self._names: dict[str, str] = {}  # by rule, of those of _named()
         self._n_characters = 0
         self._numbers = count()
-        self._encode = encode
+        self._encode = lru_cache(maxsize=None)(
+            encode
+        )  # of the same tags again and again
 
         self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
         if reply is not None:
@@ -14929,8 +14932,8 @@ class _GrammarText:
             ways = [f"{self._spell(argument.tag)} {value}"]
             if argument.is_required:
                 next_rules = {}
-            elif later_arguments := next_rules.get(part.key_start):
-                ways.append(later_arguments)
+            elif next_argument := next_rules.get(part.key_start):
+                ways.append(next_argument)  # without this one
             next_rules = {**next_rules, part.key_start: f"{name}_{index}"}
             self._add(f"{name}_{index}", " | ".join(ways))
         return self._follow(next_rules)
@@ -22043,10 +22046,10 @@ _NEUTRAL_KEYWORDS: Final = {
 }
 # Keywords of a text that are not enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
-# Texts that are read as a value of another type, where the argument may have that. One
-# that is read as null fits: null has no other value. Nor may a text begin with a bracket,
-# or with a number or a truth and what may begin an end tag: the grammar compiler would
-# take that tag for more of the text, and the call of an integer could not end.
+# By type, the texts that an argument must not be if it may have this type, too. They are
+# read as a value of it; one that is read as null fits, as null has no other value. Or
+# they begin with one: the end tags after 5 would be more of a text for the grammar
+# compiler, and the call could not end. So after 5 no text goes on with \n or <.
 _OTHER_TYPES: Final = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
