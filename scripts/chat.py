@@ -14,8 +14,6 @@ chat was started in (--no-tools: it may not). Nothing is changed, and no command
     /new    forget the conversation        /quit or Ctrl-D    leave        Ctrl-C    stop an answer
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

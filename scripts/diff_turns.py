@@ -18,8 +18,6 @@ lost: where messages agree and tokens are lost, look there.
 EXIT STATUS  0 the right request continues the left one, 1 it does not, 2 there is nothing to read
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@
 EXIT STATUS  0 shown, 2 there is nothing to show
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

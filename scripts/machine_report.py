@@ -28,8 +28,6 @@ EXIT STATUS  0 measured, and warm equals cold, but for NVIDIA GPUs; 1 it does no
 be measured; 130 stopped by Ctrl-C
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

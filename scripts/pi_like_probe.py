@@ -34,8 +34,6 @@ HEALTHY (exit status 0, else 1; 2: the server could not be asked)
     drops past thinking, as PRESERVE_THINKING=false tells it to, is not judged by its hit.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io

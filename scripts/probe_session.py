@@ -20,8 +20,6 @@ follow from what earlier requests of the conversation counted, give or take SLAC
 EXIT STATUS  0 all bounds are kept, 1 one is not, 2 the server could not be asked
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@
 It needs OpenClaw from npm: CLIENTS_HOME=~/clients scripts/tools/clients/install.sh node24 openclaw
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -10,8 +10,6 @@ without a person's yes. start-llm.py runs this before it loads a model; the last
 the name.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ are counted as the class has them. start-llm.py measures the same on the model t
 (What a class keeps beside them, as the index of Qwen3.8-Flash-Next, is not counted by token.)
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any, Final, NamedTuple
 

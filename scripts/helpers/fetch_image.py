@@ -8,8 +8,6 @@ address that is, is decided once, before the connection, so that a name cannot c
 (DNS rebinding). What it cannot fetch it says in one sentence on stderr, with exit status 1.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import socket

@@ -12,8 +12,6 @@ sentence on stderr and exit status 2. What can be known before a long download (
 memory and disk) is asked before it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

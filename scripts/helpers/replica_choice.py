@@ -16,8 +16,6 @@ by the first words of its user, which no later request changes (L-167). Which se
 in a file, for a proxy that starts again; there are digests, URLs and times in it, no words.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

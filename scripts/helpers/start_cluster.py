@@ -13,8 +13,6 @@ machines are checked by the ranks themselves. What is no option of this program 
     status 2   an option, a version or a setting is wrong: to start again does not help
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

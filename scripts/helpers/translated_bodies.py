@@ -12,8 +12,6 @@ litellm_gate.py checks each body with these shapes first. A shape is
 and a name that ends in ! is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType

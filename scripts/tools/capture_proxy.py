@@ -20,8 +20,6 @@ that is no UTF-8 is "body_base64" instead. Keys and cookies are replaced by <red
 in the bodies is not, so the file can be read by its owner only.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import gzip

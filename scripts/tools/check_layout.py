@@ -4,8 +4,6 @@ Prints a line for each fault; exits with 1 if there is one. read_layout.py shows
 banner looks like.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -6,8 +6,6 @@ They come from Hugging Face and keep their own licences, so this repository does
 A file that cannot be had is named, and the exit status is 1; the tests that need it are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ of .env.example, which a test holds to the same list. Change them there. What st
 tables, and after them (defaults that another system had), is of the document itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -10,8 +10,6 @@ EXIT STATUS  0 the pictures are there, 1 the page complains or is wider than the
              2 Playwright is missing
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

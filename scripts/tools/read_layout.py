@@ -10,8 +10,6 @@
 and ends where the next one begins. What has no underscore is public: sections below may use it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

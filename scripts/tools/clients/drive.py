@@ -5,8 +5,6 @@ room of its own: HOME, a log, and for each server a folder under git to work in.
 telemetry and updates are off, and no process outlives its `with` or `close`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
