@@ -297,8 +297,9 @@ class HeldBody:
             self.n_bytes += len(part)
             self.of_all.n_bytes += len(part)
             if self.n_bytes > self.max_bytes:
-                limit = f"MAX_BODY_BYTES ({self.max_bytes} bytes)"
-                sentence = f"the body is larger than {limit}"
+                sentence = (
+                    f"the body is larger than MAX_BODY_BYTES ({self.max_bytes} bytes)"
+                )
                 raise Refusal(413, sentence, code="request_too_large")
             max_held_bytes = MAX_HELD_BODIES * self.max_bytes
             if self.of_all.n_bytes > max_held_bytes:
@@ -495,49 +496,46 @@ class Gate:
 
         Raises Refusal: the body is wrong, or the chat failed before the answer began.
         """
+        path = scope["path"]
         with closing(HeldBody(self.held_bytes, self.max_body_bytes)) as held_body:
-            payload = await held_body.read(receive)
-            payload = self._check_body(scope["path"], payload)
-            google = GOOGLE_PATH.fullmatch(scope["path"])
-            if google:
-                path = scope["path"].replace(google[1], plain_name(google[1]))
-                scope = {**scope, "path": path, "raw_path": path.encode()}
-            await self._translate_body(scope, payload, receive, send)
+            payload = self._check_body(path, await held_body.read(receive))
+            if google := GOOGLE_PATH.fullmatch(path):
+                path = path.replace(google[1], plain_name(google[1]))
+            framing = (b"content-length", b"transfer-encoding")
+            headers = [
+                header for header in scope["headers"] if header[0] not in framing
+            ]
+            headers.append((b"content-length", b"%d" % len(payload)))
+            named = {"path": path, "raw_path": path.encode(), "headers": headers}
+            scope = {**scope, **named}
 
-    async def _translate_body(
-        self, scope: Scope, payload: bytes, receive: Receive, send: Send
-    ) -> None:
-        """The same, of a body that was checked."""
-        call = self._find_call(scope, payload)
-        server = call.servers.choose(call.conversation)
-        if server is None:
-            raise refusal_for_none(call.servers)
-        call.server = server
-        SERVER_CALL.set(call)
-        answer = Answer(send, call)
-        framing = (b"content-length", b"transfer-encoding")
-        headers = [header for header in scope["headers"] if header[0] not in framing]
-        length = (b"content-length", b"%d" % len(payload))
-        scope = {**scope, "headers": [*headers, length]}
-        # Who leaves is noticed here, whatever LiteLLM is waiting for.
-        body = replaying(payload, wait_for_ever)
-        translation = self._pass_on(scope, body, answer.send)
-        has_failed = False
-        try:
-            await do_until(partial(wait_until_left, receive), translation)
-        except Refusal:
-            raise
-        except Exception:
-            if answer.has_begun:
-                raise
-            has_failed = True
-        if has_failed or answer.is_error:
+            call = self._find_call(scope, payload)
+            server = call.servers.choose(call.conversation)
+            if server is None:
+                raise refusal_for_none(call.servers)
+            call.server = server
+            SERVER_CALL.set(call)
+            answer = Answer(send, call)
+            # Who leaves is noticed here, whatever LiteLLM is waiting for.
+            body = replaying(payload, wait_for_ever)
+            translation = self._pass_on(scope, body, answer.send)
+            try:
+                await do_until(partial(wait_until_left, receive), translation)
+            except Exception as error:
+                if isinstance(error, Refusal) or answer.has_begun:
+                    raise
+                answer.is_error = True
+            if not answer.is_error:
+                return
             if call.error is None:
                 await call.servers.check(call.server)
             elif call.error.status_code == 503:
                 await call.servers.note_refusal(call.server, call.conversation)
-            refusal = explain_failure(call, scope["path"])
-            await answer.end(refusal, scope["path"])
+            refusal = explain_failure(call, path)
+            if not answer.has_begun:
+                raise refusal
+            end = refusal.last_event(path)
+            await send({"type": "http.response.body", "body": end})
 
     def _check_body(self, path: str, payload: bytes) -> bytes:
         """A body that LiteLLM reads in full. Raises Refusal."""
@@ -574,10 +572,8 @@ class Gate:
 
         try:
             await self._pass_on(scope, receive, note_and_send)
-        except Refusal:
-            raise
-        except Exception:
-            if has_begun:
+        except Exception as error:
+            if isinstance(error, Refusal) or has_begun:
                 raise
             path = scope["path"][:200]
             logger.exception("LiteLLM fails at %r", path)
@@ -833,13 +829,6 @@ class Answer:
         if not self.is_error:
             self.has_begun = True
             await self._send(message)
-
-    async def end(self, refusal: Refusal, path: str) -> None:
-        """End a stream that has begun with an event. Raises the refusal if none has."""
-        if not self.has_begun:
-            raise refusal
-        end = refusal.last_event(path)
-        await self._send({"type": "http.response.body", "body": end})
 
 
 def refusal_for_none(servers: Replicas) -> Refusal:
