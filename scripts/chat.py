@@ -206,11 +206,8 @@ def greeting(model: str, folder: Path, *, has_tools: bool = True) -> str:
 
 def converse(chat: Chat, system: str) -> None:
     """Turns until the person has had enough."""
-
-    def begin() -> None:
-        chat.messages[:] = [{"role": "system", "content": system}] if system else []
-
-    begin()
+    start: list[Body] = [{"role": "system", "content": system}] if system else []
+    chat.messages = list(start)
     while True:
         try:
             text = input("> ").strip()
@@ -219,7 +216,7 @@ def converse(chat: Chat, system: str) -> None:
         if text == "/quit":
             return
         if text == "/new":
-            begin()
+            chat.messages = list(start)
         elif text:
             chat.ask(text)
 

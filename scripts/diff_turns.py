@@ -271,7 +271,7 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(comparison.hint)
 
 
-def read_options() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("log", nargs="?", type=Path, help="default: the newest one")
     # As the server resolves it.
@@ -281,11 +281,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--turns", nargs=2, type=int, metavar=("A", "B"), help=text)
     parser.set_defaults(turns=(-2, -1))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = read_options()
+    options = parser.parse_args()
     try:
         log = options.log or newest_log(options.log_root)
         turns = read_turns(log.read_text(encoding="utf-8").splitlines())

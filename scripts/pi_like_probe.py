@@ -305,18 +305,6 @@ class Report:
     def healthy(self) -> bool:
         return all(check.healthy for check in self.checks)
 
-    def body(self) -> Body:
-        """All of it for --json."""
-        turns = [{**asdict(turn), "share": round(turn.share, 4)} for turn in self.turns]
-        return {
-            "base_url": self.server.url,
-            "model": self.server.model,
-            "turns": turns,
-            "counters": self.counters,
-            "checks": [asdict(check) for check in self.checks],
-            "healthy": self.healthy,
-        }
-
 
 # Showing -----------------------------------------------------------------------------------------
 
@@ -360,11 +348,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def server_from(options: argparse.Namespace) -> Server:
-    """Raises CannotAsk when nothing answers there."""
-    return Server(options.base_url, model=options.model, key=options.api_key)
-
-
 def server_with_status(server: Server, options: argparse.Namespace) -> Server:
     """Of LiteLLM beside start-llm it is start-llm."""
     settings = read_settings()
@@ -376,7 +359,41 @@ def server_with_status(server: Server, options: argparse.Namespace) -> Server:
     return server
 
 
-def read_options() -> argparse.Namespace:
+def probe(options: argparse.Namespace) -> Report:
+    """Raises CannotAsk."""
+    nonce = secrets.token_hex(8)
+    image_url = ""
+    if options.image is not None:
+        image_url = read_image(options.image, nonce)
+    server = Server(options.base_url, model=options.model, key=options.api_key)
+    agent = Agent(
+        nonce, role=options.role, head_chars=options.head_chars, image_url=image_url
+    )
+    shown = server_with_status(server, options)
+    old_counters = first_counters = read_counters(shown)
+    turns: list[Turn] = []
+    for _ in tracked(range(options.turns), "turns"):
+        asked_role = agent.messages[-1]["role"]
+        body = agent.body(max_tokens=options.max_tokens, effort="medium")
+        reply = server.ask_chat(body)
+        if not turns:
+            first_counters = read_counters(shown)
+        turn = measure_turn(
+            reply,
+            asked_role=asked_role,
+            last_turn=turns[-1] if turns else None,
+            drops_thinking=drops_thinking(shown, reply),
+        )
+        turns.append(turn)
+        agent.hear(reply)
+    counters = read_counters(shown)
+    steps = count_steps(old_counters, counters)
+    later = count_steps(first_counters, counters)
+    checks = judge(turns, steps, later=later, has_image=bool(image_url))
+    return Report(server, turns, steps, checks)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--turns", type=int, default=8, help=f"at least {HEALTHY_FROM}")
@@ -387,53 +404,22 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.turns < HEALTHY_FROM:
         parser.error(f"--turns: the verdict needs at least {HEALTHY_FROM}")
-    return options
-
-
-def probe(options: argparse.Namespace) -> Report:
-    """Raises CannotAsk."""
-    nonce = secrets.token_hex(8)
-    image_url = ""
-    if options.image is not None:
-        image_url = read_image(options.image, nonce)
-    server = server_from(options)
-    agent = Agent(
-        nonce, role=options.role, head_chars=options.head_chars, image_url=image_url
-    )
-    shown = server_with_status(server, options)
-    old_counters = first_counters = read_counters(shown)
-    turns: list[Turn] = []
-    last_turn = None
-    for _ in tracked(range(options.turns), "turns"):
-        asked_role = agent.messages[-1]["role"]
-        body = agent.body(max_tokens=options.max_tokens, effort="medium")
-        reply = server.ask_chat(body)
-        if last_turn is None:
-            first_counters = read_counters(shown)
-        last_turn = measure_turn(
-            reply,
-            asked_role=asked_role,
-            last_turn=last_turn,
-            drops_thinking=drops_thinking(shown, reply),
-        )
-        turns.append(last_turn)
-        agent.hear(reply)
-    counters = read_counters(shown)
-    steps = count_steps(old_counters, counters)
-    later = count_steps(first_counters, counters)
-    checks = judge(turns, steps, later=later, has_image=bool(image_url))
-    return Report(server, turns, steps, checks)
-
-
-def main() -> int:
-    options = read_options()
     try:
         report = probe(options)
     except CannotAsk as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(report.body(), indent=2))
+        turns = [{**asdict(t), "share": round(t.share, 4)} for t in report.turns]
+        body = {
+            "base_url": report.server.url,
+            "model": report.server.model,
+            "turns": turns,
+            "counters": report.counters,
+            "checks": [asdict(check) for check in report.checks],
+            "healthy": report.healthy,
+        }
+        print(json.dumps(body, indent=2))
     else:
         show(report, Console(highlight=False))
     return 0 if report.healthy else 1

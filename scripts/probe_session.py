@@ -33,7 +33,7 @@ from typing import Final
 
 from agent_steps import Body, CannotAsk, Reply, Server, make_words, reply_message, user
 from chat import make_table
-from pi_like_probe import TOOLS, add_server_options, server_from, tracked
+from pi_like_probe import TOOLS, add_server_options, tracked
 from rich.console import Console
 
 # Tokens: how a turn ends and a reply begins, and caches that count in blocks.
@@ -301,15 +301,6 @@ def show(rows: Sequence[Row], console: Console, *, title: str) -> None:
     console.print(table)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, bool]:
-    """Scenario -> whether all its bounds are kept."""
-    healthy: dict[str, bool] = {}
-    for row in rows:
-        is_ok = row.verdict == "ok"
-        healthy[row.scenario] = healthy.get(row.scenario, True) and is_ok
-    return healthy
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
@@ -317,12 +308,15 @@ def main() -> int:
     parser.add_argument("--head-chars", type=int, default=6_000, help="of the prompt")
     options = parser.parse_args()
     try:
-        server = server_from(options)
+        server = Server(options.base_url, model=options.model, key=options.api_key)
         rows = play(server, options)
     except CannotAsk as error:
         print(error, file=sys.stderr)
         return 2
-    scenarios = summary(rows)
+    scenarios: dict[str, bool] = {}  # whether all its bounds are kept
+    for row in rows:
+        is_kept = scenarios.get(row.scenario, True)
+        scenarios[row.scenario] = is_kept and row.verdict == "ok"
     is_healthy = all(scenarios.values())
     if options.json:
         body = {
