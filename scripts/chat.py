@@ -41,9 +41,6 @@ MOST_CHARACTERS: Final = 20_000  # of a file
 TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
 
 
-# Tools: two that only look -------------------------------------------------------------
-
-
 FOLDER: Final = {"type": "string", "description": "The folder to list"}
 FILE: Final = {"type": "string", "description": "The path of the file"}
 TOOLS: Final = [
@@ -74,9 +71,6 @@ def use_tool(name: str, arguments: str, root: Path) -> str:
         return f"Error: {getattr(error, 'strerror', None) or error}"
 
 
-# The server ----------------------------------------------------------------------------
-
-
 def add_place_options(
     parser: argparse.ArgumentParser, *, url: str = "--url", key: str = "--key"
 ) -> None:
@@ -104,9 +98,6 @@ def advise(error: Exception) -> str:
     is_nobody = isinstance(reason, ConnectionRefusedError)
     hint = ". Start one with: python3.12 install_and_run.py" if is_nobody else ""
     return f"{error}{hint}"
-
-
-# One turn -------------------------------------------------------------------------------
 
 
 def cost_of(reply: Reply, model: str) -> str:
@@ -222,7 +213,6 @@ def converse(chat: Chat, system: str) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_place_options(parser)
     parser.add_argument("--system", default="", help="a system prompt")

@@ -30,13 +30,6 @@ TIMEOUT_SECONDS = 10.0  # it answers at once, whatever it computes
 WIDE = 10_000  # columns, where no terminal limits them
 
 
-def status_of(url: str, key: str) -> Body:
-    """GET /v1/status, with the details of the cache. Raises CannotAsk."""
-    server = Server(url, model="any", key=key, seconds=TIMEOUT_SECONDS)
-    body: Body = server.get("/v1/status?detail=cache")
-    return body
-
-
 def tree_of(entries: list[Body]) -> Tree:
     """Conversations as branches of what they share."""
     root = Tree("cache")
@@ -108,7 +101,6 @@ def show_log(path: Path, console: Console) -> None:
 
 
 def main() -> int:
-    """Read the arguments, show what they name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
     add_place_options(parser)
@@ -119,10 +111,13 @@ def main() -> int:
     try:
         if args.log:
             show_log(args.log, console)
-        elif args.json:
-            print(json.dumps(status_of(args.url, args.key), indent=1))
+            return 0
+        server = Server(args.url, model="any", key=args.key, seconds=TIMEOUT_SECONDS)
+        body = server.get("/v1/status?detail=cache")
+        if args.json:
+            print(json.dumps(body, indent=1))
         else:
-            show_status(status_of(args.url, args.key), console)
+            show_status(body, console)
     except (CannotAsk, OSError, ValueError) as error:
         place = f"{args.log}: " if args.log else ""
         sys.stderr.write(f"{place}{error}\n")

@@ -142,9 +142,6 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# Memory of the machine --------------------------------------------------------
-
-
 @contextmanager
 def watched_memory(pid: int) -> Iterator[dict[str, int]]:
     """The most bytes that were held meanwhile: of the process, wired, and swap added."""
@@ -449,9 +446,6 @@ def repeated_share(text: str, reply: str) -> float:
     return sum(line in repeated for line in kept_lines) / len(kept_lines)
 
 
-# Session logs -----------------------------------------------------------------
-
-
 def read_records(log_folder: Path) -> list[Body]:
     """All records of all session logs, the oldest file first."""
     paths = sorted(log_folder.rglob("cache-session-*.log"), key=os.path.getmtime)
@@ -460,22 +454,6 @@ def read_records(log_folder: Path) -> list[Body]:
 
 
 # The report -------------------------------------------------------------------
-
-
-def describe_machine() -> Body:
-    """Chip, memory and versions. Nothing that tells whose machine it is."""
-    has_cuda = mx.cuda.is_available()
-    return {
-        "chip": mx.device_info(mx.cpu)["device_name"],  # as in Apple M4 Pro
-        "gpu": mx.device_info(mx.gpu)["device_name"] if has_cuda else None,
-        "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.mac_ver()[0]}".strip(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-    }
 
 
 def is_public_name(name: str) -> bool:
@@ -487,17 +465,28 @@ def is_public_name(name: str) -> bool:
 
 
 def make_report(figures: Figures, status: Body, *, asked: str, is_quick: bool) -> Body:
-    """What is written: figures without anything that was said or by whom.
+    """What is written: figures without anything that was said or by whom, or on whose machine.
 
     The name of a folder may be private, so it is left out.
     """
+    has_cuda = mx.cuda.is_available()
     model = status["model"]
     name = asked or model["id"]
     return {
         "format": FORMAT,
         "start_llm": status["version"],
         "quick": is_quick,
-        "machine": describe_machine(),
+        "machine": {
+            "chip": mx.device_info(mx.cpu)["device_name"],  # as in Apple M4 Pro
+            "gpu": mx.device_info(mx.gpu)["device_name"] if has_cuda else None,
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "system": f"{platform.system()} {platform.mac_ver()[0]}".strip(),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+            "mlx": version("mlx"),
+            "mlx_lm": version("mlx-lm"),
+        },
         "model": {
             "name": name if is_public_name(name) else "a folder",
             "family": model["family"],

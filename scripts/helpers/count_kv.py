@@ -61,23 +61,23 @@ def count_kv_bytes(facts: dict[str, Any], dtype: mx.Dtype = mx.bfloat16) -> KVBy
 
 
 def build_model(facts: dict[str, Any]) -> Any:
-    """The part of a model that reads text, with weights that are not computed."""
+    """The part of a model that reads text, with weights that are not computed.
+
+    Raises ValueError if neither mlx-lm nor mlx-vlm has it.
+    """
     from mlx_lm.utils import _get_classes
 
     try:
         model_class, args_class = _get_classes(facts)
-    except ValueError:  # mlx-lm does not know it
-        return build_vision_model(facts)
-    return model_class(args_class.from_dict(facts))
+    except ValueError:
+        name = find_vision_module(facts)
+        if not name:
+            raise
+    else:
+        return model_class(args_class.from_dict(facts))
 
-
-def build_vision_model(facts: dict[str, Any]) -> Any:
-    """The same of a model that only mlx-vlm has. Raises ValueError if that has none."""
     from mlx_vlm.utils import update_module_configs
 
-    name = find_vision_module(facts)
-    if not name:
-        raise ValueError(f"models of type {facts['model_type']} are not known")
     module = importlib.import_module(name)
     plain = {"text_config": {}, **facts}
     sizes = module.ModelConfig.from_dict(plain)

@@ -71,9 +71,6 @@ def tell(progress: str) -> None:
     print(progress, file=sys.stderr, flush=True)
 
 
-# Find -------------------------------------------------------------------------
-
-
 def find(
     name: str, *, token: str | None, memory_bytes: int, setting: str = "MODEL_PATH"
 ) -> Path:
@@ -112,9 +109,6 @@ def complete(folder: Path) -> Path:
             reason = "(mlx-lm reads neither GGUF nor PyTorch files)"
             raise ValueError(f"it has no {', '.join(lacks[:3])} {reason}")
         return folder
-
-
-# Fetch ------------------------------------------------------------------------
 
 
 def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -> Path:
@@ -219,9 +213,6 @@ def check_room(
             f"({cache} has {in_bytes(free_bytes)} free); {advice}."
         )
     tell(f"{repo}: fetching {in_bytes(fetched_bytes)} into {cache}")
-
-
-# Program ----------------------------------------------------------------------
 
 
 def main() -> int:

@@ -771,18 +771,15 @@ def pass_signals_on(pid: int) -> None:
     """Send the client what is sent to us, except what it gets from the terminal anyway."""
 
     def handle(number: int, _frame: object) -> None:
-        if number != signal.SIGINT or not is_in_foreground():
-            os.kill(pid, number)
+        # Ctrl-C at a terminal goes to our process group, and so to the client.
+        with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+            is_in_foreground = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+            if number == signal.SIGINT and is_in_foreground:
+                return
+        os.kill(pid, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
-
-
-def is_in_foreground() -> bool:
-    """Whether Ctrl-C at a terminal goes to our process group, and so to the client."""
-    with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
-        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    return False
 
 
 def wait_for(pid: int) -> int:
@@ -796,9 +793,6 @@ def wait_for(pid: int) -> int:
         os.kill(pid, signal.SIGCONT)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
-
-
-# What is shown ---------------------------------------------------------------------------------
 
 
 def show_setup(
@@ -818,9 +812,6 @@ def show_setup(
         print(f"# FOLDER/{file}, which is removed when {client.title} ends:")
         print("\n".join(f"#   {line}" for line in text.splitlines()))
     say("the key is masked; --show-key shows it" if is_masked else "")
-
-
-# Main ------------------------------------------------------------------------------------------
 
 
 def _client_name(text: str) -> str:

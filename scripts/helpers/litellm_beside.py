@@ -85,24 +85,6 @@ class Order:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
-def model_list_for(order: Order) -> list[dict[str, Any]]:
-    """Each name that a client may send, and how LiteLLM reaches its model.
-
-    Only for what LiteLLM makes a chat of: see litellm_gate.py.
-    """
-    names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
-    info = {"model_info": {"max_input_tokens": order.context_length}}
-    rows = []
-    for server in order.servers:
-        route = {"litellm_params": route_to(server, order.model_id), **info}
-        # Names as the gate sends them to LiteLLM.
-        rows += [{"model_name": plain_name(name), **route} for name in names]
-    for name, server in order.named_servers.items():
-        route = {"litellm_params": route_to(server, name)}
-        rows.append({"model_name": plain_name(name), **route})
-    return rows
-
-
 def route_to(server: dict[str, str], model: str) -> dict[str, Any]:
     """How LiteLLM reaches the model of a server."""
     return {
@@ -125,6 +107,18 @@ def names_of(order: Order) -> list[str]:
 
 def settings_for(order: Order) -> dict[str, Any]:
     """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
+    # Each name that a client may send, as the gate sends it on, and how LiteLLM reaches
+    # its model: only for what LiteLLM makes a chat of, see litellm_gate.py.
+    names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
+    info = {"model_info": {"max_input_tokens": order.context_length}}
+    model_list = []
+    for server in order.servers:
+        route = {"litellm_params": route_to(server, order.model_id), **info}
+        model_list += [{"model_name": plain_name(name), **route} for name in names]
+    for name, server in order.named_servers.items():
+        route = {"litellm_params": route_to(server, name)}
+        model_list.append({"model_name": plain_name(name), **route})
+
     general_settings: dict[str, Any] = {
         "forward_client_headers_to_llm_api": True,
         # The lack of a key, or one that LiteLLM thinks weak, is meant.
@@ -135,7 +129,7 @@ def settings_for(order: Order) -> dict[str, Any]:
         general_settings["master_key"] = key
 
     return {
-        "model_list": model_list_for(order),
+        "model_list": model_list,
         "general_settings": general_settings,
         "litellm_settings": {
             "sse_keepalive_ping_interval_seconds": order.keepalive_seconds,

@@ -205,16 +205,6 @@ def stop_ranks(processes: Sequence[psutil.Popen]) -> None:
             process.stdin.write(b"\n")
 
 
-def note_signals() -> list[int]:
-    """A list to which SIGINT and SIGTERM are added from now on."""
-    signals: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        signal.signal(number, lambda number, _frame: signals.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # install_and_run.py blocks
-    return signals
-
-
 def main() -> int:
     """Check the machines, then start the ranks. Returns the exit status."""
     options, rest = read_arguments(sys.argv[1:])
@@ -229,7 +219,12 @@ def main() -> int:
     except ClusterError as error:
         print(f"start-llm: {error}", file=sys.stderr)
         return error.status
-    signals = note_signals()
+
+    signals: list[int] = []  # that have come
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, lambda number, _frame: signals.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # install_and_run.py blocks
     processes = start_ranks(hosts, starting_port=options.starting_port, rest=rest)
     return wait_for_end(processes, signals)
 

@@ -52,13 +52,11 @@ SECRET_PARAMETER = re.compile(
     r"(?<=[?&])([^=&]*(?:key|token|secret)[^=&]*)=[^&]*", re.IGNORECASE
 )
 # Between neighbours only, or set here anew.
-NOT_PASSED = frozenset(
-    (
-        *("accept-encoding", "connection", "content-length", "expect", "host", "te"),
-        *("keep-alive", "proxy-authenticate", "proxy-authorization", "upgrade"),
-        *("proxy-connection", "trailer", "transfer-encoding"),
-    )
-)
+NOT_PASSED = {
+    *("accept-encoding", "connection", "content-length", "expect", "host", "te"),
+    *("keep-alive", "proxy-authenticate", "proxy-authorization", "upgrade"),
+    *("proxy-connection", "trailer", "transfer-encoding"),
+}
 
 Body = dict[str, Any]
 Headers = Iterable[tuple[str, str]]

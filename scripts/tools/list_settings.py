@@ -38,17 +38,6 @@ class Setting(NamedTuple):
 Groups = dict[str, list[Setting]]  # a table for each title
 
 
-def load_schema() -> dict[str, dict[str, Any]]:
-    """The JSON schema of each setting of Config, by the name of its variable."""
-    spec = importlib.util.spec_from_file_location("start_llm", ROOT / "start-llm.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pydantic looks the types up by it
-    spec.loader.exec_module(module)
-    fields = module.Config.model_json_schema()["properties"]
-    return {name.upper(): schema for name, schema in fields.items()}
-
-
 def read_example(text: str) -> Groups:
     """The groups of .env.example. Comments before a setting explain it."""
     groups: Groups = {}
@@ -119,8 +108,16 @@ def main() -> int:
     document = DOCUMENT.read_text(encoding="utf-8")
     if not document:
         sys.exit(f"{DOCUMENT} is empty: git restore it, and redirect nothing into it")
+    spec = importlib.util.spec_from_file_location("start_llm", ROOT / "start-llm.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pydantic looks the types up by it
+    spec.loader.exec_module(module)
+    fields = module.Config.model_json_schema()["properties"]
+    schemas = {name.upper(): schema for name, schema in fields.items()}
+
     groups = read_example((ROOT / ".env.example").read_text(encoding="utf-8"))
-    text = make_markdown(document, groups, load_schema())
+    text = make_markdown(document, groups, schemas)
     DOCUMENT.write_text(text, encoding="utf-8")
     return 0
 

@@ -47,9 +47,6 @@ AGENTS: Final = {  # by their User-Agent: what each was asked to do
 INSTRUCTIONS: Final = "You are a coding agent. Work step by step. " * 12
 
 
-# Taking pictures ------------------------------------------------------------------------
-
-
 def take_pictures(
     url: str, folder: Path, names: Sequence[str], *, ready: str, last: str = ""
 ) -> list[str]:
@@ -102,9 +99,6 @@ def take_pictures(
     return problems
 
 
-# A server with four agents --------------------------------------------------------------
-
-
 def work(url: str, user_agent: str, stop: threading.Event) -> None:
     """Send a conversation that grows by a file at every step, until `stop` is set."""
     task = AGENTS[user_agent]
@@ -153,18 +147,7 @@ def agents_at_work(server: Server) -> Iterator[None]:
             thread.join(timeout=60)
 
 
-def picture_for_readme() -> list[str]:
-    """Write docs/page-desktop-dark.png; what is wrong, a line each."""
-    ready = f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))"
-    settings = {"CACHE_DISK": "on", "ENABLE_REQUEST_LOGGING": "true"}  # titles
-    names = ["page-desktop-dark"]
-    with running_server("demo", **settings) as subject, agents_at_work(subject.server):
-        url = subject.server.url
-        return take_pictures(url, DOCS, names, ready=ready, last="#cache")
-
-
 def main() -> int:
-    """Read the arguments and take the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url", nargs="?")
     parser.add_argument("outdir", nargs="?", type=Path)
@@ -178,10 +161,18 @@ def main() -> int:
         print("playwright install chromium (or have `chromium` in the PATH)")
         return 2
 
-    outdir = DOCS if args.readme else args.outdir
     if args.readme:
-        problems = picture_for_readme()
+        outdir, names = DOCS, ["page-desktop-dark"]
+        ready = f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))"
+        settings = {"CACHE_DISK": "on", "ENABLE_REQUEST_LOGGING": "true"}  # titles
+        with (
+            running_server("demo", **settings) as subject,
+            agents_at_work(subject.server),
+        ):
+            url = subject.server.url
+            problems = take_pictures(url, outdir, names, ready=ready, last="#cache")
     else:
+        outdir = args.outdir
         outdir.mkdir(parents=True, exist_ok=True)
         problems = take_pictures(args.url, outdir, NAMES, ready=CONNECTED)
     print("\n".join(problems) or f"Pictures are in {outdir}")

@@ -97,8 +97,15 @@ class Client:
         # server -> the session that `say` goes on with
         self._begun: dict[str, str] = {}
 
-        for name in urls:
-            self._fill(self.folder(name))
+        files = {**FILES, "CLAUDE.md": FILES["AGENTS.md"]}
+        for folder in map(self.folder, urls):
+            for name, text in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text, "utf-8")
+            git = ["git", "-C", str(folder)]
+            git += ["-c", "user.name=lab", "-c", "user.email=lab@localhost"]
+            for order in ("init -q -b main", "add -A", "commit -q -m start"):
+                subprocess.run([*git, *order.split()], check=True, timeout=20)
         self._env = {
             "PATH": f"{CLIENTS}/node24/bin:{os.environ['PATH']}",
             "HOME": str(room),
@@ -120,15 +127,6 @@ class Client:
     def folder(self, server: str) -> Path:
         """Where the client works for this server."""
         return self.room / f"work-{server}"
-
-    def _fill(self, folder: Path) -> None:
-        for name, text in {**FILES, "CLAUDE.md": FILES["AGENTS.md"]}.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, "utf-8")
-        git = ["git", "-C", str(folder)]
-        git += ["-c", "user.name=lab", "-c", "user.email=lab@localhost"]
-        for order in ("init -q -b main", "add -A", "commit -q -m start"):
-            subprocess.run([*git, *order.split()], check=True, timeout=20)
 
     def log(self) -> str:
         return (self.room / "client.log").read_text("utf-8", "replace")[-2000:]
