@@ -108,14 +108,6 @@ class Comparison:
 # Reading -----------------------------------------------------------------------------------------
 
 
-def newest_log(root: Path) -> Path:
-    """Raises LogError where there is no session log."""
-    logs = list(root.glob("*/cache-session-*.log"))
-    if not logs:
-        raise LogError(f"no session log in {root}; is ENABLE_REQUEST_LOGGING on?")
-    return max(logs, key=lambda log: log.stat().st_mtime)
-
-
 def read_turns(lines: Sequence[str]) -> list[Turn]:
     """The requests of a log with their whole conversations. Raises LogError."""
     turns: list[Turn] = []
@@ -283,7 +275,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     try:
-        log = options.log or newest_log(options.log_root)
+        logs = [options.log]
+        if not options.log:
+            logs = list(options.log_root.glob("*/cache-session-*.log"))
+        if not logs:
+            fault = f"no session log in {options.log_root}"
+            raise LogError(f"{fault}; is ENABLE_REQUEST_LOGGING on?")
+        log = max(logs, key=os.path.getmtime)
         turns = read_turns(log.read_text(encoding="utf-8").splitlines())
         left, right = (pick(turns, number) for number in options.turns)
     except (LogError, OSError, UnicodeDecodeError) as error:

@@ -380,11 +380,22 @@ class Measurement:
 
     def _measure_parity(self) -> None:
         n_before = len(read_records(self._subject.log_folder))
-        self._have_conversations()
+        # A tool loop, an edit of its past, a branch off it, and an insertion.
+        max_tokens = self.plan.parity_tokens
+        agent = self._new_agent(self.plan.shared_tokens)
+        for _ in range(N_PARITY_TURNS):
+            agent.hear(self._ask(agent, max_tokens))
+        past = list(agent.messages)
+        user = agent_steps.user
+        edited = [past[0], user("Read notes.txt. Nothing else."), *past[2:]]
+        branch = [*past[:-1], user("Sum up what was done.")]
+        inserted = [past[0], user("Be brief."), *past[1:]]
+        for messages in (edited, branch, inserted):
+            agent.messages = messages
+            self._ask(agent, max_tokens)
+
         records = read_records(self._subject.log_folder)[n_before:]
         prompts = [record["tokens"] for record in records]
-        max_tokens = self.plan.parity_tokens
-
         warm = [self._complete(ids, max_tokens) for ids in prompts]
         cold = []
         for ids in prompts:  # without KV and transcripts
@@ -405,22 +416,6 @@ class Measurement:
         with self._server.open("/v1/completions", body) as response:
             answer: Body = json.load(response)
         return answer
-
-    def _have_conversations(self) -> None:
-        """A tool loop, an edit of its past, a branch off it, and an insertion."""
-        max_tokens = self.plan.parity_tokens
-        agent = self._new_agent(self.plan.shared_tokens)
-        for _ in range(N_PARITY_TURNS):
-            agent.hear(self._ask(agent, max_tokens))
-
-        past = list(agent.messages)
-        user = agent_steps.user
-        edited = [past[0], user("Read notes.txt. Nothing else."), *past[2:]]
-        branch = [*past[:-1], user("Sum up what was done.")]
-        inserted = [past[0], user("Be brief."), *past[1:]]
-        for messages in (edited, branch, inserted):
-            agent.messages = messages
-            self._ask(agent, max_tokens)
 
 
 def shown_reply(answer: Body) -> tuple[str, str]:

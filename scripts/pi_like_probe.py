@@ -257,8 +257,15 @@ def judge(
     `has_image`: the first turn ended with an image.
     """
     checks = [judge_hit(turns[HEALTHY_FROM - 1 :])]
-    if has_image:
-        checks.append(judge_image(turns[0], turns[1]))
+    if has_image:  # the second turn must find all of the first, whose last part it is
+        first, second = turns[:2]
+        is_found = second.cached >= first.prompt - TURN_END_TOKENS
+        found = "found" if is_found else "read again"
+        says = (
+            f"{second.share:.1%}, the image {found}; wanted {IMAGE_SHARE:.0%} with it"
+        )
+        is_healthy = is_found and second.share >= IMAGE_SHARE
+        checks.append(Check("hit in turn 2", is_healthy, says))
     steps = {name: (counters or {}).get(name) for name in STILL}
     steps[f"{STILL_LATER} from turn 2 on"] = (later or {}).get(STILL_LATER)
     for name, step in steps.items():
@@ -282,14 +289,6 @@ def judge_hit(turns: Sequence[Turn]) -> Check:
         dropping = [f"T{turn.number}" for turn in turns if turn.drops_thinking]
         says += f"; not judged: {', '.join(dropping)} (PRESERVE_THINKING=false)"
     return Check(name, worst.share >= HEALTHY_SHARE, says)
-
-
-def judge_image(first: Turn, second: Turn) -> Check:
-    """Whether the second turn found all of the first, whose last part is an image."""
-    is_found = second.cached >= first.prompt - TURN_END_TOKENS
-    found = "found" if is_found else "read again"
-    says = f"{second.share:.1%}, the image {found}; wanted {IMAGE_SHARE:.0%} with it"
-    return Check("hit in turn 2", is_found and second.share >= IMAGE_SHARE, says)
 
 
 @dataclass(frozen=True, slots=True)

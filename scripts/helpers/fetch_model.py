@@ -67,10 +67,6 @@ def in_a_sentence(what_fails: str) -> Iterator[None]:
         raise FetchError(f"{what_fails}: {reason or type(error).__name__}") from error
 
 
-def tell(progress: str) -> None:
-    print(progress, file=sys.stderr, flush=True)
-
-
 def find(
     name: str, *, token: str | None, memory_bytes: int, setting: str = "MODEL_PATH"
 ) -> Path:
@@ -116,8 +112,9 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
     hub = huggingface_hub.constants.ENDPOINT
     errors = huggingface_hub.errors
     question = f"is there a network, and is the name right?{name_advice(repo, setting)}"
-    if has_begun(repo):
-        question = "start again to resume."
+    with suppress(ValueError):  # no name of a repository
+        if isinstance(huggingface_hub.try_to_load_from_cache(repo, "config.json"), str):
+            question = "start again to resume."
     advice = f"{question} Or set {setting} to a folder or to {DEMO}"
     fault = f"{repo} is not complete in the local cache and {hub} fails ({advice})"
     with in_a_sentence(fault):
@@ -150,14 +147,6 @@ def download(repo: str, *, token: str | None, memory_bytes: int, setting: str) -
                 f"{hub} refuses the token (HF_TOKEN, or that of `hf auth login`), "
                 "for public models, too."
             ) from error
-
-
-def has_begun(repo: str) -> bool:
-    """Whether something of a repository is in the local cache."""
-    with suppress(ValueError):  # no name of a repository
-        cached = huggingface_hub.try_to_load_from_cache(repo, "config.json")
-        return isinstance(cached, str)  # else it is not there, or known not to exist
-    return False
 
 
 def name_advice(name: str, setting: str) -> str:
@@ -212,7 +201,8 @@ def check_room(
             f"{in_bytes(memory_bytes)}) and {in_bytes(fetched_bytes)} more on disk "
             f"({cache} has {in_bytes(free_bytes)} free); {advice}."
         )
-    tell(f"{repo}: fetching {in_bytes(fetched_bytes)} into {cache}")
+    text = f"{repo}: fetching {in_bytes(fetched_bytes)} into {cache}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -233,7 +223,7 @@ def main() -> int:
         memory_bytes, setting = args.memory_bytes, args.setting
         print(find(name, token=token, memory_bytes=memory_bytes, setting=setting))
     except FetchError as error:
-        tell(str(error))
+        print(error, file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -92,20 +92,17 @@ def read_object(payload: bytes) -> Mapping[str, Any]:
 
 def conversation_by_body(body: Mapping[str, Any]) -> str:
     """A digest of the session id in a body or, without one, of the user's first words."""
-    words = find_session_id(body) or find_first_words(body)
-    return digest_of(words) if words else ""
-
-
-def find_session_id(body: Mapping[str, Any]) -> str:
     metadata = body.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
-    for fields in (body, metadata):
-        for name in SESSION_FIELDS:
-            if isinstance(fields.get(name), str) and fields[name]:
-                return str(fields[name])
-    match = CLAUDE_SESSION.search(str(metadata.get("user_id", "")))
-    return (match[1] or match[2]) if match else ""
+    values = [
+        fields.get(name) for fields in (body, metadata) for name in SESSION_FIELDS
+    ]
+    if match := CLAUDE_SESSION.search(str(metadata.get("user_id", ""))):
+        values.append(match[1] or match[2])
+    session_id = next((v for v in values if isinstance(v, str) and v), "")
+    words = session_id or find_first_words(body)
+    return digest_of(words) if words else ""
 
 
 def find_first_words(body: Mapping[str, Any]) -> str:

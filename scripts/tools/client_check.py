@@ -281,8 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10, help="longest turn")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
-    if CLIENTS[args.name].missing():
-        print(CLIENTS[args.name].how_to_install(), file=sys.stderr)
+    if parts := CLIENTS[args.name].missing():
+        install = f"CLIENTS_HOME={drive.CLIENTS} scripts/tools/clients/install.sh"
+        print(f"to install: {install} {' '.join(parts)}", file=sys.stderr)
         return 2
     try:
         server = agent_steps.Server(args.url, model=args.model, key=args.key)

@@ -25,7 +25,6 @@ import launch
 from litellm_beside import end_group
 
 CLIENTS = Path(os.environ.get("CLIENTS_HOME") or Path.home() / "clients").resolve()
-INSTALL = "scripts/tools/clients/install.sh"
 FILES = {
     "notes.txt": "Project notes.\nThe code word is falcon.\nDeadline: none.\n",
     "src/app.py": 'def main():\n    print("hello from app")\n\n\nmain()\n',
@@ -119,10 +118,6 @@ class Client:
     def missing(cls) -> list[str]:
         parts = ("node24", *cls.PARTS)
         return [part for part in parts if not (CLIENTS / part).exists()]
-
-    @classmethod
-    def how_to_install(cls) -> str:
-        return f"to install: CLIENTS_HOME={CLIENTS} {INSTALL} {' '.join(cls.missing())}"
 
     def folder(self, server: str) -> Path:
         """Where the client works for this server."""
