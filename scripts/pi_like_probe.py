@@ -98,7 +98,6 @@ def drops_thinking(server: Server, reply: Reply) -> bool:
 
 # PI ----------------------------------------------------------------------------------------------
 
-
 TEXT: Final[Body] = {"type": "string"}
 NUMBER: Final[Body] = {"type": "number"}
 CHANGE: Final[Body] = {
@@ -269,9 +268,8 @@ def judge(
     steps = {name: (counters or {}).get(name) for name in STILL}
     steps[f"{STILL_LATER} from turn 2 on"] = (later or {}).get(STILL_LATER)
     for name, step in steps.items():
-        if step is None:
-            continue
-        checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
+        if step is not None:
+            checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
     return checks
 
 
@@ -347,17 +345,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def server_with_status(server: Server, options: argparse.Namespace) -> Server:
-    """Of LiteLLM beside start-llm it is start-llm."""
-    settings = read_settings()
-    parts = urllib.parse.urlsplit(server.url)
-    is_local = parts.hostname in LOOPBACK
-    if is_local and str(parts.port) == settings.get("PROXY_PORT", "4000"):
-        url = place_of(settings).url
-        return Server(url, model="any", key=options.api_key)
-    return server
-
-
 def probe(options: argparse.Namespace) -> Report:
     """Raises CannotAsk."""
     nonce = secrets.token_hex(8)
@@ -368,7 +355,12 @@ def probe(options: argparse.Namespace) -> Report:
     agent = Agent(
         nonce, role=options.role, head_chars=options.head_chars, image_url=image_url
     )
-    shown = server_with_status(server, options)
+    shown = server  # whose status page is read: of LiteLLM beside start-llm that one
+    settings = read_settings()
+    parts = urllib.parse.urlsplit(server.url)
+    proxy_port = settings.get("PROXY_PORT", "4000")
+    if parts.hostname in LOOPBACK and str(parts.port) == proxy_port:
+        shown = Server(place_of(settings).url, model="any", key=options.api_key)
     old_counters = first_counters = read_counters(shown)
     turns: list[Turn] = []
     for _ in tracked(range(options.turns), "turns"):

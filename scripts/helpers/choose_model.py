@@ -522,10 +522,8 @@ def describe_room(machine: Machine, model: Model) -> list[str]:
 
 def describe_agents(context: int) -> str:
     """The agents that can work in so many tokens of context."""
-    for n_work, task in (
-        (HOUR_TOKENS, "an hour of work and more"),
-        (CALL_TOKENS, "short tasks"),
-    ):
+    tasks = {HOUR_TOKENS: "an hour of work and more", CALL_TOKENS: "short tasks"}
+    for n_work, task in tasks.items():
         agents = clients_with_room(context, n_work=n_work)
         if agents == [client.title for client in CLIENTS.values()]:
             return f": {task} with any agent"

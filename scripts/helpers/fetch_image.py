@@ -99,7 +99,6 @@ def too_late(_number: int, _frame: object) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     signal.signal(signal.SIGALRM, too_late)
     signal.alarm(math.ceil(MAX_SECONDS))
     try:

@@ -727,8 +727,7 @@ def explain_compaction(name: str, target: Target) -> str:
 
     others = {}
     if client.small_prompt:
-        n_small = client.count_work(replace(target, is_small=True))
-        others[f"{name} --small"] = n_small
+        others[f"{name} --small"] = client.count_work(replace(target, is_small=True))
     others["pi"] = CLIENTS["pi"].count_work(target)
     better = [f"`launch {c}` after {n:,}" for c, n in others.items() if n > n_work]
     advice = f"; {' and '.join(better)}" if better else ""

@@ -135,8 +135,6 @@ GOOGLE_STATUS: Final = {
     404: "NOT_FOUND",
     503: "UNAVAILABLE",
 }
-
-
 ANTHROPIC_KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -292,7 +290,7 @@ class HeldBody:
     async def read(self, receive: Receive) -> bytes:
         """All that a client sends. Raises ClientDisconnect, and Refusal: a 413, or a 503."""
         parts = []
-        async for part in body_parts(receive):
+        async for part in Request({"type": "http"}, receive).stream():
             parts.append(part)
             self.n_bytes += len(part)
             self.of_all.n_bytes += len(part)
@@ -442,14 +440,23 @@ class Gate:
     def _request_to(
         self, server: Replica, scope: Scope, body: ClientBody
     ) -> httpx.Request:
-        """A client's request as a server gets it. Raises Refusal."""
+        """A client's request as a server gets it. Raises Refusal.
+
+        Left out are headers of its connection, its key and its page, which are checked.
+        """
+        left_out = [*CONNECTION_HEADERS, *KEY_HEADERS, b"expect", b"origin"]
+        if scope["method"] != "POST":  # then it goes on without a body
+            left_out.append(b"content-length")
+        headers = [header for header in scope["headers"] if header[0] not in left_out]
+        if server.key:
+            headers.append((b"authorization", b"Bearer " + server.key.encode()))
         query = scope["query_string"].decode("latin-1")
         target = scope["path"] + (f"?{query}" if query else "")
         try:
             return self.client.build_request(
                 scope["method"],
                 f"{server.url}{target}",
-                headers=headers_for_server(scope, server.key),
+                headers=headers,
                 content=body if scope["method"] == "POST" else None,
             )
         except httpx.InvalidURL:
@@ -681,11 +688,6 @@ def check_key(scope: Scope, key: str) -> Scope:
 # -- requests --------------------------------------------------------------------------
 
 
-def body_parts(receive: Receive) -> AsyncIterator[bytes]:
-    """Those of a body as it comes. Raises ClientDisconnect: the client has left."""
-    return Request({"type": "http"}, receive).stream()
-
-
 class ClientBody:
     """The parts of a body while they come."""
 
@@ -695,7 +697,7 @@ class ClientBody:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Each part. Raises ClientDisconnect."""
-        async for part in body_parts(self._receive):
+        async for part in Request({"type": "http"}, self._receive).stream():
             yield part
         self._was_read.set()
 
@@ -734,20 +736,6 @@ async def wait_for_ever() -> Message:
     """A client that neither sends more nor leaves."""
     await anyio.sleep_forever()
     raise AssertionError
-
-
-def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes]]:
-    """A client's headers, but for its connection, its key and its page, which are checked.
-
-    A body goes on with a POST alone, so other methods have no length.
-    """
-    left_out = [*CONNECTION_HEADERS, *KEY_HEADERS, b"expect", b"origin"]
-    if scope["method"] != "POST":
-        left_out.append(b"content-length")
-    headers = [header for header in scope["headers"] if header[0] not in left_out]
-    if server_key:
-        headers.append((b"authorization", b"Bearer " + server_key.encode()))
-    return headers
 
 
 def parse_body(payload: bytes) -> Any:
@@ -856,12 +844,19 @@ def explain_failure(call: ServerCall, path: str) -> Refusal:
     if not call.was_sent:
         sentence = "LiteLLM cannot make a chat of this body: one of its fields is wrong"
         return Refusal(400, sentence)
-    error = read_error(call.error) if call.error is not None else None
-    if call.error is None or error is None:
+    error: Any = None
+    if call.error is not None:
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            error = call.error.json()["error"]
+    if call.error is None or not isinstance(error, dict):
+        return refusal_for_lost(call.server)
+    # Of start-llm's form all are texts, or null.
+    texts = {name: text for name, text in error.items() if isinstance(text, str)}
+    if "message" not in texts:
         return refusal_for_lost(call.server)
 
-    parameter = error.get("param")
-    sentence = error["message"]
+    parameter = texts.get("param")
+    sentence = texts["message"]
     names = GOOGLE_NAMES if GOOGLE_PATH.fullmatch(path) else RESPONSE_NAMES
     if parameter in names:
         _, colon, fault = sentence.partition(f"{parameter}: ")
@@ -872,21 +867,9 @@ def explain_failure(call: ServerCall, path: str) -> Refusal:
         call.error.status_code,
         sentence,
         parameter=parameter,
-        code=error.get("code"),
+        code=texts.get("code"),
         headers={name: sent[name] for name in ("retry-after",) if name in sent},
     )
-
-
-def read_error(response: httpx.Response) -> Mapping[str, str] | None:
-    """The texts of the error in a response; None if it has none of start-llm's form."""
-    try:
-        body = response.json()
-    except (ValueError, RecursionError):
-        return None
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return None
-    return {name: text for name, text in error.items() if isinstance(text, str)}
 
 
 # -- inside LiteLLM --------------------------------------------------------------------

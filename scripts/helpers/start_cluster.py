@@ -90,12 +90,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
         epilog="All other options are the server's. See docs/outgrowing.md.",
         allow_abbrev=False,
     )
+    text = "addresses of the machines; the first is rank 0, which clients ask"
     parser.add_argument(
-        "--hosts",
-        required=True,
-        type=ip_addresses,
-        metavar="IP,IP",
-        help="addresses of the machines; the first is rank 0, which clients ask",
+        "--hosts", required=True, type=ip_addresses, metavar="IP,IP", help=text
     )
     number: dict[str, Any] = {"type": int, "metavar": "N"}
     text = "processes on each host (1)"
@@ -206,7 +203,6 @@ def stop_ranks(processes: Sequence[psutil.Popen]) -> None:
 
 
 def main() -> int:
-    """Check the machines, then start the ranks. Returns the exit status."""
     options, rest = read_arguments(sys.argv[1:])
     try:
         hosts = [host for host in options.hosts for _ in range(options.ranks)]

@@ -191,7 +191,15 @@ class CaptureProxy:
             )
             async with client, anyio.create_task_group() as group:
                 group.start_soon(response.cancel_when_left, receive, group.cancel_scope)
-                passed = self._request_to(request, path, payload)
+                headers = request.headers
+                kept = [pair for pair in headers.items() if pair[0] not in NOT_PASSED]
+                has_body = "content-length" in headers or "transfer-encoding" in headers
+                passed = httpx.Request(
+                    request.method,
+                    self.upstream.rstrip("/") + path,
+                    headers=[*kept, ("accept-encoding", "identity")],
+                    content=payload if has_body else None,
+                )
                 try:
                     await response.relay(await client.send(passed, stream=True), send)
                 except httpx.HTTPError as error:
@@ -210,17 +218,6 @@ class CaptureProxy:
             f"#{record['seq']} {record['method']} {record['path']} {response.status}"
             f" after {told['end_seconds']:.3f} s {response.trouble}",
             file=sys.stderr,
-        )
-
-    def _request_to(self, request: Request, path: str, payload: bytes) -> httpx.Request:
-        passed = [pair for pair in request.headers.items() if pair[0] not in NOT_PASSED]
-        framing = ("content-length", "transfer-encoding")
-        has_body = any(name in request.headers for name in framing)
-        return httpx.Request(
-            request.method,
-            self.upstream.rstrip("/") + path,
-            headers=[*passed, ("accept-encoding", "identity")],
-            content=payload if has_body else None,
         )
 
 

@@ -167,7 +167,6 @@ def check_attributes(section: Section, owners: dict[str, set[str]]) -> Iterator[
 
 
 def main() -> int:
-    """Print all faults; the exit status."""
     source = SOURCE.read_text(encoding="utf-8")
     pages = [page.read_text(encoding="utf-8") for page in LESSONS.glob("*.md")]
     faults = check_layout(source, "\n".join(pages))

@@ -57,8 +57,6 @@ WORDS: Final = (
     "Now show out.txt with `cat` and tell me how many lines it has.",
     "Say goodbye in one short sentence, without tools.",
 )
-
-
 SESSION_HEADERS: Final = (
     *("x-claude-code-session-id", "x-claude-code-agent-id", "x-session-id"),
     *("session-id", "thread-id"),
@@ -66,9 +64,6 @@ SESSION_HEADERS: Final = (
 SESSION_IN_USER: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')
 VARIES: Final = re.compile(r"[0-9a-fA-F-]*\d[0-9a-fA-F-]*")  # ids, times, numbers
 THOUGHT: Final = re.compile(r"\A\s*<think>[\s\S]*?</think>")
-
-
-# Conversations -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +155,6 @@ def follow(exchanges: Iterable[Exchange]) -> list[list[Prompt]]:
             else:
                 talks.append([prompt])
     return talks
-
-
-# Figures -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,17 +32,6 @@ ARTIFACTS: Final = {  # a file of the folder: the repository that has it, and it
 }
 
 
-def fetch(path: Path, repository: str, file: str) -> None:
-    """Write a file. Raises OSError, of which the hub's own errors are kinds, or ValueError."""
-    text = Path(hf_hub_download(repository, file)).read_text(encoding="utf-8")
-    if file == "tokenizer_config.json":
-        text = json.loads(text).get("chat_template")
-        if not isinstance(text, str):
-            raise ValueError(f"{file} has no chat_template")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = os.environ.get("MODEL_ARTIFACTS") or str(ROOT / ".artifacts")
@@ -51,10 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     n_faults = 0
     for name, (repository, file) in ARTIFACTS.items():
+        path = folder / name
         try:
-            if not (folder / name).exists():
-                fetch(folder / name, repository, file)
-        except (OSError, ValueError) as error:
+            if path.exists():
+                continue
+            text = Path(hf_hub_download(repository, file)).read_text(encoding="utf-8")
+            if file == "tokenizer_config.json":
+                text = json.loads(text).get("chat_template")
+                if not isinstance(text, str):
+                    raise ValueError(f"{file} has no chat_template")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
             n_faults += 1
             reason = str(error).strip().partition("\n")[0]
             print(f"{name} from {repository}: {reason}", file=sys.stderr)

@@ -38,7 +38,6 @@ CONTEXT = 131_072  # tokens
 
 Settings = dict[str, Any]
 
-
 CHIP = "arm64" if platform.machine() in ("arm64", "aarch64") else "x64"
 PLATFORM = f"{platform.system().lower()}-{CHIP}"  # as npm calls it
 CODEX_TARGETS = {  # as Rust calls them
