@@ -10877,7 +10877,7 @@ class KVFiles:
         self._written_bytes: Counter[int] = Counter()  # by day
         self._retry_at = 0.0  # on the clock of time.monotonic()
         os.utime(lock_file.name)  # see _find_folders
-        # Half written files; safetensors writes to another one before that has its name.
+        # Half written ones; safetensors itself writes to a file `.tmp...` first.
         for pattern in ("*" + _NEW_SUFFIX, ".tmp*"):
             for path in self.folder.glob(pattern):
                 with suppress(OSError):
