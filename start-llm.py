@@ -17855,10 +17855,12 @@ class Scheduler(ModelResources):
         if self.waiting:
             self._admit_waiting(now)
 
-        began = self._now()
-        for batch in self._decoding_batches(now):
-            self._decode(batch)
-        self.policy.charge_decode(self._now() - began)
+        batches = self._decoding_batches(now)
+        if batches:
+            began = self._now()
+            for batch in batches:
+                self._decode(batch)
+            self.policy.charge_decode(self._now() - began)
         if self.prefilling:
             self._prefill_next(now)
 

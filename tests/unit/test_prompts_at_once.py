@@ -149,6 +149,17 @@ def test_short_prompts_that_come_together_start_together(speed, lengths, has_str
     assert handles[0].longest_pause <= 1.5
 
 
+def test_where_padding_costs_less_than_a_step_an_idle_model_reads_both_in_one_call():
+    desk = Desk(COSTS["slow"])
+    desk.submit(40, 20)
+    desk.finish()  # so it is known how long a step takes
+
+    handles = [desk.submit(length, 20) for length in (30, 55)]
+    desk.finish()
+
+    assert handles[0].first_token == handles[1].first_token
+
+
 @pytest.mark.parametrize("speed", COSTS)
 def test_a_stream_beside_prompts_of_unlike_lengths_pauses_for_a_second_and_a_half(
     speed,
