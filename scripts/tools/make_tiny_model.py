@@ -391,8 +391,10 @@ class Planter:
         layer = int(parts[parts.index("layers") + 1]) if "layers" in parts else 0
         if leaf.endswith("norm"):
             return self._norm(leaf, layer, shape)
-        if leaf in {"embed_tokens", "lm_head"}:
-            return self._vocabulary(leaf, shape)
+        if leaf == "embed_tokens":
+            return self._embedding(shape)
+        if leaf == "lm_head":
+            return self._head(shape)
         if leaf == "A_log":  # memories of about 10 to 10000 tokens
             return np.log(np.geomspace(0.1, 1e-4, shape[0])).astype(np.float32)
         if leaf in {"dt_bias", "sinks"} or parts[-1] == "bias":
@@ -423,17 +425,15 @@ class Planter:
             values = residual.row(state=1.0 if leaf == "norm" else 0.0, random=random)
         return values - 1 if gemma else values
 
-    def _vocabulary(self, leaf: str, shape: tuple[int, ...]) -> Array:
-        values = self._normal(leaf, shape)
-        if leaf == "embed_tokens":
-            values *= EMBEDDING_SCALE
-            values[:, : self.residual.n_states] = 0
-            states = self.states.of_token
-            values[np.arange(shape[0]), states] = self.residual.state_value
-            gemma = self.residual.recipe.kind == "gemma3_text"
-            return values / math.sqrt(shape[1]) if gemma else values
+    def _embedding(self, shape: tuple[int, ...]) -> Array:
+        values = self._normal("embed_tokens", shape) * EMBEDDING_SCALE
+        values[:, : self.residual.n_states] = 0
+        values[np.arange(shape[0]), self.states.of_token] = self.residual.state_value
+        gemma = self.residual.recipe.kind == "gemma3_text"
+        return values / math.sqrt(shape[1]) if gemma else values
 
-        values /= math.sqrt(self.residual.n_random)
+    def _head(self, shape: tuple[int, ...]) -> Array:
+        values = self._normal("lm_head", shape) / math.sqrt(self.residual.n_random)
         scale = self.residual.random_scale(self.residual.recipe.layers)
         normed_state = self.residual.state_value / self.residual.norm(scale)
         values[:, : self.residual.n_states] = self.states.following / normed_state
