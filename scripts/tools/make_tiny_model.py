@@ -310,6 +310,11 @@ class States:
     # (vocabulary, n_states): logit of a token after a state, in word spreads
     following: Array
 
+    @property
+    def n(self) -> int:
+        """How many states there are, and so how many residual dimensions are reserved."""
+        return int(self.following.shape[1])
+
     @classmethod
     def from_grammar(cls, tokenizer: Any, vocabulary: int) -> States:
         """Number the states: slots that allow the same to follow share one; 0 is the default."""
@@ -571,8 +576,7 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     config = model_config(recipe, vocabulary, eos)
     states = States.from_grammar(tokenizer, vocabulary)
-    n_states = int(states.following.shape[1])
-    planter = Planter(states, Residual(recipe, n_states))
+    planter = Planter(states, Residual(recipe, states.n))
     # Every parameter that mlx-lm wants; MLX computes none of them.
     architecture = importlib.import_module(f"mlx_lm.models.{recipe.kind}")
     model = architecture.Model(architecture.ModelArgs.from_dict(config))
