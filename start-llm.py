@@ -20128,8 +20128,8 @@ class ToolCallFormat(NamedTuple):
 #              words, and a last bracket that was forgotten. Broken are single quotes,
 #              .5, NaN, TRUE, a line break in a key, a key of over 999 letters, and an
 #              unknown member after the arguments.
-#  2 Tags      TaggedArguments reads a tag, its value, a tag ... or, where a model writes
-#              JSON in the place of the tags, a JsonArguments.
+#  2 Tags      TaggedArguments reads a tag, its value, a tag ... If JSON stands in the
+#              place of the tags, a JsonArguments reads that.
 #  3 Values    TaggedValue reads a bare value, which may have tags in it.
 #
 # Any chunking gives the same: a partial match waits for more text (CALL TEXT), and a
@@ -20187,8 +20187,8 @@ _JSON_PARTS: Final = {
     "RUNAWAY": r"[ \t\r\n]{401}",  # a model that writes blanks for ever
 }
 
-# A value, of an array or a string its first letter. A number or a word is certain once
-# something follows it.
+# How a value begins: its bracket or quote; or a whole number or word, which is certain
+# once something follows it.
 _VALUE: Final = r"""
     (?P<open> [{\["] ) | (?P<word> [\w.+-]{1,200} ) (?= \s* [,;}\]"<] )
 """
@@ -20206,20 +20206,10 @@ _NEXT: Final = {
     for closer, key in {"}": r"(?P<key> KEY ) (?P<colon> \s* : \s* )", "]": ""}.items()
 }
 
-# Models leave quotes inside a string as they are (L-86), so what follows a quote decides:
-# it ends the string, by one of these patterns; or is in doubt; or else is a letter of it,
-# as in print("hi") and f("a", "b"). The price is the one exception to the law: of
+# Models leave quotes inside a string as they are (L-86), so what follows a quote decides.
+# In this order: it is in doubt; or ends the string; or else is a letter of it, as in
+# print("hi") and f("a", "b"). The price is the one exception to the law: of
 # "path": "a.md", "force", "n": 5 the path is a.md", "force.
-_STRING_ENDS: Final = {
-    "}": r"""
-        \s* (?: [}\]] | CALL_TAG )              # "hi"}    "hi"</tool_call>
-      | \s* [,;] \s* (?: [}\],;] | CALL_TAG )   # "hi",}    "hi",,
-      | \s* [,;\s] \s* KEY \s* [^\s),.]         # "hi", "n":    "hi" "n":
-    """,
-    "]": r"""
-        \s* (?: [}\],;"] | CALL_TAG )           # "hi", 5    "hi"]    "hi" "ho"
-    """,
-}
 _IN_DOUBT: Final = {
     "}": r"""
         RUNAWAY
@@ -20229,6 +20219,16 @@ _IN_DOUBT: Final = {
       | \s* [,;] \s* '? \w{1,99} '? \s* :     # "hi", n: 5    "hi", 'n': 5
     """,
     "]": r"RUNAWAY | \s* :",
+}
+_STRING_ENDS: Final = {
+    "}": r"""
+        \s* (?: [}\]] | CALL_TAG )              # "hi"}    "hi"</tool_call>
+      | \s* [,;] \s* (?: [}\],;] | CALL_TAG )   # "hi",}    "hi",,
+      | \s* [,;\s] \s* KEY \s* [^\s),.]         # "hi", "n":    "hi" "n":
+    """,
+    "]": r"""
+        \s* (?: [}\],;"] | CALL_TAG )           # "hi", 5    "hi"]    "hi" "ho"
+    """,
 }
 _STRING_PART: Final = {
     closer: compile_pattern(
