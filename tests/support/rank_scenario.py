@@ -71,7 +71,8 @@ def digest_of(scheduler):
     running = [
         [
             *(r.request.request_id, r.num_computed_tokens, r.output_ids),
-            *(r.prefill_speed, r.slice_ends, r.began_at, r.handle.times),
+            *(r.prefill_speed, r.slice_ends, sorted(r.awaited_ends)),
+            *(r.began_at, r.handle.times),
         ]
         for r in scheduler.running
     ]
