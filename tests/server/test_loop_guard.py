@@ -7,7 +7,7 @@ import pytest
 import start_llm as s
 from nights import at_night
 from scripted_replies import force_tokens, with_processor
-from server_fixture import SYSTEM, Served, user
+from server_fixture import SYSTEM, Served, user, wait_until
 from tiny_models import DENSE, tiny_model
 
 LOOP = 'it goes on {"path": "a"}, and on, '
@@ -23,12 +23,21 @@ def answer(served, monkeypatch, ids, *, max_tokens, guard):
     """What a client gets of a reply that is these tokens, and how its request ended."""
     config = served.state.config.model_copy(update={"loop_guard_tokens": guard})
     choose = s._token_choice
+    put = s.RequestHandle.put
+
+    def put_and_wait(handle, event):
+        """So the model is not ahead of the connection, which guards, however busy that is."""
+        put(handle, event)
+        wait_until(handle._events.empty)
+
     with monkeypatch.context() as patch:
         patch.setattr(
             s,
             "_token_choice",
             lambda request: with_processor(choose(request), request, force_tokens(ids)),
         )
+        if guard:
+            patch.setattr(s.RequestHandle, "put", put_and_wait)
         object.__setattr__(served.state, "config", config)
         exchange = served.ask([SYSTEM, user("Go")], max_tokens=max_tokens)
     return exchange, served.state.stores.recent[-1]["finish"]
