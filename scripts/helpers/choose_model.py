@@ -27,8 +27,7 @@ from typing import Final
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from count_kv import KVBytes, count_kv_bytes
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants, get_session
 from launch import CALL_TOKENS, CLIENTS, HOUR_TOKENS, clients_with_room, say
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -385,15 +384,14 @@ def ask_hub_for_size(name: str) -> int | None:
 
     Raises what the hub's client raises.
     """
-    hub = HfApi(token=False)
-    try:
-        info = hub.model_info(name, files_metadata=True, timeout=NETWORK_SECONDS)
-    except HfHubHTTPError as error:
-        if error.response.status_code in GONE:
-            return None
-        raise
-    weights = [f for f in info.siblings if f.rfilename.endswith(".safetensors")]
-    return sum(file.size or 0 for file in weights)
+    # Not by its HfApi, which would print the hub's advice on tokens between our lines.
+    url = f"{constants.ENDPOINT}/api/models/{name}?blobs=true"
+    response = get_session().get(url, timeout=NETWORK_SECONDS)
+    if response.status_code in GONE:
+        return None
+    files = response.raise_for_status().json()["siblings"]
+    weights = [f for f in files if f["rfilename"].endswith(".safetensors")]
+    return sum(file.get("size") or 0 for file in weights)
 
 
 # Ask --------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class Hub(BaseHTTPRequestHandler):
         ]
         self.send_response(self.status_of_gone if is_gone else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"id": name, "siblings": files}).encode())
+        self.wfile.write(json.dumps({"siblings": files}).encode())
 
     def log_message(self, *_):
         pass
