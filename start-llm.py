@@ -16359,6 +16359,9 @@ class RunningRequest:
             head_end=min(request.checkpoint_positions, default=0),
             is_background=request.is_background,
         )
+        # Of the buffers that it goes on in. Those of a longer entry have more places
+        # than its prompt needs.
+        self.cached_bytes = 0 if span is None else span.nbytes
         if span is not None:
             try:
                 load_span(self.layer_caches, span)
@@ -16864,16 +16867,23 @@ class MemoryBudget:
         n_places = (shares.kv - self.prompt_bytes(0)) // max(token_bytes, 1)
         self.capacity_tokens = n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
-    def prompt_bytes(self, n_prompt: int) -> int:
-        """What a request will hold when its prompt is read: KV, and its own state."""
+    def prompt_bytes(self, n_prompt: int, *, cached_bytes: int = 0) -> int:
+        """What a request will hold when its prompt is read: KV, and its own state.
+
+        `cached_bytes`: of buffers that it has already.
+        """
         n_places = count_places(n_prompt)
-        return n_places * self.spec.token_bytes + self.spec.count_state_bytes(n_places)
+        kv_bytes = max(n_places * self.spec.token_bytes, cached_bytes)
+        return kv_bytes + self.spec.count_state_bytes(n_places)
 
     def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
         """What running requests hold, or will when their prompts are read."""
         batch_bytes = sum(batch.nbytes for batch in collect_batches(requests))
-        prefilling = [running for running in requests if running.batch is None]
-        return batch_bytes + sum(self.prompt_bytes(r.n_prompt) for r in prefilling)
+        return batch_bytes + sum(
+            self.prompt_bytes(r.n_prompt, cached_bytes=r.cached_bytes)
+            for r in requests
+            if r.batch is None
+        )
 
     def make_room(
         self,
@@ -17911,7 +17921,9 @@ class Scheduler(ModelResources):
                 return "deadline"
         elif not handle.is_second_try:  # for which the model had time before
             max_seconds = self.config.queue_timeout_seconds or math.inf
-            if now - handle.submitted_at > max_seconds:
+            is_late = now - handle.submitted_at > max_seconds
+            # Nor one that was put back after it had been read in part.
+            if is_late and "prefill" not in handle.times.seconds(now):
                 return Overloaded(
                     "it waited for the model longer than QUEUE_TIMEOUT_SECONDS"
                     f" ({max_seconds:g})"

@@ -253,6 +253,29 @@ def test_who_parts_from_a_large_line_takes_its_buffers(bench, rng):
     assert is_exact(b, "qwen3", ticket, ids)
 
 
+def test_memory_budget_counts_all_of_the_buffers_that_a_request_takes_over(
+    bench, monkeypatch, rng
+):
+    monkeypatch.setattr(s.PrefillPolicy, "may_interrupt", lambda _, *, is_short: False)
+    b = bench("qwen3")
+    past = words(rng, 4000)
+    b.ask(past, n=4)
+    decoding = b.submit(words(rng, 200), n=100_000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    parting = b.submit(past[:2100] + words(rng, 20))
+    wait_until(lambda: b.engine.report["prefilling"] == 1)
+
+    def measure(scheduler):
+        (running,) = scheduler.prefilling
+        counted_bytes = scheduler.budget.running_bytes([running])
+        return counted_bytes, s.count_kv_bytes(running.layer_caches)
+
+    counted_bytes, held_bytes = b.engine.call(measure)
+    assert counted_bytes == held_bytes
+    decoding.stop_reason = "cancelled"
+    check_all_finish(b, [decoding, parting])
+
+
 def test_nothing_is_evicted_for_a_join_that_cannot_be(bench, rng):
     b = bench("qwen3", memory_limit_bytes=6 << 20)  # why(L-73)
     capacity = b.engine.report["capacity_tokens"]
@@ -843,7 +866,7 @@ def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
         return has_begun and all(handle.times.phase == "queued" for handle in handles)
 
     monkeypatch.setattr(s.PrefillPolicy, "may_interrupt", may_interrupt)
-    b = bench(kind, prefill_step_size=64)
+    b = bench(kind, prefill_step_size=64, queue_timeout_seconds=300.0)
     past = words(rng, 300)
     reply, _, _ = b.ask(past)
     running = b.submit(words(rng, 200), n=100_000)
@@ -859,6 +882,8 @@ def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
         with monkeypatch.context() as patch:
             patch.setattr(scheduler.budget, "find_excess", lambda _: excess.pop())
             scheduler.hold_limit()
+        if has_begun:  # the model had time for it
+            admitted.submitted_at -= 600  # as if it had come before that
         return list(scheduler.waiting)
 
     assert b.engine.call(hold_limit) == [admitted]
