@@ -14635,8 +14635,8 @@ class TokenGenerator:
 #     call: <[1110]> <[198]> <[27]> <[360]> <[28]> <[486]> <[966]> arguments0
 #     arguments0: "<parameter=" keys0_0
 #     keys0_0: "path>\n" value3 "\n" <[1111]>
-#     value3[lazy]: (TEXT1 /\n/ | TEXT1 & /(?s:(.*[^\n])?)/) END2
-#     END2: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
+#     value3[lazy]: (TEXT1 /\n/ | TEXT1 & /(?s:(.*[^\n])?)/) CLOSING2
+#     CLOSING2: /<\/parameter>[ \t\r\n]{0,400}<\/function>/
 #     TEXT1: /(?s:.{0,})/
 #     BLANKS: /[ \t\r\n]{1,8}/
 #
@@ -14649,9 +14649,9 @@ class TokenGenerator:
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
 # Tags, and the opening of a call, are written as the tokens that the model was trained
-# on; all else may be cut as it likes. value3 is a text and its end: the first
+# on; all else may be cut as it likes. value3 is a text and its closing: the first
 # </parameter> after which the call goes on, as CALL ARGUMENTS reads it, for a file may
-# have such tags in it. So </function> belongs to the end. The line break before
+# have such tags in it. So </function> belongs to the closing. The line break before
 # </parameter> is no part of the text; models leave it out.
 #
 #  1 Calls         What a call consists of. CALL FORMS makes it of a tool's schema.
@@ -14703,10 +14703,10 @@ class ArgumentList(NamedTuple):
     arguments: tuple[Argument, ...]
     close: str  # </parameter>
     is_on_lines: bool  # a line break before `close` is no part of the value
-    end: str  # </function>\n</tool_call>
-    # A pattern of what CALL ARGUMENTS takes for the end of a text, and `end` is not:
-    # </parameter>\n</function>\nDone. If an argument must follow, a text does not have
-    # it, unless <parameter stands before it, as in a file of XML.
+    call_end: str  # </function>\n</tool_call>
+    # A pattern of what else CALL ARGUMENTS takes for the end of a text or of the call:
+    # </parameter>\n</function>\nDone. If an argument must follow, no text has it, unless
+    # <parameter stands before it, as in a file of XML.
     early_end: str
 
 
@@ -14835,7 +14835,7 @@ class _GrammarText:
     """The rules of one grammar, by name, each after those that it is made of.
 
     A rule whose name is in capitals, or with [lazy], is one piece of text for llguidance.
-    Of two that may come it takes the one that can go on.
+    Where one piece is complete and another may go on, it takes the other.
     """
 
     def __init__(
@@ -14854,9 +14854,8 @@ class _GrammarText:
         self._names: dict[str, str] = {}  # by rule, of those of _named()
         self._n_characters = 0
         self._numbers = count()
-        self._encode = lru_cache(maxsize=None)(
-            encode
-        )  # of the same tags again and again
+        # The same tags come again and again.
+        self._encode = lru_cache(maxsize=None)(encode)
 
         self._add("BLANKS", r"/[ \t\r\n]{1,8}/")
         if reply is not None:
@@ -14914,10 +14913,11 @@ class _GrammarText:
 
             "<parameter=" keys0_0
             keys0_0: "path>\\n" (value5 "\\n" <[2]> | value7 keys0_1)
-            keys0_1: "n>\\n" schema1 END2 "\\n" <[2]>
+            keys0_1: "n>\\n" schema1 CLOSING2 "\\n" <[2]>
 
-        value5 ends with </parameter> and </function>, value7 with </parameter> and
-        <parameter=. If path may be left out:
+        keys0_1 is what follows <parameter=, from the second argument on. value5 ends with
+        </parameter> and </function>, value7 with </parameter> and <parameter=. If path
+        may be left out:
 
             ("</function>" "\\n" <[2]> | "<parameter=" keys0_0)
             keys0_0: "path>\\n" (value5 "\\n" <[2]> | value7 keys0_1) | keys0_1
@@ -14925,7 +14925,7 @@ class _GrammarText:
         name = f"keys{next(self._numbers)}"
         # What may come next, by its first tag: the end of the call after the last
         # argument, the rest of an argument before it.
-        end_tag, bracket, rest = part.end.partition(">")
+        end_tag, bracket, rest = part.call_end.partition(">")
         next_rules = {end_tag + bracket: self._spell(rest)}
         for index, argument in reversed([*enumerate(part.arguments)]):
             value = self._argument_value(argument, part, next_rules)
@@ -14945,64 +14945,64 @@ class _GrammarText:
     def _argument_value(
         self, argument: Argument, part: ArgumentList, next_rules: Mapping[str, str]
     ) -> str:
-        """A value, its end, and what follows: one of `next_rules`, after its tag.
+        """A value, its closing, and what follows: one of `next_rules`, after its tag.
 
-        value5 "\\n" <[2]> | value7 keys0_1               Qwen: the end has that tag
-        TEXT1 <[6]> BLANKS? (<[2]> | <[3]> keys0_1)       GLM: it is </arg_value> alone
+        A closing is the closing tag, and if it can be, with the tag that comes next:
+
+            value5 "\\n" <[2]> | value7 keys0_1            Qwen
+            TEXT1 <[6]> BLANKS? (<[2]> | <[3]> keys0_1)    GLM: these tags are tokens
         """
-        # By what ends the value, the rule of what follows that.
-        endings = {f"{part.close}\n{tag}": rule for tag, rule in next_rules.items()}
+        # By its tags, what follows.
+        closings = {f"{part.close}\n{tag}": rule for tag, rule in next_rules.items()}
         if any(map(self._is_token, next_rules)):  # no token can be a part of a text
-            endings = {part.close: f"BLANKS? {self._follow(next_rules)}"}
+            closings = {part.close: f"BLANKS? {self._follow(next_rules)}"}
 
         ways: list[str] = []
         for value in argument.values:
             content = self._part(value)
             if not isinstance(value, TextValue):
                 line_break = r"\n?" if part.is_on_lines else ""
-                ends = [f"{self._end(e, line_break)} {endings[e]}" for e in endings]
+                ends = [f"{self._close(c, line_break)} {closings[c]}" for c in closings]
                 ways.append(f"{content} {_one_of(ends)}")
                 continue
             if next_rules.keys() == {part.key_start}:
                 content = self._without_early_end(content, part)
-            for end, rule in endings.items():
-                ways.append(f"{self._text_and_end(content, end, part)} {rule}")
+            for tags, rule in closings.items():
+                ways.append(f"{self._closed_text(content, tags, part)} {rule}")
         return _one_of(ways)
 
     def _without_early_end(self, text: str, part: ArgumentList) -> str:
         """The rule of a text that an argument must follow (ArgumentList: `early_end`)."""
         element = part.close.strip("</>")
         no_element = self._named("NO_ELEMENT", rf"/(?s:.*)/ & ~/(?s:.*<{element}.*)/")
-        early_end = self._named(
-            "EARLY_END", f"{no_element} /(?:{part.early_end})(?s:.*)/"
-        )
-        return self._named("TEXT", f"{text} & ~{early_end}")
+        rule = f"{no_element} /(?:{part.early_end})(?s:.*)/"
+        return self._named("TEXT", f"{text} & ~{self._named('EARLY_END', rule)}")
 
-    def _text_and_end(self, text: str, end: str, part: ArgumentList) -> str:
-        """A text, by the rule `text`, and its end.
+    def _closed_text(self, text: str, tags: str, part: ArgumentList) -> str:
+        """A text, by the rule `text`, and the closing with these tags.
 
-        TEXT1 <[6]>                                       GLM: </arg_value> is a token
-        TEXT1 END2                                        MiniMax: the shortest of these
-        (TEXT1 /\\n/ | TEXT1 & /(?s:(.*[^\\n])?)/) END2     Qwen: the same
+        TEXT1 <[6]>                                          GLM
+        TEXT1 CLOSING2                                       MiniMax: the shortest of it
+        (TEXT1 /\\n/ | TEXT1 & /(?s:(.*[^\\n])?)/) CLOSING2    Qwen: the same
         """
-        end_rule = self._end(end)
+        closing_rule = self._close(tags)
         if self._is_token(part.close):
-            return f"{text} {end_rule}"
+            return f"{text} {closing_rule}"
         if part.is_on_lines:
             # A text that itself ends with a line break comes with a second one.
             text = rf"({text} /\n/ | {text} & /(?s:(.*[^\n])?)/)"
-        return self._named("value", f"{text} {end_rule}", "[lazy]")
+        return self._named("value", f"{text} {closing_rule}", "[lazy]")
 
-    def _end(self, end: str, prefix: str = "") -> str:
-        """One or two tags, with any white space in the place of \\n.
+    def _close(self, tags: str, prefix: str = "") -> str:
+        """A closing: one or two tags, with any white space in the place of \\n.
 
-        They are one text if the first is no token. `prefix`: a pattern before them.
+        It is one text if the first is no token. `prefix`: a pattern before that.
         """
-        tags = end.split("\n")
-        if self._is_token(tags[0]):
-            return " BLANKS? ".join(map(self._spell, tags))
-        pattern = r"[ \t\r\n]{0,400}".join(map(re.escape, tags)).replace("/", r"\/")
-        return self._named("END", f"/{prefix}{pattern}/")
+        lines = tags.split("\n")
+        if self._is_token(lines[0]):
+            return " BLANKS? ".join(map(self._spell, lines))
+        pattern = r"[ \t\r\n]{0,400}".join(map(re.escape, lines)).replace("/", r"\/")
+        return self._named("CLOSING", f"/{prefix}{pattern}/")
 
     def _spell(self, text: str) -> str:
         """A certain text: <arg_key> that is a token has to be that token."""
@@ -22130,7 +22130,8 @@ def _call_parts(
         return None
     if syntax.tags is not None:
         writer = _TaggedForm(syntax.tags, parameters, is_lenient=is_lenient)
-        return (writer.argument_list(end=syntax.end_spelling, gap=tool_format.gap),)
+        call_end = syntax.end_spelling
+        return (writer.argument_list(call_end=call_end, gap=tool_format.gap),)
 
     # JSON syntaxes: one object.
     schema = {"type": "object", **parameters}
@@ -22160,10 +22161,10 @@ class _TaggedForm:
         line_break = r"\n\Z" if tags.is_on_lines else NO_PATTERN
         self._constant_end = re.compile(rf"</?(?:{names})\b|{line_break}")
 
-    def argument_list(self, *, end: str, gap: str) -> ArgumentList:
+    def argument_list(self, *, call_end: str, gap: str) -> ArgumentList:
         """All arguments, in the order of the schema. Raises _NoForm.
 
-        `end`: of the call. `gap`: next to a key, in this template.
+        `gap`: next to a key, in this template.
         """
         parameters = self._parameters
         for keyword in _UNTAGGED_KEYWORDS:
@@ -22196,7 +22197,7 @@ class _TaggedForm:
             arguments=tuple(arguments),
             close=self._tags.close,
             is_on_lines=self._tags.is_on_lines,
-            end=end,
+            call_end=call_end,
             early_end=self._early_end(),
         )
 
