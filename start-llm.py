@@ -15424,7 +15424,7 @@ class DraftGain(TypedDict):
     """What drafts gave and took: they pay if `tokens` exceed `plain_steps`."""
 
     tokens: int  # of steps with a draft; without, each would take a plain step
-    plain_steps: float  # that take as long as those steps, and finding the drafts
+    plain_steps: float  # that take as long as those steps, and guessing the drafts
 
 
 class DraftBudget:
@@ -15435,7 +15435,7 @@ class DraftBudget:
 
         + 0.01    for each plain step
         + 1       for each token of a step with a draft
-        - time    that such steps and finding drafts took, in plain steps
+        - time    that such steps and guessing drafts took, in plain steps
 
     For example a step with a draft takes 1.2 plain steps. If 9 tokens were accepted, it
     gave 10: + 8.8. If none was: - 0.2.
@@ -15488,11 +15488,11 @@ class DraftBudget:
         only now it is known what to feed; or a step that feeds what is pending, and gives
         one token; or a guess that is not fed.
         """
-        plain_steps = self.costs.in_plain_steps(seconds)
+        # Where more is usual, `can_pay` allows no draft: something else held this up.
+        plain_steps = min(self.costs.in_plain_steps(seconds), self._length + 1)
         self.gain["tokens"] += n_tokens
         self.gain["plain_steps"] += plain_steps
-        # Where more is usual, `can_pay` allows no draft: something else held this up.
-        self.add(n_tokens - min(plain_steps, self._length + 1))
+        self.add(n_tokens - plain_steps)
 
     def add(self, plain_steps: float) -> None:
         """Add to the balance, or take from it."""
@@ -15677,7 +15677,7 @@ class GuessDrafter(Drafter):
     ) -> list[int]:
         """The most probable tokens, once the guesser has read what it needs.
 
-        A failure ends no request.
+        A guess that fails ends no request.
         """
         guesser = self._guesser
         n_draft = min(self.budget.choose_length(), max_tokens)
@@ -15697,7 +15697,7 @@ class GuessDrafter(Drafter):
             logger.exception("the draft model has failed, and rests for a while")
             self.budget.add(-_FAILURE_COST)
             guesser.forget()
-            guessed_ids = []
+            return []
         self._drafting_seconds = time.monotonic() - began
 
         draft = self._before_end(guessed_ids)

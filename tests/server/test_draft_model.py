@@ -1,7 +1,9 @@
 """DRAFT_MODEL: the same replies and the same KV as without, in fewer steps."""
 
 import json
+import logging
 import shutil
+import time
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -188,9 +190,9 @@ def drafter_of(counting, *end_ids):
     )
 
 
-def know_plain_steps(counting):
+def know_plain_steps(counting, seconds=1.0):
     for _ in range(2):  # the first is not counted
-        counting.draft_model.budget.costs.measure(1, 1.0)
+        counting.draft_model.budget.costs.measure(1, seconds)
 
 
 def never_waited_for():
@@ -222,6 +224,46 @@ def test_after_a_failure_no_request_asks_it_for_thousands_of_steps(
     for _ in range(1_000):
         drafter.budget.learn_plain(1.0)
     assert drafter.draft(7, lambda: 3, NOTHING_PENDS) == [7] * 4
+
+
+def test_a_request_whose_guess_has_failed_late_is_asked_again_like_others(
+    counting, monkeypatch
+):
+    """Reading has a bound in each request: that time was none."""
+    monkeypatch.undo()
+    know_plain_steps(counting, 1e-5)
+    drafter = drafter_of(counting)
+
+    def fail_late(*_args, **_fields):
+        time.sleep(1e-5 * 2 * s._MAX_READ_COST)
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CountingModel, "__call__", fail_late)
+        assert drafter.draft(7, lambda: 3, NOTHING_PENDS) == []
+    for _ in range(10_000):
+        drafter.budget.learn_plain(1e-5)
+
+    assert drafter.draft(7, lambda: 3, NOTHING_PENDS) == [7] * 4
+
+
+def test_one_step_that_was_held_up_does_not_say_that_drafts_do_not_pay(
+    counting, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.undo()
+    know_plain_steps(counting)
+    drafter = drafter_of(counting)
+    for step in range(100):
+        draft = drafter.draft(1000, lambda: 6, NOTHING_PENDS)
+        seconds = 500.0 if step == 9 else 1.2
+        drafter.learn(n_draft=len(draft), n_accepted=len(draft), seconds=seconds)
+        drafter.budget.learn_plain(1.0)
+
+    gain = counting.draft_model.budget.gain
+    assert 100 < gain["plain_steps"] < 140
+    assert gain["tokens"] > 700
+    assert " pays: " in caplog.text
 
 
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 2, 14), (7, 149, 999)])
