@@ -20133,8 +20133,7 @@ class ToolCallFormat(NamedTuple):
 # more text than its own (L-133). Clients run whatever is valid JSON (L-86), and what was
 # emitted cannot be taken back. So where nobody can tell any more what was meant, the
 # arguments are broken: they stay open, and the reply ends there. So they are if another
-# argument follows the end of the call, which came too early then: ReplyReader looks for
-# a `late_argument` there.
+# argument follows the end of the call, for which ReplyReader looks: `late_argument`.
 #
 #  1 JSON      JsonArguments mends commas, quotes and line breaks in strings, Python's
 #              words, and a last bracket that was forgotten. Broken are single quotes,
@@ -20409,18 +20408,17 @@ class JsonArguments(_Reader):
             self.is_done = True
             return
         end = self._unread.match_next(_CALL_END)
-        # The call's own bracket may be missing before its tag. But here it may be that
-        # of the tree, so that n is an argument:
+        # The call's own bracket may be missing before its tag. But here that may be the
+        # bracket of the tree, and n an argument:
         # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
-        needs_bracket = self._has_object
+        may_lack = self._place == "call" or not self._has_object
         if end is None:
             end = self._unread.match_next(_CALL_END_BEFORE_TEXT)
-            needs_bracket = True
+            may_lack = self._place == "call"
         if end is not None and end.partial:
             return
         self.is_done = True
-        has_bracket = self._place == "call" or (end is not None and end["brackets"])
-        self.is_broken = end is None or (needs_bracket and not has_bracket)
+        self.is_broken = end is None or not (end["brackets"] or may_lack)
 
 
 # -- 2 tags ----------------------------------------------------------------------------
