@@ -15269,8 +15269,8 @@ class _ReplyGrammars:
 # Only the time differs. A call of 32 tokens may take as long as one of a single token,
 # or 27 times as long. So steps are timed, and drafts have a budget.
 #
-# A token that may end the reply is fed in a plain step, since the state before it is kept
-# (RUNNING REQUESTS): no draft contains one, and none follows one.
+# The state before a token that may end the reply is kept (RUNNING REQUESTS), which only a
+# plain step can do. So no draft contains such a token, and there is no draft if y is one.
 #
 #  1 Drafters  A Drafter finds the drafts of one request: a CopyDrafter (COPIES), or, where
 #              there is nothing to copy, a GuessDrafter (GUESSES).
@@ -15295,7 +15295,7 @@ _ROOM_TOKENS: Final = 4096  # that a full buffer grows by
 class Drafter:
     """Finds the drafts of one request, as long as its budget allows them.
 
-    Before a step `follow` and `draft` are called; after one with its draft, `learn`.
+    Before a step `add_reply` and `draft` are called; after one with its draft, `learn`.
     """
 
     def __init__(
@@ -15319,8 +15319,8 @@ class Drafter:
         """All that comes before y."""
         return self._buffer[: self._n_history]
 
-    def follow(self, output_ids: Sequence[int], n_fed: int) -> None:
-        """Take over the reply up to its first `n_fed` tokens."""
+    def add_reply(self, output_ids: Sequence[int], n_fed: int) -> None:
+        """Append the reply to the history, up to `n_fed` tokens: no more are fed."""
         new_ids = output_ids[self._n_history - self._reply_start : n_fed]
         end = self._n_history + len(new_ids)
         if end > len(self._buffer):
@@ -15334,8 +15334,8 @@ class Drafter:
     ) -> list[int]:
         """What may follow y, at most `max_tokens`; [] if nothing is likely to.
 
-        `wait_for_y` returns y, once `generator` has it. Meanwhile nothing is launched,
-        so that y is waited for only where a draft is likely.
+        `wait_for_y` returns y, once `generator` has it. Until then nothing is launched:
+        wait only where a draft is likely.
         """
         raise NotImplementedError
 
@@ -15389,8 +15389,8 @@ class DraftCosts:
         if self._n_steps[n_fed] == 1:  # it may have compiled kernels
             return False
 
-        # This step may have been held up, or the first one that counted, and have taken
-        # a hundred times as long: the larger value counts as twice the smaller at most.
+        # This step, or the first that counted, may have been held up, and have taken a
+        # hundred times as long. So the larger value counts as twice the smaller at most.
         mean = self._seconds.get(n_fed, seconds)
         mean = min(mean, _MAX_RATIO * seconds)
         seconds = min(seconds, _MAX_RATIO * mean)
@@ -15411,8 +15411,8 @@ class DraftCosts:
     def can_pay(self, n_draft: int) -> bool:
         """Whether a draft of this length pays if all of it is accepted.
 
-        That is believed until two steps have counted, the second and the third: one
-        alone may have been held up.
+        It is taken to pay until the second and third step of this length were measured:
+        one alone may have been held up.
         """
         n_fed = n_draft + 1
         if self._n_steps[n_fed] < 3:
@@ -15431,7 +15431,7 @@ class DraftBudget:
     """Whether there may be another draft, and how long it may be.
 
     Drafts may lose what they have gained, and a hundredth of the time. `balance` is
-    what they may still lose; there is none while it is below 0:
+    what they may still lose; while it is below 0, there is no draft:
 
         + 0.01    for each plain step
         + 1       for each token of a step with a draft
@@ -15482,13 +15482,14 @@ class DraftBudget:
         self._was_right = n_accepted == n_draft
 
     def charge(self, seconds: float, *, n_tokens: int = 0) -> None:
-        """Drafts took so long, in which the reply got so many tokens.
+        """Drafts took so long, in which the reply got so many tokens:
 
-        That is a step with a draft; or the time from its end to the next launch, since
-        only now it is known what to feed; or a step that feeds what is pending, and gives
-        one token; or a guess that is not fed.
+        in a step with a draft                 1, and those that were accepted
+        then, until something is launched      0: only now it is known what to feed
+        in a step that feeds pending tokens    1
+        in a guess that is not fed             0
         """
-        # Where more is usual, `can_pay` allows no draft: something else held this up.
+        # No length that pays takes more (`can_pay`): what exceeds it is other work.
         plain_steps = min(self.costs.in_plain_steps(seconds), self._length + 1)
         self.gain["tokens"] += n_tokens
         self.gain["plain_steps"] += plain_steps
@@ -15500,8 +15501,8 @@ class DraftBudget:
 
 
 # region COPIES ================================================================
-# Drafts that are copied: a reply often repeats its conversation, for example a file that
-# it changes, or the path of the last call.
+# Drafts that are copied: a reply often repeats its conversation, or another one of its
+# tenant, for example a file that it changes, or the path of the last call.
 #
 # A copy begins where the last six tokens stood before. Its first token must be y, the
 # token sampled last; the others are the draft:
@@ -15509,7 +15510,7 @@ class DraftBudget:
 #     history  ... def read(path): return open(path).read() ... def read(path):
 #              [ six tokens ] [ the copy ...                [ the same six ] y ...
 #
-# Near the end of the last copy three are enough: a text is written again with a change.
+# After a changed word (X below) the copy goes on nearby, where three tokens are enough:
 #
 #     before     ... a b c d e f g h i ...
 #     reply      ... a b c d X f g h          the copy ended after d; f g h: i may follow
@@ -15534,17 +15535,14 @@ class CopyDrafter(Drafter):
         prompt: TokenIds,
         *,
         end_ids: frozenset[int],
-        others: Sequence[TokenIds] = (),
+        other_conversations: Sequence[TokenIds] = (),
         costs: DraftCosts,
         metrics: CacheMetrics,
     ) -> None:
-        """`others`: other conversations to copy from, best first.
-
-        They come before the prompt in the history, the first of them next to it.
-        """
+        """`other_conversations`: best first; the best comes right before the prompt."""
         parts = [prompt]
         n_left = _MAX_OTHER_TOKENS
-        for tokens in others:
+        for tokens in other_conversations:
             if n_left <= 0:
                 break
             parts[:0] = [tokens[-n_left:], _SEPARATOR]
@@ -15555,7 +15553,7 @@ class CopyDrafter(Drafter):
             budget=DraftBudget(costs, lengths=_COPY_LENGTHS),
             metrics=metrics,
         )
-        # Of the last copy, in the history: its start, and the end of what was accepted.
+        # Of the last copy in the history: its start, and the end of what was accepted.
         self._copy_start = 0
         self._copy_end = -_NEAR_TOKENS  # nothing is near: there was none
 
@@ -15569,13 +15567,19 @@ class CopyDrafter(Drafter):
         n_draft = min(self.budget.choose_length(), max_tokens)
         if n_draft <= 0:
             return []
+        start = self._find_start(1 + n_draft)
+        if start is None:
+            return []
 
-        y_and_draft = self._find_copy(1 + n_draft)
+        copied = self._history[start : start + 1 + n_draft]
+        # Where the history ends, np.resize repeats it: the reply repeats itself, a b a b.
+        y_and_draft = self._before_end(np.resize(copied, 1 + n_draft).tolist())
         if len(y_and_draft) < 2:
             return []
         if y_and_draft[0] != wait_for_y():
             self.budget.add(-_WAIT_COST)
             return []
+        self._copy_start = start
         return y_and_draft[1:]
 
     def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
@@ -15583,30 +15587,25 @@ class CopyDrafter(Drafter):
         self._copy_end = self._copy_start + 1 + n_accepted
         super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
 
-    def _find_copy(self, n_tokens: int) -> list[int]:
-        """What followed the last tokens of the history before; [] if it is unknown."""
+    def _find_start(self, n_tokens: int) -> int | None:
+        """Where in the history a copy begins, if possible a whole one; None: nowhere."""
         history = self._history
         low = max(0, self._copy_end - _NEAR_TOKENS)
         near = history[low : self._copy_end + _NEAR_TOKENS]
         starts = low + _starts_after(history[-_NEAR_MATCH_TOKENS:], near)
         if starts.size:  # the nearest
-            start = int(starts[np.abs(starts - self._copy_end).argmin()])
-        else:
-            starts = _starts_after(history[-_MATCH_TOKENS:], history)
-            if not starts.size:
-                return []
-            # The newest with so many tokens after it; else the newest of all.
-            long_enough = starts[starts <= len(history) - n_tokens]
-            start = int((long_enough if long_enough.size else starts)[-1])
+            return int(starts[np.abs(starts - self._copy_end).argmin()])
 
-        self._copy_start = start
-        copied = history[start : start + n_tokens]
-        # If it reaches the end of the history, the reply repeats itself: a b a b a ...
-        return self._before_end(np.resize(copied, n_tokens).tolist())
+        starts = _starts_after(history[-_MATCH_TOKENS:], history)
+        if not starts.size:
+            return None
+        # The newest with so many tokens after it; else the newest of all.
+        long_enough = starts[starts <= len(history) - n_tokens]
+        return int((long_enough if long_enough.size else starts)[-1])
 
 
 def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
-    """Where what follows `last` in `tokens` begins; ascending. Not after their end."""
+    """Where what follows `last` in `tokens` begins, ascending; never `len(tokens)`."""
     n_last = len(last)
     if len(tokens) <= n_last:
         return np.empty(0, np.intp)
@@ -15623,12 +15622,12 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 # Drafts that are guessed by what DRAFT_MODEL names: a smaller model, or a head of the
 # model, which the model's own files may contain, too.
 #
-# A GuessDrafter drafts for one request. It asks the Guesser, a DraftModel or a DraftHead,
-# of which there is one for all requests. That has KV of the conversation that it was last
-# asked of, and reads what is new before it guesses, up to y, the token sampled last:
+# There is one Guesser, a DraftModel or a DraftHead; a GuessDrafter asks it for drafts of
+# one request. The Guesser has KV of the conversation that it last guessed for. Before it
+# guesses again, it reads what is new, up to y, the token sampled last:
 #
 #     read before    ... a b c d p q
-#     asked of       ... a b c d e f y     p q are cut off; e f y are read
+#     asked now      ... a b c d e f y     p q are cut off; e f y are read
 #     guessed                          g h i
 #
 # What it reads of its own guess is cut off at once: if it was right, it is read again.
@@ -15645,7 +15644,7 @@ _JUDGED_STEPS: Final = 100  # plain steps; then the log says whether it pays
 
 _MAX_TAIL_TOKENS: Final = 8192  # that a model has KV of
 _MAX_HEAD_TOKENS: Final = 4096  # that a head has KV of
-_FEW_TOKENS: Final = MAX_STATES  # read in the step that guesses; a head's are no more
+_FEW_TOKENS: Final = MAX_STATES  # are read in the step that guesses; a head has no more
 _MAX_READ_TOKENS: Final = 512  # in a step: a request that arrives waits for it
 _MAX_READ_COST: Final = 256.0  # plain steps, of reading in a reply
 _FAILURE_COST: Final = 100.0  # plain steps: after 10,000 it is asked again
@@ -15684,7 +15683,7 @@ class GuessDrafter(Drafter):
         if n_draft <= 0 or self._read_cost >= _MAX_READ_COST:
             return []
         if not guesser.count_readable(self._history, generator):
-            return []
+            return []  # without a wait for y
         y = wait_for_y()
         if y in self._end_ids:
             return []
@@ -15694,7 +15693,7 @@ class GuessDrafter(Drafter):
         try:
             guessed_ids = guesser.guess(past, n_draft, generator, tenant=self._tenant)
         except Exception:
-            logger.exception("the draft model has failed, and rests for a while")
+            logger.exception("the draft model has failed, and is not asked for a while")
             self.budget.add(-_FAILURE_COST)
             guesser.forget()
             return []
@@ -15705,7 +15704,7 @@ class GuessDrafter(Drafter):
             return draft
         if guessed_ids:
             self.budget.charge(self._drafting_seconds)
-        else:  # it was reading, which has a bound of its own, and no part in the balance
+        else:  # it has read: that has a bound of its own, and is not in the balance
             read_cost = self.budget.costs.in_plain_steps(self._drafting_seconds)
             self._read_cost += read_cost
             self.budget.gain["plain_steps"] += read_cost
@@ -15749,14 +15748,14 @@ class Guesser:
         self._make_cache = make_cache
         self._layer_caches: LayerCaches = []
         self._read_ids: TokenIds = np.empty(0, np.int32)
-        self._start = 0  # of that part in the conversation
+        self._start = 0  # where these begin in the conversation
         self._tenant = ""  # whose conversation it is
         logger.info("drafts: %s, with its KV: %s", self._path, in_bytes(self.nbytes))
 
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
         """How many tokens at the end of a past it can read; 0: it cannot guess now.
 
-        `generator` was fed all of the past, but perhaps the last.
+        `generator` was fed all tokens of the past, the last one perhaps not.
         """
         raise NotImplementedError
 
@@ -15779,7 +15778,7 @@ class Guesser:
         if len(unread_ids) > _FEW_TOKENS:
             part_ids = unread_ids[:-1][:_MAX_READ_TOKENS]  # without y
             self._read_and_guess(part_ids, 1, generator)
-            evaluate_caches(self._layer_caches)  # and no logits
+            evaluate_caches(self._layer_caches)  # not the guess, which is lazy
             self._read_ids = np.append(self._read_ids, part_ids)
             return []
 
@@ -15813,7 +15812,8 @@ class Guesser:
     def _go_back(self, past: TokenIds, n_readable: int) -> None:
         """Keep KV as far as it is that of the past, without y.
 
-        Begin anew if none is, if too much would be unread, and at the bound of KV.
+        Begin anew if none of it is, if more than `n_readable` tokens would be unread, or
+        if KV of all would exceed its bound.
         """
         n_kept = common_prefix_length(self._read_ids, past[self._start : -1])
         n_kv = len(past) - self._start  # once all is read
@@ -15854,7 +15854,7 @@ class DraftModel(Guesser):
         )
 
     def count_readable(self, past: TokenIds, generator: TokenGenerator) -> int:
-        """Half its bound, so that it has room to go on.
+        """Half of what it may have KV of: the other half is room to go on.
 
         0 where the tail has images, or tokens that it does not know; and while tokens
         are pending: a draft would add to them at each step.
@@ -15910,11 +15910,10 @@ class DraftHead(Guesser):
     def _read_and_guess(
         self, token_ids: TokenIds, n_tokens: int, generator: TokenGenerator
     ) -> mx.array:
-        reads_model_kv = self._head.reads_model_kv
         return self._head.draft(
             mx.array(token_ids)[None],
             mx.concatenate(generator.states, axis=1)[:, -len(token_ids) :],
-            generator.layer_caches if reads_model_kv else self._layer_caches,
+            generator.layer_caches if self._head.reads_model_kv else self._layer_caches,
             n_tokens=n_tokens,
         )
 
@@ -16642,7 +16641,7 @@ class DecodeBatch:
         # y, which was sampled last, is not counted yet, nor the token after the draft.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in drafters:
-            drafter.follow(running.output_ids, n_fed)
+            drafter.add_reply(running.output_ids, n_fed)
             draft = drafter.draft(n_left, self._wait_for_y, self._generator)
             if draft:
                 return drafter, draft
@@ -17679,13 +17678,13 @@ class ModelResources:
         if not self._can_draft:
             return []
         owner = request.owner
-        others = [
+        other_entries = [
             entry
             for entry in self.cache.entries
             if entry.owner.tenant == owner.tenant
             and entry.owner.session != owner.session
         ]
-        others.sort(key=lambda entry: -entry.last_used)
+        other_entries.sort(key=lambda entry: -entry.last_used)
         prompt = request.key.tokens
         end_ids = self.loaded.eos_ids | request.checkpoint_ids
         metrics = self.metrics.of_tenant(owner.tenant)
@@ -17693,7 +17692,7 @@ class ModelResources:
             CopyDrafter(
                 prompt,
                 end_ids=end_ids,
-                others=[entry.key.tokens for entry in others],
+                other_conversations=[entry.key.tokens for entry in other_entries],
                 costs=self.draft_costs,
                 metrics=metrics,
             )

@@ -30,7 +30,7 @@ from tiny_heads import GEMMA
 from tiny_models import DENSE, HYBRID
 
 KINDS = [HYBRID, GEMMA, *map(at_night, (MOE, NEXT))]
-find_copy = s.CopyDrafter._find_copy
+find_start = s.CopyDrafter._find_start
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_copies_come_first_and_the_head_reads_what_they_were_right_about(
     head_of, monkeypatch
 ):
     drafting = head_of(HYBRID)
-    monkeypatch.setattr(s.CopyDrafter, "_find_copy", find_copy)
+    monkeypatch.setattr(s.CopyDrafter, "_find_start", find_start)
     b = drafting.start()
     rng = np.random.default_rng(5)
     prompt = words(rng, 200)

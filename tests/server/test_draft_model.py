@@ -202,7 +202,7 @@ def never_waited_for():
 def test_nobody_waits_for_who_cannot_draft(counting):
     know_plain_steps(counting)
     drafter = drafter_of(counting)
-    drafter.follow([3, -5, 3], 3)
+    drafter.add_reply([3, -5, 3], 3)
 
     assert drafter.draft(7, never_waited_for, NOTHING_PENDS) == []
 
@@ -278,7 +278,7 @@ def test_where_drafts_do_not_pay_it_rests(
         drafter = drafter_of(counting)
         output_ids = []
         while len(output_ids) < 400:
-            drafter.follow(output_ids, len(output_ids))
+            drafter.add_reply(output_ids, len(output_ids))
             draft = drafter.draft(1000, lambda: 6, NOTHING_PENDS)
             if draft:
                 n_drafts += 1

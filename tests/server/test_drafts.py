@@ -109,29 +109,29 @@ def test_after_a_change_a_copy_goes_on_where_three_tokens_are_the_same():
     on_gpu = {1: 1.0, 16: 1.2, 32: 1.3}
     writer = drafter([*FILE, *range(1000, 1200), *FILE, 7], on_gpu)
     reply = FILE[:6]
-    writer.follow(reply, len(reply))
+    writer.add_reply(reply, len(reply))
     assert draft_after(FILE[6], writer) == FILE[7:22]
 
     writer.learn(n_draft=15, n_accepted=9, seconds=1.3)
     reply = [*FILE[:16], 1, 2, 3, *FILE[18:20]]
-    writer.follow(reply, len(reply))
+    writer.add_reply(reply, len(reply))
     assert draft_after(FILE[20], writer) == []
     reply += FILE[20:21]
-    writer.follow(reply, len(reply))
+    writer.add_reply(reply, len(reply))
     assert draft_after(FILE[21], writer) == FILE[22:37]
 
     # Elsewhere six are needed.
     writer.learn(n_draft=15, n_accepted=0, seconds=1.3)
     reply += [5, *FILE[95:98], *[4] * 9, *FILE[94:98]]
-    writer.follow(reply, len(reply))
+    writer.add_reply(reply, len(reply))
     assert draft_after(FILE[98], writer) == []
 
 
 def test_what_the_reply_repeats_of_itself_is_a_draft():
     writer = drafter([1, 2, 3], {1: 1.0, 16: 1.0, 32: 1.0})
     reply = [*FILE, 7, *FILE[:6]]
-    writer.follow(reply, len(FILE) + 1)
-    writer.follow(reply, len(reply))
+    writer.add_reply(reply, len(FILE) + 1)
+    writer.add_reply(reply, len(reply))
 
     assert draft_after(FILE[6], writer) == FILE[7:22]
 
@@ -165,7 +165,7 @@ def write(writer, n_tokens, seconds, *, n_right):
     output_ids = []
     n_tried, n_seconds = 0, 0.0
     while len(output_ids) < n_tokens:
-        writer.follow(output_ids, len(output_ids))
+        writer.add_reply(output_ids, len(output_ids))
         draft = draft_after(FILE[6], writer)
         if draft:
             n_tried += 1
@@ -192,7 +192,7 @@ COSTS = [
 
 @pytest.mark.parametrize("seconds", COSTS, ids=str)
 def test_drafts_that_are_wrong_cost_a_hundredth_of_a_reply(monkeypatch, seconds):
-    monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda _, n: FILE[6 : 6 + n])
+    monkeypatch.setattr(s.CopyDrafter, "_find_start", lambda *_: 6)
     writer = drafter(BEGUN, seconds)
     n_tried, n_seconds = write(writer, 20_000, seconds, n_right=0)
 
@@ -202,7 +202,7 @@ def test_drafts_that_are_wrong_cost_a_hundredth_of_a_reply(monkeypatch, seconds)
 
 def test_a_length_that_was_slow_is_tried_again(monkeypatch):
     """On a machine that was busy with something else when it was measured."""
-    monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda _, n: FILE[6 : 6 + n])
+    monkeypatch.setattr(s.CopyDrafter, "_find_start", lambda *_: 6)
     writer = drafter(BEGUN, {1: 1.0, 16: 20.0, 32: 40.0})
     seconds = {1: 1.0, 16: 1.2, 32: 1.3}
     n_tried, n_seconds = write(writer, 40_000, seconds, n_right=31)
@@ -218,7 +218,7 @@ def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
     begun = [7, *FILE[:6]]
 
     def copied(past, *others):
-        writer = drafter(past, on_gpu, others=others)
+        writer = drafter(past, on_gpu, other_conversations=others)
         return draft_after(past[-1] + 1, writer)
 
     assert copied(begun) == []
@@ -234,7 +234,7 @@ def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
 
 def test_of_other_conversations_a_bounded_part_is_looked_through():
     others = [np.full(60_000, number, np.int32) for number in range(5)]
-    writer = drafter(BEGUN, {1: 1.0}, others=others)
+    writer = drafter(BEGUN, {1: 1.0}, other_conversations=others)
 
     text = writer._history[: -len(BEGUN)]
     assert len(text) == 100_002

@@ -53,7 +53,7 @@ def make_eager(patch: pytest.MonkeyPatch, drafter: str) -> None:
     if drafter == "copies":
         patch.setattr(s, "_MATCH_TOKENS", 2)
     else:
-        patch.setattr(s.CopyDrafter, "_find_copy", lambda *_: [])
+        patch.setattr(s.CopyDrafter, "_find_start", lambda *_: None)
 
 
 class Drafting:
