@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -569,64 +568,19 @@ class Reminded(Style):
         return [*messages[:place], user(text), *messages[place + 1 :]]
 
 
-class Drifting(Style):
-    """One field changes in mid-session; the messages that carry it are otherwise the same."""
-
-    def __init__(
-        self, old_value: str, new_value: str, *, system: str = "", note: str = ""
-    ) -> None:
-        self.SYSTEM = f"{Style.SYSTEM}\n{system}".replace("VALUE", old_value)
-        self._old_value = old_value
-        self._new_value = new_value
-        self._note = note.replace("VALUE", old_value)
-        self._n_sent = 0
-
-    def question(self, words):
-        text = f"{words}\n\n{self._note}".strip()
-        self._note = ""
-        return text
-
-    def sent(self, messages):
-        self._n_sent += 1
-        if self._n_sent <= 3:
-            return list(messages)
-        changed = []
-        for message in messages[:2]:
-            content = message["content"].replace(self._old_value, self._new_value)
-            changed.append({**message, "content": content})
-        return [*changed, *messages[2:]]
-
-
 class Restamped(Style):
-    """OpenClaw retries: what it puts before the question is new although the loop went on."""
+    """OpenClaw retries: the stamp before the question is new although the loop went on."""
 
-    def __init__(self, before: str) -> None:
-        self._before = before
+    def __init__(self) -> None:
         self._n_sent = 0
 
     def question(self, words):
-        return f"{self._before.replace('VALUE', '00')}{words}"
+        return f"[Fri 2026-11-20 08:00 UTC] {words}"
 
     def sent(self, messages):
         self._n_sent += 1
-        old, new = (
-            self._before.replace("VALUE", f"{n:02}") for n in (0, self._n_sent // 2)
-        )
-        question = messages[1]["content"].replace(old, new)
+        question = messages[1]["content"].replace("08:00", f"08:{self._n_sent // 2:02}")
         return [messages[0], user(question), *messages[2:]]
-
-
-STAMP = "[Fri 2026-11-20 08:VALUE UTC] "
-WRAPPER = """\
-Conversation info (untrusted metadata):
-```json
-{
-  "message_id": "id-VALUE",
-  "sender": "cli"
-}
-```
-
-"""
 
 
 class Late(Style):
@@ -908,7 +862,7 @@ SCENARIOS = {
     "billed": Scenario(talk(Billed)),
     "reminded": Scenario(talk(Reminded, TURNS)),
     "operator_note": said_otherwise(talk(Transient)),
-    "restamped": restated(talk(partial(Restamped, STAMP), LOOP)),
+    "restamped": restated(talk(Restamped, LOOP)),
     "rewritten_arguments": said_otherwise(rewritten_arguments),
     "new_session": restated(two_sessions(OpenClaw17)),
     "late_environment": Scenario(two_sessions(lambda _seed: Late())),
@@ -1069,67 +1023,11 @@ def check_like_reference(case: Case, *, is_plain: bool) -> None:
             assert request.prompt.count(token) == reference.prompt.count(token)
 
 
-def drifting(old_value: str, new_value: str, **carriers: str) -> Scenario:
-    return restated(talk(partial(Drifting, old_value, new_value, **carriers)))
-
-
-RULES = {
-    "billing_header": SCENARIOS["billed"],
-    "message_id": SCENARIOS["openclaw_2026_2_17"],
-    "inbound_context": SCENARIOS["announced"],
-    "user_message_id": restated(talk(partial(Restamped, WRAPPER), LOOP)),
-    "timestamp": SCENARIOS["restamped"],
-    "current_time": drifting("08:59", "09:00", system="Current time is VALUE"),
-    "current_date": drifting("2026-11-20", "2026-11-21", system="Current date: VALUE"),
-    "git_status": drifting("(clean)", "?? out.txt", system="gitStatus: now\n\nVALUE"),
-    "runtime": drifting("896ms", "1204ms", note="Stats: runtime VALUE • tokens 8.5k"),
-    "session_line": drifting(
-        "b26c", "77fe", note="Runtime: agent=main | sessionId=VALUE"
-    ),
-    "reminder": SCENARIOS["reminded"],
-    "internal_context": SCENARIOS["openclaw_2026_9_6"],
-    "late_system": SCENARIOS["late_environment"],
-}
-
-
-def test_every_rule_has_a_scenario():
-    assert set(RULES) == {"late_system", *(rule.name for rule in s._RULES)}
-
-
-@pytest.fixture
-def ratio_with(witness, tmp_path_factory) -> Callable[..., float]:
-    """prefilled / fewest of a scenario on a server with other settings."""
-
-    def play(scenario: Scenario, kind: str, **settings) -> float:
-        with serving(
-            kind, tmp_path_factory.getbasetemp(), witness, **settings
-        ) as begin:
-            case = begin()
-            scenario.play(case)
-            return case.ratio
-
-    return play
-
-
-BY_DAY = {"reminder"}
-
-
-@pytest.mark.parametrize(
-    "rule", [rule if rule in BY_DAY else at_night(rule) for rule in RULES]
-)
-def test_the_bar_is_met_by_the_rule_alone(rule, ratio_with, table):
-    """On the model that is easiest to please: one that can be cut back anywhere."""
-    scenario = RULES[rule]
-    ratio_without = ratio_with(scenario, DENSE, rules_off=rule)
-    table(f"{DENSE:12} {rule:24} ratio without this rule {ratio_without:.4f}")
-
-    assert scenario.bar < ratio_without
-    if scenario not in SCENARIOS.values():  # those are played with it above
-        assert ratio_with(scenario, DENSE) <= scenario.bar
-
-
-def test_stripped_thinking_costs_without_a_ledger(ratio_with, table):
+def test_stripped_thinking_costs_without_a_ledger(witness, table, tmp_path_factory):
     scenario = SCENARIOS["thinking_kept_in_loop"]
-    as_sent = ratio_with(scenario, HYBRID, cache_canonicalize_tool_context=False)
-    table(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {as_sent:.4f}")
-    assert as_sent > scenario.bar
+    root = tmp_path_factory.getbasetemp()
+    with serving(HYBRID, root, witness, cache_canonicalize_tool_context=False) as begin:
+        case = begin()
+        scenario.play(case)
+    table(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {case.ratio:.4f}")
+    assert case.ratio > scenario.bar
