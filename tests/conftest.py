@@ -184,6 +184,29 @@ def models(tmp_path_factory):
     return lambda kind, **size: tiny_model(kind, tmp_path_factory.getbasetemp(), **size)
 
 
+@pytest.fixture(scope="session")
+def folder(models):
+    """That of a tiny dense model; modules that serve another one have their own."""
+    from tiny_models import DENSE
+
+    return models(DENSE)
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    """A server of that model, with no settings."""
+    from server_fixture import Served
+
+    with Served(folder) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def served(dense):
+    """The server of a module that has no other."""
+    return dense
+
+
 @pytest.fixture
 def rng():
     """Random numbers, the same for each test."""

@@ -328,26 +328,21 @@ def read_records(served: Served) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["time"])
 
 
-@contextmanager
-def serving(kind: str, root: Path) -> Iterator[Served]:
+def serve(kind: str, root: Path) -> Served:
     """Greedy where the client leaves it open; the logs carry the exact tokens."""
-    served = Served(
+    return Served(
         tiny_model(kind, root, **SMALL),
         default_temperature=0,
         enable_request_logging=True,
         log_prompt_tokens=True,
         log_root=str(root / f"logs-{uuid.uuid4().hex}"),
     )
-    try:
-        yield served
-    finally:
-        served.close()
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     root = tmp_path_factory.getbasetemp()
-    with serving(DENSE, root) as dense, serving(HYBRID, root) as hybrid:
+    with serve(DENSE, root) as dense, serve(HYBRID, root) as hybrid:
         yield {DENSE: dense, HYBRID: hybrid}
 
 

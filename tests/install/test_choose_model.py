@@ -5,8 +5,7 @@ import os
 import pty
 import select
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import choose_model
@@ -26,6 +25,7 @@ from choose_model import (
 )
 from count_kv import KVBytes
 from nights import at_night
+from stub_server import StubHandler, running
 
 GIB = 2**30
 GB = 10**9
@@ -234,38 +234,28 @@ def test_without_a_terminal_it_is_the_demo_or_what_is_here(home, monkeypatch, ca
     assert not choose_model.KEPT_ANSWER.exists()
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(StubHandler):
     """Answers as the hub does: 404 of names that are gone, else the sizes of files."""
-
-    gone = ()
-    status_of_gone = 404
 
     def do_GET(self):
         name = self.path.removeprefix("/api/models/").partition("?")[0]
-        is_gone = name in self.gone
         files = [
             {"rfilename": "model.safetensors", "size": 5 * GB},
             {"rfilename": "README.md", "size": 7},
         ]
-        self.send_response(self.status_of_gone if is_gone else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"siblings": files}).encode())
-
-    def log_message(self, *_):
-        pass
+        status = self.server.status_of_gone if name in self.server.gone else 200
+        self.answer(status, json.dumps({"siblings": files}).encode())
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub whose class has `gone`, the names that it does not know."""
-    hub_class = type("OneHub", (Hub,), {})
-    with ThreadingHTTPServer(("127.0.0.1", 0), hub_class) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    """A hub that a test gives `gone`, the names that it does not know."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    with running(server) as port:
+        endpoint = f"http://127.0.0.1:{port}"
         monkeypatch.setattr(choose_model.constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(choose_model.constants, "HF_HUB_OFFLINE", False)
-        yield hub_class
-        server.shutdown()
+        yield server
 
 
 @pytest.mark.parametrize("status", [401, 404])

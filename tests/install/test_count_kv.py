@@ -11,7 +11,7 @@ import tiny_families
 from artifacts import artifact
 from count_kv import build_model, count_kv_bytes
 from mlx.utils import tree_flatten, tree_map
-from tiny_models import KINDS, tiny_model
+from tiny_models import KINDS
 
 MIB = 2**20
 # (bytes of each token, bytes of each conversation) as others have published or printed them.
@@ -53,8 +53,8 @@ def with_weights(facts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counted_is_what_the_server_measures(kind, tmp_path_factory):
-    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
+def test_counted_is_what_the_server_measures(kind, models):
+    folder = models(kind)
     model = s.mlx_lm.load(str(folder))[0]
     facts = json.loads((folder / "config.json").read_bytes())
 

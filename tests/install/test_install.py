@@ -4,35 +4,25 @@ Nothing here reaches the network or the project's own .venv.
 """
 
 import ast
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import find_gpu
 import lock_requirements
 import pytest
 import start_llm as s
 
+import install_and_run as install
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "install_and_run.py"
 OLD_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.[6-9]*/bin/python"))
 
 
-def load_install_and_run() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install_and_run", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["install_and_run"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-install = load_install_and_run()
 RUN, DEV = install.Packages(), install.Packages(has_dev=True)
 
 

@@ -11,10 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import launch
@@ -23,7 +22,7 @@ import start_llm as s
 from dotenv import dotenv_values
 from nights import at_night
 from server_fixture import Served, free_port, wait_until
-from tiny_models import DENSE, tiny_model
+from stub_server import StubHandler, running
 
 ROOT = Path(__file__).parents[2]
 NEWER_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.1[3-9]*/bin/python"))
@@ -65,7 +64,7 @@ while True:
 """
 
 
-class Answering(BaseHTTPRequestHandler):
+class Answering(StubHandler):
     """GET from `server.answers`, by path; 401 without the server's key.
 
     /health alone is open, unless it is LiteLLM's: that has /model/info.
@@ -86,14 +85,7 @@ class Answering(BaseHTTPRequestHandler):
             status = 401
             body = {"error": {"message": "no"}}
 
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        """Nothing is logged."""
+        self.answer(status, json.dumps(body).encode())
 
 
 ENTRY = {"id": MODEL, "context_length": CONTEXT}
@@ -133,15 +125,8 @@ def answering(answers, *, key="", paths=None):
     server.answers = answers
     server.paths = [] if paths is None else paths
     server.key = key
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(server) as port:
+        yield port
 
 
 class Desk:
@@ -628,9 +613,7 @@ def test_variables_that_lead_a_client_elsewhere_do_not_reach_it(desk):
     assert environment["NO_PROXY"] == "x.org,127.0.0.1"
 
 
-def test_a_client_that_was_launched_is_answered_by_the_real_server(
-    desk, tmp_path_factory
-):
+def test_a_client_that_was_launched_is_answered_by_the_real_server(desk, folder):
     desk.install("qwen", """
 import json, os, urllib.request
 body = {"model": os.environ["OPENAI_MODEL"], "max_tokens": 8,
@@ -640,9 +623,8 @@ request = urllib.request.Request(
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
 print(json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"])
 """)  # fmt: skip
-    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
 
-    with closing(Served(model, api_key=KEY)) as served:
+    with Served(folder, api_key=KEY) as served:
         desk.environ["MLX_PORT"] = str(served.state.config.mlx_port)
         result = desk.launch("qwen")
 

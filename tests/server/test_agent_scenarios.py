@@ -8,7 +8,7 @@ model.
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ from server_fixture import (
     user,
     wait_until,
 )
-from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS
 
 MOST = 1.02  # prefilled / fewest
 CROWD_TOKENS = 4096
@@ -50,16 +50,14 @@ def kind(request):
 
 
 @pytest.fixture(scope="module")
-def warm(kind, tmp_path_factory):
-    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, prefill_step_size=SLICE_TOKENS)) as server:
+def warm(kind, models):
+    with Served(models(kind), prefill_step_size=SLICE_TOKENS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def oracle(kind, tmp_path_factory):
-    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
-    return Oracle(folder, at_once=SLICE_TOKENS)
+def oracle(kind, models):
+    return Oracle(models(kind), at_once=SLICE_TOKENS)
 
 
 @pytest.fixture

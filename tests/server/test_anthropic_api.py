@@ -36,7 +36,7 @@ from start_llm import (
     anthropic_error_body,
     parse_anthropic_request,
 )
-from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
+from tiny_models import DENSE, HYBRID, TOOLS
 
 CONFIG = s.Config()
 USAGE = Usage(
@@ -465,11 +465,9 @@ def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
 
 
 @pytest.fixture(scope="module", params=[HYBRID, at_night(DENSE)])
-def served(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    served = Served(folder, max_kv_size=4096)
-    yield served
-    served.close()
+def served(request, models):
+    with Served(models(request.param), max_kv_size=4096) as served:
+        yield served
 
 
 @pytest.fixture

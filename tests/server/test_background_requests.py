@@ -10,14 +10,9 @@ import pytest
 import start_llm as s
 from engine_fixture import Bench, words
 from server_fixture import user
-from tiny_models import DENSE, TOOLS, tiny_model
+from tiny_models import TOOLS
 
 STEP = 128  # tokens of a slice
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
 
 
 class Stage:

@@ -7,7 +7,7 @@ import json
 import socket
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -22,16 +22,14 @@ from http_client import (
     status,
 )
 from server_fixture import Served, connections, wait_until
-from tiny_models import DENSE, tiny_model
 
 CHAT = "POST /v1/chat/completions"
 QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, keepalive_seconds=0.1, max_kv_size=1024)) as served:
+def served(folder) -> Iterator[Served]:
+    with Served(folder, keepalive_seconds=0.1, max_kv_size=1024) as served:
         yield served
 
 

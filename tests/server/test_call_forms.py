@@ -13,7 +13,6 @@ import start_llm as s
 from call_formats import FORMATS, TEXT, format_of, read, tool
 from nights import at_night
 from server_fixture import SYSTEM, Served, user
-from tiny_models import DENSE, tiny_model
 
 ASKED = [SYSTEM, user("What is this about?")]
 SYNTAXES = [  # whose calls a grammar writes
@@ -58,13 +57,6 @@ PROPERTIES: list[dict[str, Any]] = [
     object_of({"$ref": "#/$defs/side"}),
     {"type": ["string", "null"], "anyOf": [{"const": "a"}, {"type": "null"}]},
 ]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    served = Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))
-    yield served
-    served.close()
 
 
 def tool_of(rng: random.Random, name: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from mlx_lm.models import mamba2
 from mlx_lm.models.cache import make_prompt_cache
 from nights import at_night
 from recurrent_families import FAMILIES
-from tiny_models import tiny_model
 
 # Their recurrent layers have one cache for two; or hand out its parts.
 REFUSED = ("rwkv7", "recurrent_gemma")
@@ -137,9 +136,9 @@ def test_a_state_after_the_end_of_a_call_is_an_error() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5", at_night("qwen3_5_moe")])
 def test_boundaries_cost_no_call_of_the_model_and_are_gone_on_from(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
+    kind: str, monkeypatch: pytest.MonkeyPatch, models: Any
 ) -> None:
-    bench = Bench(tiny_model(kind, tmp_path_factory.getbasetemp()), monkeypatch)
+    bench = Bench(models(kind), monkeypatch)
     rng = np.random.default_rng(2)
     past = words(rng, 400)
     cuts = [90, 200, 330, 360, 395]

@@ -39,7 +39,7 @@ from server_fixture import (
     wait_until,
     without_drafts,
 )
-from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS
 
 KINDS = (HYBRID, DENSE, SLIDING)
 TOLERANCE = {SLIDING: 1e-4}
@@ -894,31 +894,28 @@ def kind(request):
 
 @contextmanager
 def serving(
-    kind: str, root: Path, witness: Witness, **settings
+    kind: str, folder: Path, witness: Witness, **settings
 ) -> Iterator[Callable[[], Case]]:
     """A server; each call begins a case on it, with nothing left of those before but healing."""
-    served = Served(tiny_model(kind, root), **settings)
+    with Served(folder, **settings) as served:
 
-    def begin() -> Case:
-        served.forget()
-        forget_pasts(served.state)
-        return Case(kind, served, witness)
+        def begin() -> Case:
+            served.forget()
+            forget_pasts(served.state)
+            return Case(kind, served, witness)
 
-    try:
-        yield begin
-    finally:
-        served.close()
-
-
-@pytest.fixture(scope="module")
-def begin(kind, witness, tmp_path_factory):
-    with serving(kind, tmp_path_factory.getbasetemp(), witness) as begin:
         yield begin
 
 
 @pytest.fixture(scope="module")
-def oracle(kind, tmp_path_factory):
-    return Oracle(tiny_model(kind, tmp_path_factory.getbasetemp()), at_once=96)
+def begin(kind, witness, models):
+    with serving(kind, models(kind), witness) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def oracle(kind, models):
+    return Oracle(models(kind), at_once=96)
 
 
 # -- what holds in all of them ---------------------------------------------------------------------
@@ -1023,10 +1020,10 @@ def check_like_reference(case: Case, *, is_plain: bool) -> None:
             assert request.prompt.count(token) == reference.prompt.count(token)
 
 
-def test_stripped_thinking_costs_without_a_ledger(witness, table, tmp_path_factory):
+def test_stripped_thinking_costs_without_a_ledger(witness, table, models):
     scenario = SCENARIOS["thinking_kept_in_loop"]
-    root = tmp_path_factory.getbasetemp()
-    with serving(HYBRID, root, witness, cache_canonicalize_tool_context=False) as begin:
+    as_sent = {"cache_canonicalize_tool_context": False}
+    with serving(HYBRID, models(HYBRID), witness, **as_sent) as begin:
         case = begin()
         scenario.play(case)
     table(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {case.ratio:.4f}")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-from contextlib import closing
 
 import mlx.core as mx
 import numpy as np
@@ -392,7 +391,7 @@ def test_a_head_of_another_model_stops_the_start(pairs, models, tmp_path):
 def test_a_head_drafts_on_after_the_weights_were_freed(pairs, kind):
     folder, head_folder = pairs(kind)
     settings = {"draft_model": str(head_folder), "idle_unload_seconds": NEVER}
-    with closing(Sleeper(folder, **settings)) as served:
+    with Sleeper(folder, **settings) as served:
         replies = []
         counts = []
         for _ in range(2):

@@ -489,18 +489,16 @@ BODIES = {
 
 @drafters(("copies", HYBRID), ("head", HYBRID))
 def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(drafting):
-    plain = Served(drafting.folder, speculation="off")
-    drafted = Served(drafting.folder, **drafting.settings)
-    try:
+    with (
+        Served(drafting.folder, speculation="off") as plain,
+        Served(drafting.folder, **drafting.settings) as drafted,
+    ):
         for name, fields in BODIES.items():
             check_same_answer(plain, drafted, name, fields)
         counts = drafted.state.metrics.snapshot()
         banner = s._write_banner(drafted.state)
         if drafting.settings:
             wait_until(lambda: gain_of(drafted)["tokens"] > 0)
-    finally:
-        plain.close()
-        drafted.close()
 
     assert counts["draft_tokens_accepted"] > 20
     is_named = str(drafting.draft_folder) in banner.partition("\n  drafts ")[2]

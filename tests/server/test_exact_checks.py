@@ -1,7 +1,5 @@
 """EXACT_CHECKS: warm replies are computed again without the cache, while nobody waits."""
 
-from contextlib import closing
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,15 +7,14 @@ import start_llm as s
 from nights import at_night
 from server_fixture import SYSTEM, TOOLS, Served, user, wait_until, wait_until_idle
 from status_client import ask, forget, status, words
-from tiny_models import DENSE, HYBRID, tiny_model
+from tiny_models import DENSE, HYBRID
 
 HEADERS = {"x-session-id": "checked"}
 
 
 @pytest.fixture(scope="module", params=[DENSE, at_night(HYBRID)])
-def served(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, exact_checks=1)) as server:
+def served(request, models):
+    with Served(models(request.param), exact_checks=1) as server:
         yield server
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from contextlib import closing
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ DEMO = ROOT / "models" / "demo"
 
 @pytest.fixture(scope="module")
 def served():
-    with closing(Served(DEMO)) as running:
+    with Served(DEMO) as running:
         yield running
 
 
@@ -158,7 +157,7 @@ def test_a_demo_that_repeats_itself_is_stopped(caplog):
     """
     bias = {"50": 100}
     messages = [{"role": "user", "content": "Hello"}]
-    with closing(Served(DEMO, speculation="off")) as served:
+    with Served(DEMO, speculation="off") as served:
         reply = served.ask(messages, max_tokens=300, logit_bias=bias, tools=[])
     assert reply.finish_reason == "length"
     assert s.DEMO_LOOP_TOKENS <= reply.n_generated < 100

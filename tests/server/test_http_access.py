@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,6 @@ from http_client import (
 )
 from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS, Served, user
-from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
 KEY = "sk-örtlich-1"
@@ -370,9 +369,8 @@ def test_headers_that_are_echoed_cannot_become_others():
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, cors_origins=PAGE)) as served:
+def served(folder) -> Iterator[Served]:
+    with Served(folder, cors_origins=PAGE) as served:
         yield served
 
 

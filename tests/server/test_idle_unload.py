@@ -2,25 +2,25 @@
 
 import signal
 import sys
-from contextlib import closing
 
 import mlx.core as mx
 import psutil
 import pytest
 import start_llm as s
+from http_client import exchange
 from nights import at_night
 from program import CHAT, Program
 from server_fixture import SYSTEM, Served, user, wait_until
-from status_client import FIELDS, ask, post, status, words
-from tiny_models import DENSE, HYBRID, tiny_model
+from status_client import FIELDS, ask, status, words
+from tiny_models import DENSE, HYBRID
 
 NEVER = 1e9
 pytestmark = pytest.mark.covering(1, over="module")
 
 
 @pytest.fixture(scope="module", params=[DENSE, at_night(HYBRID)])
-def folder(request, tmp_path_factory):
-    return tiny_model(request.param, tmp_path_factory.getbasetemp())
+def folder(request, models):
+    return models(request.param)
 
 
 class Sleeper(Served):
@@ -59,7 +59,7 @@ def served(request, folder, tmp_path):
         "cache_disk_folder": str(tmp_path),
         "idle_unload_seconds": NEVER,
     }
-    with closing(Sleeper(folder, **settings)) as server:
+    with Sleeper(folder, **settings) as server:
         yield server
 
 
@@ -100,12 +100,9 @@ def test_memory_is_given_back(served, caplog):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS is Linux's")
-def test_the_process_is_smaller_by_the_weights_while_it_sleeps(
-    tmp_path_factory, tmp_path
-):
+def test_the_process_is_smaller_by_the_weights_while_it_sleeps(models, tmp_path):
     """As the system counts it, and not MLX: a process that no other test has left memory in."""
-    root = tmp_path_factory.getbasetemp()
-    folder = tiny_model(DENSE, root, hidden=512, mlp=1536, layers=6)
+    folder = models(DENSE, hidden=512, mlp=1536, layers=6)
     n_weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     program = Program(
         tmp_path / "program", folder, IDLE_UNLOAD_SECONDS="1", CACHE_DISK="on"
@@ -120,7 +117,8 @@ def test_the_process_is_smaller_by_the_weights_while_it_sleeps(
     def bytes_awake():
         """Asked again where it fell asleep before it was measured."""
         while True:
-            post(program.port, CHAT, {"messages": [user(words(400))], "max_tokens": 3})
+            body = {"messages": [user(words(400))], "max_tokens": 3}
+            exchange(program.port, "POST", CHAT, body)
             held = bytes_held()
             if has_state("ready"):
                 return held

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ import openai
 import psutil
 import pytest
 import start_llm as s
+from http_client import exchange
 from litellm_beside import Keeper, Order, is_open, settings_for
 from litellm_stand_in import LISTENS
 from nights import at_night
@@ -43,7 +43,6 @@ from server_fixture import (
     wait_until,
 )
 from start_llm import Config, run_proxy
-from tiny_models import DENSE, tiny_model
 
 KEY = "hidden words 1"
 PAGE = "https://chat.example"
@@ -426,10 +425,9 @@ def test_the_banner_promises_the_proxy_only_where_it_comes(state, words):
     assert bool(row) == bool(words)
 
 
-def test_the_name_at_the_proxy_is_the_models_where_names_are_strict(tmp_path_factory):
-    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+def test_the_name_at_the_proxy_is_the_models_where_names_are_strict(folder):
     settings = {"strict_model_names": True, "proxy_model_id": "mine"}
-    with contextlib.closing(Served(model, **settings)) as served:
+    with Served(folder, **settings) as served:
         fields = {"messages": [user("Hello")], "max_tokens": 1}
         assert served._sdk.chat.completions.create(model="mine", **fields).choices
         with pytest.raises(openai.NotFoundError, match="is not loaded"):
@@ -466,18 +464,10 @@ class Lab:
         self.client.close()
         self.served.close()
 
-    def post(
-        self, path: str, body: Any, *, port: int = 0, **headers: str
-    ) -> tuple[int, str]:
-        """To LiteLLM, or another port: status and body."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", port or self.port, timeout=MAX_WAIT_SECONDS
-        )
-        payload = body if isinstance(body, bytes) else json.dumps(body)
-        with contextlib.closing(connection):
-            connection.request("POST", path, payload, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
+        """To LiteLLM: status and body."""
+        status, _, answer = exchange(self.port, "POST", path, body, **headers)
+        return status, answer.decode()
 
     def is_idle(self) -> bool:
         status = self.served.state.engine.report
@@ -485,11 +475,10 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Iterator[Lab]:
+def lab(folder, tmp_path_factory) -> Iterator[Lab]:
     if not LITELLM.exists():
         pytest.skip("LiteLLM is not installed")
-    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with contextlib.closing(Lab(tmp_path_factory.mktemp("litellm"), model)) as lab:
+    with contextlib.closing(Lab(tmp_path_factory.mktemp("litellm"), folder)) as lab:
         yield lab
 
 
@@ -707,9 +696,7 @@ def test_whoever_asks_the_proxy_how_it_is_runs_no_chat(lab):
 
     answers = {}
     for path in ("/health", "/model/info"):
-        url = f"http://127.0.0.1:{lab.port}{path}"
-        with urllib.request.urlopen(url, timeout=MAX_WAIT_SECONDS) as response:
-            answers[path] = json.load(response)
+        answers[path] = json.loads(exchange(lab.port, "GET", path)[2])
 
     assert answers["/health"]["status"] == "ok"
     info = answers["/model/info"]["data"][0]["model_info"]
@@ -720,13 +707,8 @@ def test_whoever_asks_the_proxy_how_it_is_runs_no_chat(lab):
 def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):
     allowed_origins = {}
     for page in ("https://evil.example", "null", PAGE):
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", lab.port, timeout=MAX_WAIT_SECONDS
-        )
-        with contextlib.closing(connection):
-            connection.request("GET", "/v1/models", headers={"Origin": page})
-            headers = connection.getresponse().headers
-            allowed_origins[page] = headers["access-control-allow-origin"]
+        _, headers, _ = exchange(lab.port, "GET", "/v1/models", Origin=page)
+        allowed_origins[page] = headers.get("access-control-allow-origin")
     assert allowed_origins == {"https://evil.example": None, "null": None, PAGE: PAGE}
 
 
@@ -764,13 +746,9 @@ def test_what_is_not_there_is_json_with_what_to_use_and_never_litellms_page(lab)
         assert status >= 400
         assert json.loads(answer)["error"]["message"]
     for path in ("/openapi.json", "/docs", "/redoc"):
-        with contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", lab.port, timeout=MAX_WAIT_SECONDS)
-        ) as connection:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            assert answer.status == 404
-            assert b"/openapi.json describes the API" in answer.read()
+        status, _, page = exchange(lab.port, "GET", path)
+        assert status == 404
+        assert b"/openapi.json describes the API" in page
 
 
 def test_a_response_that_would_lose_its_history_is_a_400(lab):

@@ -1,22 +1,14 @@
 """LOOP_GUARD_TOKENS: a reply that repeats itself ends as any reply that is cut does."""
 
 import logging
-from contextlib import closing
 
 import pytest
 import start_llm as s
 from nights import at_night
 from scripted_replies import force_tokens, with_processor
-from server_fixture import SYSTEM, Served, user, wait_until
-from tiny_models import DENSE, tiny_model
+from server_fixture import SYSTEM, user, wait_until
 
 LOOP = 'it goes on {"path": "a"}, and on, '
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with closing(Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))) as served:
-        yield served
 
 
 def answer(served, monkeypatch, ids, *, max_tokens, guard):

@@ -1,9 +1,6 @@
 """web/openapi.json: it lists what the server has, and every answer to anything is one it allows."""
 
-import http.client
 import json
-import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pydantic
 import pytest
 import schemathesis
 import start_llm as s
+from http_client import Response, exchange, listening
 from hypothesis import HealthCheck, Phase, given, settings
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -25,8 +23,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from server_fixture import MAX_WAIT_SECONDS, Served, free_port, user
-from tiny_models import DENSE, TOOLS, tiny_model
+from server_fixture import MAX_WAIT_SECONDS, Served, user
+from tiny_models import TOOLS
 
 FILE = Path(s.__file__).resolve().parent / "web" / "openapi.json"
 DESCRIPTION = json.loads(FILE.read_text(encoding="utf-8"))
@@ -42,32 +40,16 @@ EXPLAIN = "/v1/cache/explain"
 HELLO = [user("Hello.")]
 KEYLESS = {key for key, route in s._ROUTES.items() if not route.needs_key}
 
-Answer = tuple[int, dict[str, str], bytes]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
 
 @pytest.fixture(scope="module")
 def served(folder):
-    with closing(Served(folder, default_max_tokens=4, max_kv_size=4096)) as server:
+    with Served(folder, default_max_tokens=4, max_kv_size=4096) as server:
         yield server
 
 
-def ask(served, method, path, body: Any = None, **headers: str) -> Answer:
-    """`body`: JSON, or bytes as they are."""
-    config = served if isinstance(served, s.Config) else served.state.config
-    is_json = body is not None and not isinstance(body, bytes)
-    payload = json.dumps(body).encode() if is_json else body
-    connection = http.client.HTTPConnection(
-        "127.0.0.1", config.mlx_port, timeout=MAX_WAIT_SECONDS
-    )
-    with closing(connection):
-        connection.request(method, path, payload, headers)
-        response = connection.getresponse()
-        return response.status, dict(response.getheaders()), response.read()
+def ask(served, method, path, body: Any = None, **headers: str) -> Response:
+    port = served.state.config.mlx_port
+    return exchange(port, method, path, body, **headers)
 
 
 def closed(schema: Any) -> Any:
@@ -95,7 +77,7 @@ def check_it_is(schema: Any, body: Any, components: Any = CLOSED) -> None:
     assert fault is None, f"{fault.json_path}: {fault.message[:300]} in {text}"
 
 
-def check(answer: Answer, path: str, method: str = "POST") -> Any:
+def check(answer: Response, path: str, method: str = "POST") -> Any:
     """The body, which is one that the description has for this status, and gives nothing away."""
     status, headers, payload = answer
     described = DESCRIPTION["paths"][path][method.lower()]["responses"]
@@ -293,7 +275,7 @@ def test_explanations_are_as_described(served):
     assert "tools" in body["why_not_more"]["sentence"]
 
 
-def events(answer: Answer) -> list[str]:
+def events(answer: Response) -> list[str]:
     status, headers, payload = answer
     assert status == 200
     assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -376,17 +358,9 @@ def test_other_methods_and_paths_are_refused_as_described(served, path):
 
 @pytest.fixture(scope="module")
 def loading():
-    """The settings of a server whose model is never loaded, and that asks for a key."""
-    config = s.Config(
-        mlx_port=free_port(), api_key="secret", enable_request_logging=False
-    )
-    servers = s._listen(config, s.build_state(config))
-    for server in servers:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield config
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    """The port of a server whose model is never loaded, and that asks for a key."""
+    with listening(api_key="secret") as port:
+        yield port
 
 
 @pytest.mark.parametrize(("method", "path"), EVERY)
@@ -395,7 +369,7 @@ def test_without_a_key_or_a_model_each_says_so_as_described(loading, method, pat
     is_open = (method, path) in KEYLESS
     described = DESCRIPTION["paths"][path][method.lower()]["responses"]
     for headers in ({}, {"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
-        answer = ask(loading, method, real, body_of(method, path), **headers)
+        answer = exchange(loading, method, real, body_of(method, path), **headers)
         welcome = 503 if "503" in described else 200
         assert answer[0] == (welcome if headers or is_open else 401)
         check(answer, path, method)

@@ -13,6 +13,7 @@ from itertools import product
 
 import pytest
 import start_llm as s
+from http_client import exchange
 from nights import at_night
 from program import Program
 from server_fixture import (
@@ -24,21 +25,10 @@ from server_fixture import (
     user,
     wait_until,
 )
-from status_client import post, status, words
-from tiny_models import DENSE, TOOLS, tiny_model
+from status_client import status, words
+from tiny_models import TOOLS
 
 CHAT = {"model": "any", "temperature": 0, "tools": TOOLS}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
-
-@contextmanager
-def serving(folder, **settings):
-    with closing(Served(folder, **settings)) as served:
-        yield served
 
 
 def chat(text="Hello.", **fields):
@@ -60,7 +50,7 @@ def plain(text="Hello.", **fields):
 
 
 def test_a_flood_is_refused_before_the_headers_in_the_clients_own_shape(folder):
-    with serving(folder, max_queued_requests=2, batch_max_rows=1) as served:
+    with Served(folder, max_queued_requests=2, batch_max_rows=1) as served:
         port = served.state.config.mlx_port
         may_go_on = threading.Event()
         with (
@@ -70,7 +60,7 @@ def test_a_flood_is_refused_before_the_headers_in_the_clients_own_shape(folder):
             bodies = [plain(words(40, n), stream=True) for n in range(12)]
             paths = ["/v1/chat/completions", "/v1/messages"] * 6
             posts = [
-                pool.submit(post, port, path, body)
+                pool.submit(exchange, port, "POST", path, body)
                 for path, body in zip(paths, bodies, strict=True)
             ]
             wait_until(lambda: sum(posted.done() for posted in posts) >= 3)
@@ -113,7 +103,7 @@ def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
         return connection, address
 
     monkeypatch.setattr(s.LLMServer, "get_request", accepted)
-    with serving(folder, idle_connection_seconds=2) as served, socket.socket() as deaf:
+    with Served(folder, idle_connection_seconds=2) as served, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         deaf.connect(("127.0.0.1", served.state.config.mlx_port))
         stop_never = {"logit_bias": {str(served.scribe.end): -100}}
@@ -145,7 +135,7 @@ def requesting(served, body):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
-    with serving(folder, batch_max_rows=1 if phase == "queued" else 8) as served:
+    with Served(folder, batch_max_rows=1 if phase == "queued" else 8) as served:
         end = {"logit_bias": {str(served.scribe.end): -100}}
 
         def phases():
@@ -177,12 +167,12 @@ def test_what_went_wrong_inside_is_for_the_log_and_not_for_clients(folder, caplo
     def fail(_fed):
         raise RuntimeError("[metal::malloc] /Users/me/secret.py line 7")
 
-    with serving(folder) as served:
+    with Served(folder) as served:
         port = served.state.config.mlx_port
         paths = ("/v1/chat/completions", "/v1/messages", "/v1/completions")
         for path, stream in product(paths, (False, True)):
             with served.holding(fail):
-                code, _, answer = post(port, path, plain(stream=stream))
+                code, _, answer = exchange(port, "POST", path, plain(stream=stream))
             assert code in ((200,) if stream else (500, 503))
             assert b"error" in answer
             secrets = (b"metal", b"malloc", b"secret", b"Traceback", b"/Users")
@@ -239,7 +229,7 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
 
         with ThreadPoolExecutor(1) as pool:
             body = chat(max_tokens=100_000, logit_bias={str(served_end(folder)): -100})
-            waiting = pool.submit(post, port, "/v1/chat/completions", body)
+            waiting = pool.submit(exchange, port, "POST", "/v1/chat/completions", body)
             wait_until(lambda: engine.report["decoding"])
             monkeypatch.setattr(s.Scheduler, "step", broken)
             code, _, answer = waiting.result(timeout=MAX_WAIT_SECONDS)
@@ -248,12 +238,8 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
             serving_thread.join()
             assert serving_thread.statuses == [1]
         else:
-            connection = http.client.HTTPConnection(
-                "127.0.0.1", port, timeout=MAX_WAIT_SECONDS
-            )
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            assert response.status == 503 and json.loads(response.read())["error"]
+            code, _, answer = exchange(port, "GET", "/health")
+            assert code == 503 and json.loads(answer)["error"]
             assert serving_thread.is_alive()
 
     assert not serving_thread.is_alive()
@@ -379,10 +365,12 @@ def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(s.Handler, "_send_error_body", noted)
-    with serving(folder) as served:
+    with Served(folder) as served:
         port = served.state.config.mlx_port
         with served.holding(broken):
-            code, _, _ = post(port, "/v1/chat/completions", chat(max_tokens=3))
+            code, _, _ = exchange(
+                port, "POST", "/v1/chat/completions", chat(max_tokens=3)
+            )
         assert (code, live) == (500, [1])
         wait_until(lambda: not served.state.stores.live)
 

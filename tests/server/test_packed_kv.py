@@ -467,8 +467,8 @@ def test_heads_of_no_whole_groups_stay_plain(bench, caplog, size, kind, sentence
 
 
 def test_a_prompt_that_is_too_long_hears_what_kv_bits_makes_room_for(tmp_path):
-    served = Served(tiny_model(DENSE, tmp_path, **WIDE), memory_limit_bytes=12 << 20)
-    try:
+    folder = tiny_model(DENSE, tmp_path, **WIDE)
+    with Served(folder, memory_limit_bytes=12 << 20) as served:
         model = served.state.engine.model
         n_tokens = model.max_context_tokens
         n_packed = model.packed_context_tokens
@@ -486,5 +486,3 @@ def test_a_prompt_that_is_too_long_hears_what_kv_bits_makes_room_for(tmp_path):
         assert advice in refusal(n_tokens + 100)
         assert "KV_BITS" not in refusal(n_packed + 100)
         assert f"{n_packed:,} tokens, with KV_BITS=8" in banner
-    finally:
-        served.close()

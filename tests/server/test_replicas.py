@@ -5,7 +5,6 @@ real ones.
 """
 
 import contextlib
-import http.client
 import json
 import signal
 import sys
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 import start_llm
 import status_client
+from http_client import exchange
 from nights import at_night
 from program import CHAT, Program, copy_helpers
-from server_fixture import MAX_WAIT_SECONDS, Served, free_port, wait_until
-from tiny_models import DENSE, tiny_model
+from server_fixture import Served, free_port, wait_until
 
 LITELLM = Path(sys.executable).with_name("litellm")
 KEY = "key-of-all"
@@ -30,14 +29,9 @@ OWN_KEY = "key-of-the-third"
 # -- draining ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
-
 @pytest.fixture
-def served(model) -> Iterator[Served]:
-    with contextlib.closing(Served(model)) as served:
+def served(folder) -> Iterator[Served]:
+    with Served(folder) as served:
         yield served
 
 
@@ -93,9 +87,9 @@ def test_a_session_whose_first_request_runs_is_known_to_a_drained_server(served)
         assert [each.result()[0] for each in both] == [200, 200]
 
 
-def test_one_key_of_several_cannot_drain_what_others_use(model):
+def test_one_key_of_several_cannot_drain_what_others_use(folder):
     keys = {"api_key": "one,two", "cache_isolation": "key"}
-    with contextlib.closing(Served(model, **keys)) as served:
+    with Served(folder, **keys) as served:
         sent = {"Authorization": "Bearer one"}
         status, body = status_client.ask(served, "POST", "/v1/drain", **sent)
         assert status == 403
@@ -140,10 +134,8 @@ class Farm:
     def status(self, number: int) -> dict[str, Any]:
         """What a server says of itself."""
         headers = {"Authorization": f"Bearer {OWN_KEY if number == 2 else KEY}"}
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[number])
-        with contextlib.closing(connection):
-            connection.request("GET", "/v1/status", headers=headers)
-            return json.loads(connection.getresponse().read())
+        _, _, body = exchange(self.ports[number], "GET", "/v1/status", **headers)
+        return json.loads(body)
 
     def replicas(self) -> list[dict[str, Any]]:
         """As the first server's status shows them."""
@@ -163,14 +155,10 @@ class Farm:
         self, body: Any, path: str = CHAT, **headers: str
     ) -> tuple[int, dict[str, Any]]:
         """Status and body of an answer at the port of LiteLLM."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.proxy_port, timeout=MAX_WAIT_SECONDS
-        )
-        sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body), {**sent, **headers})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+        headers["Authorization"] = f"Bearer {KEY}"
+        headers["Content-Type"] = "application/json"
+        status, _, answer = exchange(self.proxy_port, "POST", path, body, **headers)
+        return status, json.loads(answer)
 
     def server_of(self, session: str) -> int:
         """Which one has had requests of a session."""
@@ -199,10 +187,10 @@ class Farm:
 
 
 @pytest.fixture(scope="module", params=[at_night("three servers")])
-def farm(tmp_path_factory, model) -> Iterator[Farm]:
+def farm(tmp_path_factory, folder) -> Iterator[Farm]:
     if not LITELLM.exists():
         pytest.skip("LiteLLM is not installed")
-    with contextlib.closing(Farm(tmp_path_factory.mktemp("farm"), model)) as farm:
+    with contextlib.closing(Farm(tmp_path_factory.mktemp("farm"), folder)) as farm:
         yield farm
 
 

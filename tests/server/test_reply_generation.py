@@ -4,16 +4,8 @@ from contextlib import closing
 
 import pytest
 import start_llm as s
-from server_fixture import SYSTEM, Served, user, wait_until
+from server_fixture import SYSTEM, user, wait_until
 from status_client import forget, status, words
-from tiny_models import DENSE, tiny_model
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder)) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

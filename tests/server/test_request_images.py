@@ -2,26 +2,24 @@
 
 import base64
 import contextlib
-import http.server
-import importlib.util
 import io
 import signal
 import struct
 import subprocess
-import threading
 import time
 import zlib
-from pathlib import Path
+from http.server import ThreadingHTTPServer
 
+import fetch_image as fetcher
 import httpx
 import numpy as np
 import pytest
 import start_llm as s
 from PIL import Image, ImageOps
 from server_fixture import MAX_WAIT_SECONDS, Served
+from stub_server import StubHandler, running
 from vision_fixture import data_url, picture
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "helpers" / "fetch_image.py"
 A = picture(1)
 
 
@@ -314,7 +312,7 @@ def test_a_text_model_refuses_images_through_both_apis(models, tmp_path):
     encoded = base64.b64encode(A).decode()
     source = {"type": "base64", "media_type": "image/png", "data": encoded}
     block = {"type": "image", "source": source}
-    with contextlib.closing(Served(models("qwen3"), log_root=str(tmp_path))) as served:
+    with Served(models("qwen3"), log_root=str(tmp_path)) as served:
         for path, part, place in (
             ("chat/completions", image_part(data_url(A)), "messages[0].content[0]"),
             ("messages", block, "messages.0.content.0"),
@@ -331,36 +329,19 @@ def test_a_text_model_refuses_images_through_both_apis(models, tmp_path):
 
 
 @pytest.fixture
-def fetcher():
-    spec = importlib.util.spec_from_file_location("fetch_image", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
 def web():
     """A web server on this machine; what it answers is up to the test."""
     answers = {}
     asked_for = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(StubHandler):
         def do_GET(self):
             asked_for.append(self.path)
             status, headers, body = answers[self.path]
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, body, **headers)
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", answers, asked_for
-        server.shutdown()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as port:
+        yield f"http://127.0.0.1:{port}", answers, asked_for
 
 
 PRIVATE = [
@@ -373,7 +354,7 @@ PRIVATE = [
 
 
 @pytest.mark.parametrize("host", PRIVATE)
-def test_private_addresses_are_never_asked(host, fetcher):
+def test_private_addresses_are_never_asked(host):
     with pytest.raises((ValueError, OSError)):
         fetcher.fetch(f"http://{host}/cat.png")
 
@@ -419,9 +400,7 @@ def test_images_from_elsewhere_are_no_more_than_a_body_may_have(monkeypatch):
     read(*same, allow_remote_images=True, max_body_bytes=1_000_000)
 
 
-def test_public_images_are_fetched_and_redirects_are_checked_again(
-    web, fetcher, monkeypatch
-):
+def test_public_images_are_fetched_and_redirects_are_checked_again(web, monkeypatch):
     url, answers, asked_for = web
     answers["/cat.png?a=b"] = (200, {}, A)
     answers["/moved"] = (302, {"Location": "/cat.png?a=b"}, b"")
@@ -445,7 +424,7 @@ def test_public_images_are_fetched_and_redirects_are_checked_again(
     assert asked_for.count("/round") == fetcher.MAX_REDIRECTS + 1
 
 
-def test_a_header_a_second_does_not_keep_it_waiting(fetcher, monkeypatch):
+def test_a_header_a_second_does_not_keep_it_waiting(monkeypatch):
     def endless(url):
         while True:
             time.sleep(0.01)
@@ -464,12 +443,12 @@ def test_a_header_a_second_does_not_keep_it_waiting(fetcher, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:21f:cb07::1]"])
-def test_public_addresses_pass(host, fetcher):
+def test_public_addresses_pass(host):
     address = host.strip("[]")
     assert fetcher.public_address(address, 80) == address
 
 
-def test_what_is_too_large_or_too_slow_is_given_up(web, fetcher, monkeypatch):
+def test_what_is_too_large_or_too_slow_is_given_up(web, monkeypatch):
     url, answers, _ = web
     answers["/large"] = (200, {}, b"x" * 200_000)
     monkeypatch.setattr(fetcher, "public_address", lambda h, p: h)

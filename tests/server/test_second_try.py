@@ -1,7 +1,6 @@
 """A request that fails before its first token is tried again, once, without the cache."""
 
 import threading
-from contextlib import closing
 
 import numpy as np
 import openai
@@ -10,7 +9,6 @@ import start_llm as s
 from engine_fixture import TOLERANCE, words
 from nights import at_night
 from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, user, wait_until
-from tiny_models import DENSE, tiny_model
 
 # Attention, with layers that keep state, sliding windows.
 KINDS = [at_night("qwen3"), "qwen3_5", at_night("gemma3_text")]
@@ -218,11 +216,10 @@ def test_who_has_left_is_not_tried_again(bench):
 
 
 @pytest.mark.parametrize("is_stream", [at_night(False), True])
-def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stream):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+def test_a_client_hears_nothing_of_a_first_try(folder, caplog, is_stream):
     question = [SYSTEM, user("What is the weather? " * 60)]
     fields = {"max_tokens": 20, "temperature": 0}
-    with closing(Served(folder)) as served:
+    with Served(folder) as served:
         expected = served.ask(question, **fields)
         follow_up = [*question, expected.answer, user("And now? " * 10)]
         cold = served.ask(follow_up, **fields)
@@ -241,9 +238,9 @@ def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stre
 
 
 @pytest.mark.parametrize("n_tokens", [at_night(5), 60])
-def test_a_reply_that_fails_after_some_tokens_is_no_past(n_tokens, tmp_path_factory):
+def test_a_reply_that_fails_after_some_tokens_is_no_past(n_tokens, folder):
     """In its thinking and in its text: neither tokens nor thinking are recorded (law 6)."""
-    with closing(Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))) as served:
+    with Served(folder) as served:
         stores = served.state.stores
         served.ask([SYSTEM, user("A reply that ends.")])
         known = stores.ledger.snapshot()

@@ -16,7 +16,6 @@ from forked_process import CONTEXT, ForkedProcess, run_program
 from nights import at_night
 from program import Program
 from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
-from tiny_models import DENSE, tiny_model
 
 ROOT = Path(s.__file__).parent
 
@@ -67,11 +66,6 @@ def stop_here(*_):
 s._read_config = stop_here
 s.end_process(s.main())
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
 
 
 def settings(tmp_path, **more):
@@ -174,11 +168,11 @@ def flood(program, n):
 
 
 @pytest.fixture
-def start(tmp_path, model):
+def start(tmp_path, folder):
     programs = []
 
     def start(**how):
-        programs.append(Program(tmp_path / f"program{len(programs)}", model, **how))
+        programs.append(Program(tmp_path / f"program{len(programs)}", folder, **how))
         programs[-1].wait_until_ready()
         return programs[-1]
 

@@ -2,14 +2,13 @@
 
 import time
 from collections import defaultdict
-from contextlib import closing
 
 import pytest
 import start_llm as s
 from prometheus_client.parser import text_string_to_metric_families
 from server_fixture import SYSTEM, Served, Talk, user, wait_until
 from status_client import FIELDS, ask, explained, forget, status, words
-from tiny_models import DENSE, HYBRID, tiny_model
+from tiny_models import DENSE, HYBRID
 
 COUNTERS = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
 
@@ -18,9 +17,8 @@ pytestmark = pytest.mark.covering(1, over="module")
 
 
 @pytest.fixture(scope="module", params=[HYBRID, DENSE])
-def served(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    with closing(Served(folder)) as server:
+def served(request, models):
+    with Served(models(request.param)) as server:
         yield server
 
 

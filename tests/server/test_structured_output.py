@@ -45,17 +45,9 @@ def form(schema):
 
 
 @pytest.fixture(scope="module", params=[HYBRID, at_night(DENSE)])
-def served(request, tmp_path_factory):
-    served = Served(tiny_model(request.param, tmp_path_factory.getbasetemp()))
-    yield served
-    served.close()
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    served = Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))
-    yield served
-    served.close()
+def served(request, models):
+    with Served(models(request.param)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +62,8 @@ def self_opening(tmp_path_factory):
 
     head, name, tail = text.rpartition("add_generation_prompt")
     template.write_text(head + name + tail.replace("<think>\\n' ", "' ", 1))
-    served = Served(folder)
-    yield served
-    served.close()
+    with Served(folder) as served:
+        yield served
 
 
 # -- grammars --------------------------------------------------------------------------------------

@@ -5,36 +5,26 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import llguidance
 import pytest
 import start_llm as s
+from http_client import exchange
 from nights import at_night
 from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
-from status_client import ask, post, words
-from tiny_models import DENSE, TOOLS, tiny_model
+from status_client import ask, words
+from tiny_models import TOOLS
 
 CHAT = "/v1/chat/completions"
 TWO_KEYS = {"api_key": "anna, ben", "cache_isolation": "key"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
-
-@contextmanager
-def serving(folder: Any, **settings: Any) -> Iterator[Served]:
-    with closing(Served(folder, **settings)) as served:
-        yield served
-
-
 def send(served: Served, key: str, body: dict[str, Any], expected: int = 200) -> Any:
     port = served.state.config.mlx_port
     bearer = {"Authorization": f"Bearer {key}"}
-    status, _, payload = post(port, CHAT, body, **bearer)
+    status, _, payload = exchange(port, "POST", CHAT, body, **bearer)
     assert status == expected, payload
     wait_until_idle(served.state.engine)
     tenants = served.state.tenants
@@ -108,7 +98,7 @@ def test_a_request_costs_the_same_work_whatever_another_key_has_sent(
     work = Work(monkeypatch)
     costs = []
     for sent_before in ("xylophone", "marimba"):
-        with serving(folder, **TWO_KEYS) as served:
+        with Served(folder, **TWO_KEYS) as served:
             work.of(served, "anna", chat(sent_before))
             costs.append(work.of(served, "ben", chat("xylophone")))
 
@@ -118,7 +108,7 @@ def test_a_request_costs_the_same_work_whatever_another_key_has_sent(
 
 def test_a_key_does_not_pay_twice_for_its_own(folder, monkeypatch):
     work = Work(monkeypatch)
-    with serving(folder, **TWO_KEYS) as served:
+    with Served(folder, **TWO_KEYS) as served:
         first = work.of(served, "anna", chat("xylophone"))
         second = work.of(served, "anna", chat("xylophone"))
         assert served.state.engine.model.template.tenant == ""
@@ -179,7 +169,7 @@ def is_decoding(served: Served, key: str) -> bool:
 
 def test_a_key_sees_nothing_of_what_another_does(folder):
     # With drafts the long reply may be over before anybody looks.
-    with serving(folder, speculation="off", **TWO_KEYS) as served:
+    with Served(folder, speculation="off", **TWO_KEYS) as served:
         send(served, "ben", plain("A tuba."))
         first_view = seen(served, "ben")
         for n in range(3):
@@ -218,7 +208,7 @@ def test_a_key_sees_nothing_of_what_another_does(folder):
     ids=["no key", "one key", "shared", "users without a key"],
 )
 def test_an_operator_sees_everything(folder, settings, key):
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         for name in ("u", "v"):
             send(served, key, plain(words(100), user=name))
         send(served, key, plain(words(90)))
@@ -322,7 +312,7 @@ def serving_with(folder) -> Iterator[Any]:
         def find(settings: dict[str, str]) -> Served:
             name = repr(settings)
             if name not in running:
-                running[name] = stack.enter_context(serving(folder, **settings))
+                running[name] = stack.enter_context(Served(folder, **settings))
             running[name].forget()
             return running[name]
 
@@ -351,7 +341,7 @@ def check_n_requests(served: Served, key: str, n: int, **headers: str) -> None:
 
 def test_a_user_sees_its_own_and_the_key_all_of_its_users(folder):
     settings = {**TWO_KEYS, "cache_isolation": "user"}
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         send(served, "anna", plain(words(100), user="u"))
         send(served, "anna", plain(words(100), user="v"))
         send(served, "anna", plain(words(100, seed=1), user="v"))
@@ -375,13 +365,13 @@ def test_a_user_sees_its_own_and_the_key_all_of_its_users(folder):
 def test_a_key_forgets_its_users_who_have_not_come_since_the_start(folder, tmp_path):
     disk = {"cache_disk": "on", "cache_disk_folder": str(tmp_path)}
     settings = {**TWO_KEYS, **disk, "cache_isolation": "user"}
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         for key in ("anna", "ben"):
             for name in ("u", "v"):
                 send(served, key, {**chat("tuba"), "user": name})
         assert len(served.state.records.tenants()) == 4
 
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         ask(served, "DELETE", "/v1/cache", **{"x-api-key": "anna"})
         of_ben = s.name_tenant(served.state.config, key="ben", user="")
         left = served.state.records.tenants()
@@ -440,7 +430,7 @@ def test_what_differs_is_quoted_only_where_requests_are_logged(
     folder, caplog, is_logged
 ):
     settings = {"max_kv_size": 8192, "enable_request_logging": is_logged}
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         question = user("Now: " + words(900))
         for text in ("The marimba is loud.", "The xylophone is loud."):
             messages = [{**SYSTEM, "content": text}, question]
@@ -551,7 +541,7 @@ def test_no_word_of_a_request_is_shown_or_written_down(
     """
     caplog.set_level(logging.DEBUG, s.logger.name)
     answers = []
-    with serving(folder, log_root=str(tmp_path), max_kv_size=16_384) as served:
+    with Served(folder, log_root=str(tmp_path), max_kv_size=16_384) as served:
         if refuses:
             renderer = served.state.engine.model.template._renderer
             monkeypatch.setattr(renderer, "_apply", refuse)
@@ -582,7 +572,7 @@ def refuse(messages: list[Any], **_kwargs: Any) -> str:
 
 def test_a_user_comes_into_being_when_something_is_stored_for_it(folder):
     settings = {**TWO_KEYS, "cache_isolation": "user"}
-    with serving(folder, **settings) as served:
+    with Served(folder, **settings) as served:
         tenants = served.state.tenants
         for path in ("/health", "/", "/openapi.json", "/v1/status", "/v1/models"):
             for n in range(3):
@@ -600,7 +590,7 @@ def test_a_user_comes_into_being_when_something_is_stored_for_it(folder):
 
 def test_ledgers_of_all_tenants_share_their_bytes(folder):
     """What was not used for longest goes first, whoever has sent it."""
-    with serving(folder, **TWO_KEYS) as served:
+    with Served(folder, **TWO_KEYS) as served:
         for key in ("anna", "ben", "anna"):
             send(served, key, chat("xylophone"))
         ledgers = [state.stores.ledger for state in served.state.tenants.states()]

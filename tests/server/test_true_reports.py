@@ -2,21 +2,19 @@
 
 import json
 import re
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import start_llm as s
 from server_fixture import SYSTEM, Served, Talk, user
 from status_client import ask, explained, forget, status, words
-from tiny_models import DENSE, TOOLS, tiny_model
+from tiny_models import TOOLS
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+def served(folder):
     settings = {"prompt_cache_max_bytes": 1_700_000, "log_prompt_tokens": True}
-    with closing(Served(folder, **settings)) as server:
+    with Served(folder, **settings) as server:
         yield server
 
 
@@ -75,9 +73,8 @@ def test_what_another_session_says_hides_nothing(served):
     assert divergence["session"] == "a"
 
 
-def test_a_client_is_not_blamed_for_what_the_server_tells_otherwise(tmp_path_factory):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, preserve_thinking=False)) as server:
+def test_a_client_is_not_blamed_for_what_the_server_tells_otherwise(folder):
+    with Served(folder, preserve_thinking=False) as server:
         talk = Talk(server, 1, [SYSTEM, user(words(60))])
         for _ in range(3):
             talk.step(extra_body={"session_id": "x"})

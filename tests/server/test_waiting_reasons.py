@@ -1,13 +1,12 @@
 """STATUS: why a request was slow, what was refused, and what all requests add up to."""
 
-import http.client
 import json
 import logging
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from server_fixture import (
     wait_until_idle,
 )
 from status_client import ask, status, words
-from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
 SECRET = "xylophonist"  # a word of a prompt that is to appear nowhere
@@ -64,14 +62,9 @@ def gated(served: Served) -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
 def served(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("logs")
-    with closing(Served(folder, log_root=str(root), max_kv_size=8192)) as server:
+    with Served(folder, log_root=str(root), max_kv_size=8192) as server:
         yield server
 
 
@@ -79,7 +72,7 @@ def served(folder, tmp_path_factory):
 def narrow(folder, tmp_path_factory):
     """One request at a time."""
     root = tmp_path_factory.mktemp("logs")
-    with closing(Served(folder, log_root=str(root), batch_max_rows=1)) as server:
+    with Served(folder, log_root=str(root), batch_max_rows=1) as server:
         yield server
 
 
@@ -192,7 +185,7 @@ def test_a_request_waits_in_the_queue_while_all_places_are_taken(narrow, pool):
 
 
 def test_a_request_waits_for_memory_that_another_one_holds(folder, pool, tmp_path):
-    with closing(Served(folder, **TIGHT, log_root=str(tmp_path))) as tight:
+    with Served(folder, **TIGHT, log_root=str(tmp_path)) as tight:
         n_words = tight.state.engine.report["capacity_tokens"] // 6  # 3 tokens each
         texts = (words(n_words, 4), words(n_words, 5))
         check_a_wait(tight, pool, texts, reason="memory", names_request=False)
@@ -281,14 +274,8 @@ REFUSED = [  # method, path, body, headers, status, part of the sentence
 
 
 def send(served, method, path, body=None, **headers):
-    """The status of an answer; `body`: JSON, or bytes as they are."""
-    is_json = body is not None and not isinstance(body, bytes)
-    payload = json.dumps(body) if is_json else body
-    port = served.state.config.mlx_port
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
-    with closing(connection):
-        connection.request(method, path, payload, headers)
-        return connection.getresponse().status
+    """The status of an answer."""
+    return ask(served, method, path, body, **headers)[0]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -322,7 +309,7 @@ def test_each_refused_request_is_listed_counted_and_one_warning(served, caplog, 
 
 def test_a_wrong_key_is_refused_and_nobody_else_learns_of_it(folder):
     keys = {"api_key": "one,two", "cache_isolation": "key"}
-    with closing(Served(folder, **keys)) as locked:
+    with Served(folder, **keys) as locked:
         assert send(locked, "GET", "/v1/status", **{"x-api-key": "three"}) == 401
         (refusal,) = locked.state.stores.refusals
         check_fields(refusal, status=401, path="/v1/status")
@@ -380,7 +367,7 @@ def test_a_failed_request_is_one_warning_and_counts_as_failed(served, caplog):
 
 
 def test_totals_add_up_to_the_requests_that_have_ended(folder):
-    with closing(Served(folder)) as fresh:
+    with Served(folder) as fresh:
         for text in (words(100), words(100), words(60, 1)):
             fresh.ask([SYSTEM, user(text)], max_tokens=4)
         send(fresh, "GET", "/nothing")
@@ -462,7 +449,7 @@ def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
         "max_tokens": 4,
     }
     settings = {"enable_request_logging": True, "log_root": str(tmp_path)}
-    with closing(Served(folder, **settings)) as server:
+    with Served(folder, **settings) as server:
         titles = [send_and_find_title(one, body) for one in (server, served)]
 
     assert titles == [("Why is the sky " + "so " * 60)[:60], ""]
@@ -495,20 +482,13 @@ def test_a_title_begins_with_the_folder_that_an_agent_works_in(messages, title):
     assert s._find_title(request) == title
 
 
-# -- one line a request ----------------------------------------------------------------
-
-
 # -- the progress of prefill -----------------------------------------------------------
 
 
 def chunks_of(served: Served, messages: list[Any], **fields: Any) -> list[Any]:
     body = {"messages": messages, "stream": True, "max_tokens": 4, **fields}
-    port = served.state.config.mlx_port
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
-    with closing(connection):
-        connection.request("POST", CHAT, json.dumps(body))
-        events = connection.getresponse().read().decode().split("\n\n")
-    return [json.loads(event[6:]) for event in events[:-2]]
+    _, text = ask(served, "POST", CHAT, body)
+    return [json.loads(event[6:]) for event in text.split("\n\n")[:-2]]
 
 
 def is_progress(chunk: Any) -> bool:

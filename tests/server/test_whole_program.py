@@ -31,7 +31,7 @@ from server_fixture import (
     user,
     wait_until,
 )
-from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
+from tiny_models import HYBRID, TOOLS
 
 # With the malformed ones and some that are right: 500 mixed requests.
 N_DISCONNECTS = 390
@@ -57,15 +57,9 @@ def start(tmp_path) -> Iterator[Any]:
             program.end(signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
-
-
 def converse(port: int, *, seed: int, n_steps: int = 3) -> list[dict[str, Any]]:
     """A conversation through the SDK: what was said, and all but the first request was warm."""
-    client = Client(port)
-    with contextlib.closing(client):
+    with Client(port) as client:
         talk = Talk(client, seed)
         steps = [talk.step() for _ in range(n_steps)]
         assert all(step.n_cached > 300 for step in steps[1:])
@@ -76,9 +70,9 @@ def converse(port: int, *, seed: int, n_steps: int = 3) -> list[dict[str, Any]]:
 
 
 def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
-    start, tmp_path_factory
+    start, models
 ):
-    model = tiny_model(HYBRID, tmp_path_factory.getbasetemp())
+    model = models(HYBRID)
     first = start(model, FreshProgram)
     answers = [answer for answer in first.wait_until_ready() if answer[0]]
     assert answers == [(503, "loading"), (200, "ok")]
@@ -95,22 +89,22 @@ def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
     assert "Traceback" not in second.said
 
 
-def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
+def test_what_cannot_start_says_why_in_one_sentence(start, folder, tmp_path):
     """Beside one that can: copied alone, so without a proxy."""
     unknown = tmp_path / "unknown"
-    shutil.copytree(model, unknown)
+    shutil.copytree(folder, unknown)
     config = json.loads((unknown / "config.json").read_text("utf-8"))
     config["model_type"] = "nope7"
     (unknown / "config.json").write_text(json.dumps(config), "utf-8")
 
-    first = start(model, ENABLE_PROXY="true")
+    first = start(folder, ENABLE_PROXY="true")
     first.wait_until_ready()
     wait_until(lambda: first.said.count("no proxy") == 1)
     refused = {
         "missing": start(tmp_path / "missing"),
         "nope7": start(unknown),
-        f"port {first.port} on 127.0.0.1 is taken": start(model, port=first.port),
-        "API_KEY": start(model, MLX_HOST="0.0.0.0"),
+        f"port {first.port} on 127.0.0.1 is taken": start(folder, port=first.port),
+        "API_KEY": start(folder, MLX_HOST="0.0.0.0"),
     }
     for reason, program in refused.items():
         assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 2
@@ -138,12 +132,12 @@ def is_up(port: int) -> bool:
 
 
 @pytest.mark.parametrize("ending", ["killed", "told twice"])
-def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ending):
+def test_a_server_that_ends_at_once_leaves_no_litellm(start, folder, tmp_path, ending):
     copy_helpers(tmp_path / "program0")
     port = free_port()
     python = write_litellm_that_listens(tmp_path)
     settings = {"ENABLE_PROXY": "true", "PROXY_PORT": str(port), "BESIDE": str(python)}
-    program = start(model, **settings)
+    program = start(folder, **settings)
     program.wait_until_ready()
     wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said)
     family = psutil.Process(program.process.pid).children(recursive=True)
@@ -326,10 +320,10 @@ def at_rest(program: Program) -> dict[str, float]:
         }
 
 
-def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
+def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, folder):
     n_disconnects = N_DISCONNECTS if nights.is_night else 65
-    end = Scribe(model).end
-    program = start(model)
+    end = Scribe(folder).end
+    program = start(folder)
     program.wait_until_ready()
     replies = converse(program.port, seed=2)
     # what is kept for good, buffers and memories of fixed size, fills up

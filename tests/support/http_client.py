@@ -5,11 +5,11 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import start_llm as s
-from server_fixture import free_port, wait_until
+from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 
 Response = tuple[int, dict[str, str], bytes]
 
@@ -34,6 +34,19 @@ def listening(**settings: Any) -> Iterator[int]:
             server.shutdown()
             server.server_close()
     wait_until(lambda: servers[0]._slots._value == config.max_connections)
+
+
+def exchange(
+    port: int, method: str, path: str, body: Any = None, **headers: str
+) -> Response:
+    """The response to a request whose `body` is JSON, or bytes as they are."""
+    is_json = body is not None and not isinstance(body, bytes)
+    payload = json.dumps(body) if is_json else body
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
+    with closing(connection):
+        connection.request(method, path, payload, headers)
+        response = connection.getresponse()
+        return response.status, dict(response.headers), response.read()
 
 
 def request_bytes(

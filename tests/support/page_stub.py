@@ -1,15 +1,15 @@
 """The page of web/ with a server of its own, which answers what a test has written down."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import start_llm as s
+from stub_server import StubHandler, running
 
 Body = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "web" / "index.html"
@@ -330,7 +330,7 @@ class StubServer:
         return [body for _, asked_path, body in self.asked if asked_path == path]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(StubHandler):
     stub: StubServer
 
     def do_GET(self) -> None:
@@ -385,9 +385,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.end_headers()
 
-    def log_message(self, *_args: object) -> None:
-        """Nothing: the page asks every second."""
-
 
 @contextmanager
 def serving_page(**answers: Any) -> Iterator[StubServer]:
@@ -395,13 +392,8 @@ def serving_page(**answers: Any) -> Iterator[StubServer]:
     stub = StubServer(**answers)
     handler = type("Handler", (_Handler,), {"stub": stub})
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        stub.url = f"http://127.0.0.1:{server.server_port}/"
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield stub
-        finally:
-            server.shutdown()
-            thread.join()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    with running(server) as port:
+        stub.url = f"http://127.0.0.1:{port}/"
+        yield stub

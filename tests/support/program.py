@@ -1,7 +1,5 @@
 """The whole program as a process: started, listened to, ended."""
 
-import contextlib
-import http.client
 import json
 import os
 import random
@@ -18,6 +16,7 @@ from typing import Any
 import start_llm
 from exact_blas import preloading
 from forked_process import ForkedProcess, run_program
+from http_client import exchange
 from server_fixture import MAX_WAIT_SECONDS, Message, free_port, user, wait_until
 from tiny_models import WORDS
 
@@ -92,16 +91,11 @@ class Program:
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         """(status, body); status 0 while nobody listens."""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port, timeout=MAX_WAIT_SECONDS
-        )
-        with contextlib.closing(connection):
-            try:
-                connection.request("GET", path)
-                response = connection.getresponse()
-                return response.status, json.loads(response.read())
-            except OSError:
-                return 0, {}
+        try:
+            status, _, body = exchange(self.port, "GET", path)
+        except OSError:
+            return 0, {}
+        return status, json.loads(body)
 
     def wait_until_ready(self) -> list[tuple[int, str]]:
         """What /health answered on the way: each different (status, word) once, in order."""

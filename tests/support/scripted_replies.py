@@ -7,7 +7,7 @@ scene (the first words that any scene has), and the n-th reply comes after n rep
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,7 @@ def record_reply_tokens(patch: pytest.MonkeyPatch) -> list[int]:
 def serving_disguised(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server of such a folder; the scribe is a plain tokenizer: the format is another."""
     patch.setattr(server_fixture, "Scribe", load_tokenizer)
-    with closing(Served(folder)) as served:
+    with Served(folder) as served:
         yield served
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -297,7 +297,7 @@ def _add_delta(message: Message, delta: dict[str, Any]) -> None:
         function["arguments"] += piece["function"].get("arguments") or ""
 
 
-class Client:
+class Client(AbstractContextManager):
     """The openai SDK on a server, keeping what was exchanged."""
 
     def __init__(self, port: int) -> None:
@@ -308,6 +308,9 @@ class Client:
 
     def close(self) -> None:
         self._sdk.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _mark(self) -> int:
         """How long the model's record is by now."""

@@ -1,10 +1,9 @@
 """A client that reads what the server says of itself."""
 
-import http.client
 import json
-from contextlib import closing, suppress
+from contextlib import suppress
 
-from server_fixture import MAX_WAIT_SECONDS
+from http_client import exchange
 from tiny_models import TOOLS, WORDS
 
 FIELDS = {"model": "any", "temperature": 0, "max_tokens": 20, "tools": TOOLS}
@@ -19,17 +18,11 @@ def forget(served):
 
 def ask(served, method, path, body=None, **headers):
     """(status, body as JSON where it is some)."""
-    connection = http.client.HTTPConnection(
-        "127.0.0.1", served.state.config.mlx_port, timeout=MAX_WAIT_SECONDS
-    )
-    with closing(connection):
-        payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        with suppress(ValueError):
-            return response.status, json.loads(text)
-        return response.status, text
+    port = served.state.config.mlx_port
+    code, _, payload = exchange(port, method, path, body, **headers)
+    with suppress(ValueError):
+        return code, json.loads(payload)
+    return code, payload.decode()
 
 
 def status(served):
@@ -46,12 +39,3 @@ def explained(served, messages, **fields):
     )
     assert code == 200, body
     return body
-
-
-def post(port, path, body, **headers):
-    """(status, headers, body as bytes)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
-    with closing(connection):
-        connection.request("POST", path, json.dumps(body), headers)
-        response = connection.getresponse()
-        return response.status, dict(response.headers), response.read()

@@ -1,21 +1,17 @@
 """The steps of agents, asked of a server by both APIs: what is sent, counted and told."""
 
 import json
-from contextlib import closing
 
 import agent_steps
 import pytest
 from nights import at_night
-from server_fixture import Served
-from tiny_models import DENSE
 
 SHORT = ["--tokens", "120", "--result-tokens", "20", "--reply-tokens", "12"]
 
 
 @pytest.fixture(scope="module")
-def server(models):
-    with closing(Served(models(DENSE))) as served:
-        yield f"http://127.0.0.1:{served.state.config.mlx_port}"
+def server(served):
+    return f"http://127.0.0.1:{served.state.config.mlx_port}"
 
 
 def run(tmp_path, *options):

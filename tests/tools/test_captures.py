@@ -2,44 +2,21 @@
 
 import contextlib
 import http.client
-import importlib.util
 import json
 import socket
 import stat
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import capture_proxy
 import pytest
-from server_fixture import MAX_WAIT_SECONDS
+from server_fixture import MAX_WAIT_SECONDS, wait_until
+from stub_server import StubHandler, running
 
-ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
-
-
-def load_script(name: str) -> ModuleType:
-    path = ROOT / "scripts" / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before exec: the scripts import one another by name
-    spec.loader.exec_module(module)
-    return module
-
-
-capture_proxy = load_script("capture_proxy")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not come"
-        time.sleep(0.005)
 
 
 # -- servers ---------------------------------------------------------------------------------------
@@ -56,28 +33,24 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeHandler)
 
 
-class FakeHandler(BaseHTTPRequestHandler):
+class FakeHandler(StubHandler):
     protocol_version = "HTTP/1.1"
     server: FakeServer
 
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def answer(self) -> None:
+    def take(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.requests.append((f"{self.command} {self.path}", headers, self.body))
         self.server.reply(self)
 
-    do_GET = do_HEAD = do_POST = answer
+    do_POST = take
 
-    def send(self, body: bytes, *, status: int = 200, headers: tuple = ()) -> None:
-        self.send_response(status)
+    def send(self, body: bytes, headers: list[tuple[str, str]]) -> None:
+        self.send_response(200)
         for name, value in (*headers, ("Content-Length", str(len(body)))):
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def start_stream(self) -> None:
         self.send_response(200)
@@ -87,19 +60,6 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def send_chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-
-@contextlib.contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[int]:
-    """Its port."""
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class Proxied:
@@ -172,7 +132,7 @@ def test_a_stream_stays_a_stream_and_is_written_down(proxied):
 
 def test_bodies_pass_as_they_are_and_keys_are_not_written_down(proxied):
     cookies = [("Set-Cookie", "s3cret"), ("Set-Cookie", "s3cret")]
-    proxy = proxied(lambda handler: handler.send(b'{"a" :1}', headers=cookies))
+    proxy = proxied(lambda handler: handler.send(b'{"a" :1}', cookies))
     path = f"{CHAT}?key=s3cret"
     body = b'{"b" :2.0,\n "a": "\\u00e9 \\ud83d", "b": 3}'
     chunks = [body[:7], body[7:]]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
@@ -12,16 +11,9 @@ import chat
 import launch
 import pytest
 from rich.console import Console
-from server_fixture import Served, free_port
-from tiny_models import DENSE, tiny_model
+from server_fixture import free_port
 
 SCRIPT = Path(chat.__file__)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with closing(Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))) as running:
-        yield running
 
 
 def url_of(served):

@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import huggingface_hub
 import pytest
 import start_llm
 from fetch_model import FetchError, find
+from stub_server import StubHandler, running
 
 GB = 10**9
 PLENTY = 64 * GB
@@ -141,7 +141,7 @@ class Hub(ThreadingHTTPServer):
         )
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class HubHandler(StubHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
@@ -205,16 +205,11 @@ class HubHandler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(1)
 
-    def log_message(self, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
     hub = Hub({**files, "README.md": b"# not wanted", "pytorch_model.bin": b"0" * 1000})
-    threading.Thread(target=hub.serve_forever, args=(0.01,)).start()
-
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -224,10 +219,8 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     (tmp_path / "hub").mkdir()
 
-    yield hub
-
-    hub.shutdown()
-    hub.server_close()
+    with running(hub):
+        yield hub
 
 
 def test_a_repository_is_fetched_once_and_then_starts_offline(

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import inspect_mlx_cache
 import pytest
 from rich.console import Console
 from server_fixture import SYSTEM, Served, Talk, user
-from tiny_models import DENSE, WORDS, tiny_model
+from tiny_models import WORDS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_mlx_cache.py"
 
@@ -25,11 +24,9 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp()
-    folder = tiny_model(DENSE, root)
-    logs = str(root / "inspected")
-    with closing(Served(folder, log_root=logs, api_key="key")) as running:
+def served(folder, tmp_path_factory):
+    logs = str(tmp_path_factory.mktemp("inspected"))
+    with Served(folder, log_root=logs, api_key="key") as running:
         running._sdk.api_key = "key"
         question = " ".join(WORDS[:50] * 8)
         talk = Talk(running, 1, [SYSTEM, user(question)])

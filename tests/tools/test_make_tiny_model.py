@@ -32,9 +32,8 @@ REPLY = re.compile(
 @pytest.fixture(
     scope="module", params=[DENSE, *(at_night(kind) for kind in KINDS if kind != DENSE)]
 )
-def loaded(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    return mlx_lm.load(str(folder))
+def loaded(request, models):
+    return mlx_lm.load(str(models(request.param)))
 
 
 def prompt_of(tokenizer, seed, *, n_words, changed=None):

@@ -1,39 +1,26 @@
 """The probes: a healthy server passes, an unhealthy one fails; a log diff names the place."""
 
-import importlib.util
 import io
 import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import diff_turns as diff
+import pi_like_probe as pi
+import probe_session as session
 import pytest
 import start_llm as s
+from stub_server import StubHandler, running
 
 JsonObject = dict[str, Any]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    # before exec: dataclasses and other scripts look it up by name
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-pi = load("pi_like_probe")
-session = load("probe_session")
-diff = load("diff_turns")
 
 
 # A server whose tokens are words ------------------------------------------------------------------
@@ -104,7 +91,7 @@ class FakeServer(ThreadingHTTPServer):
             counters["vlm_retreat"] = len(self.bodies)
         return {"counters": counters, "recent": []}
 
-    def answer(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
+    def complete(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         """(reply, usage)"""
         masks_volatile = self.mode != "as_sent"
         prompt = []
@@ -156,34 +143,26 @@ def _common_prefix(prompt: list[str], conversation: list[str]) -> int:
     return n_common
 
 
-class FakeHandler(BaseHTTPRequestHandler):
+class FakeHandler(StubHandler):
     def do_GET(self) -> None:
         bodies = {
             "/v1/models": {"data": [{"id": "fake"}]},
             "/v1/status": self.server.status(),
         }
-        self._send(bodies[self.path], "application/json")
+        self.answer(200, json.dumps(bodies[self.path]).encode())
 
     def do_POST(self) -> None:
         n_bytes = int(self.headers["Content-Length"])
         body = json.loads(self.rfile.read(n_bytes))
-        reply, usage = self.server.answer(body)
-        self._send(None, "text/event-stream")
+        reply, usage = self.server.complete(body)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
         reply_id = f"chatcmpl-{len(self.server.bodies):04}abcd"
         for event in events_of(reply, usage):
             event["id"] = reply_id
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def _send(self, body: Any, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        if body is not None:
-            self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *args) -> None:
-        """Nothing: pytest's output is for failures."""
 
 
 def events_of(reply: JsonObject, usage: JsonObject) -> Iterator[JsonObject]:
@@ -213,16 +192,9 @@ def events_of(reply: JsonObject, usage: JsonObject) -> Iterator[JsonObject]:
 
 @contextmanager
 def fake(mode: str) -> Iterator[FakeServer]:
-    with FakeServer(mode) as server:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.01}
-        )
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    server = FakeServer(mode)
+    with running(server):
+        yield server
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -9,13 +9,12 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from nights import by_day
-from tiny_models import DENSE, HYBRID, SLIDING, tiny_model
+from tiny_models import DENSE, HYBRID, SLIDING
 
 
 @pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
-def model(request, tmp_path_factory):
-    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
-    return mlx_lm.load(str(folder))[0]
+def model(request, models):
+    return mlx_lm.load(str(models(request.param)))[0]
 
 
 def mlx_lms_own(model, tokens, cache, choices):

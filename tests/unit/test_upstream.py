@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from read_layout import read_sections
-from tiny_models import DENSE, HYBRID, tiny_model
+from tiny_models import HYBRID
 
 TESTS = Path(__file__).parents[1]
 SOURCE = Path(s.__file__).read_text(encoding="utf-8")
@@ -249,10 +249,7 @@ def test_a_maximum_size_is_never_asked_for():
 
 
 @pytest.mark.parametrize("n_read", [(0, 0, 0, 0), (9, 20, 0, 13)])
-def test_rows_that_are_read_together_have_the_kv_of_each_alone(
-    tmp_path_factory, n_read
-):
-    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+def test_rows_that_are_read_together_have_the_kv_of_each_alone(folder, n_read):
     model = mlx_lm.load(str(folder))[0]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(10, 300, n).tolist() for n in (31, 40, 17, 40)]
@@ -277,11 +274,6 @@ def test_rows_that_are_read_together_have_the_kv_of_each_alone(
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
 
 
 def test_a_tokenizer_is_told_to_keep_no_words(folder):
@@ -377,12 +369,11 @@ def test_a_layer_that_reads_the_state_of_a_cache_is_refused(bits):
 
 @pytest.mark.parametrize("n_read", [2, 64, 200])
 def test_gated_delta_layers_read_chunks_as_they_read_tokens(
-    monkeypatch, tmp_path_factory, n_read
+    monkeypatch, models, n_read
 ):
     """Outputs and state after a prompt, and those of a token after it."""
     monkeypatch.setattr(gated_delta, "gated_delta_ops", gated_delta.gated_delta_ops)
-    folder = tiny_model(HYBRID, tmp_path_factory.getbasetemp())
-    model = mlx_lm.load(str(folder))[0]
+    model = mlx_lm.load(str(models(HYBRID)))[0]
     tokens = mx.array([[*range(1, n_read), 7, 8]]) % 90
 
     def read():
