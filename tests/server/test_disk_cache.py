@@ -613,37 +613,6 @@ def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path, rng):
     assert error == 0.0
 
 
-def test_what_continues_a_file_that_cannot_be_read_now_is_kept(
-    restart, tmp_path, monkeypatch, rng
-):
-    bench = restart()
-    prompt = words(rng, 600)
-    for session in ("a", "b", "c"):
-        ids, _, _ = bench.ask(prompt, n=1, owner=s.RequestOwner("", session))
-        save(bench)
-        prompt += ids + words(rng, 300)
-    bench.engine.stop()
-    files = files_in(tmp_path / "kv")
-    (parent,) = [file for file in files if b'\\"start\\":0,' in file.read_bytes()]
-    safe_open = s.safe_open
-
-    def refuse(path, *args, **kwargs):  # as it does where no more files can be open
-        if path == parent:
-            raise FileNotFoundError(f"No such file or directory: {path}")
-        return safe_open(path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s, "safe_open", refuse)
-        bench = restart()
-        assert difference(bench, prompt, n=1)[:2] == (0, 0.0)
-        bench.engine.stop()
-
-    assert set(files) <= set(files_in(tmp_path / "kv"))
-    bench = restart()
-    assert len(segments(bench)) == 4  # with that of the prompt that was read again
-    assert difference(bench, prompt[:1100], n=1)[0] > 1000
-
-
 def test_half_written_file_is_deleted_at_the_start(restart):
     bench = restart()
     folder = on_model_thread(bench, lambda disk: disk.files.folder)

@@ -1,6 +1,7 @@
 """Files of KV: which there are, whose they are, and the folders that they are in."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,104 +77,84 @@ def make_unreadable(monkeypatch, *names):
 # -- what could not be read at the start --------------------------------------------------
 
 
-@pytest.mark.parametrize("is_readable_again", [True, False])
-def test_what_could_not_be_read_at_the_start_is_forgotten_with_its_session(
-    is_readable_again, open_files, monkeypatch, rng
-):
-    """While it cannot be read, nobody knows whose it is: to read it again costs less."""
+@pytest.fixture
+def unread(open_files, monkeypatch, rng):
+    """Files of a prompt, of which the first could not be read at the start.
+
+    That one is of session a, the one that continues it, and another prompt's, of b.
+    """
     files = open_files()
     prompt = list(rng.integers(0, 9000, 900))
     parent = write(files, prompt[:600], session="a")
     child = write(files, prompt, start=600, session="b")
-    others = {write(files, list(rng.integers(0, 9000, 500)), session="b")}
+    other = write(files, list(rng.integers(0, 9000, 500)), session="b")
     with monkeypatch.context() as patch:
         make_unreadable(patch, parent)
         files = open_files()
+    assert names_in(files) == {parent, child, other}
+    assert files.find(key_of(prompt)).depth == 0
+    return SimpleNamespace(
+        files=files, prompt=prompt, parent=parent, child=child, other=other
+    )
+
+
+@pytest.mark.parametrize("is_readable_again", [True, False])
+def test_what_could_not_be_read_at_the_start_is_forgotten_with_its_session(
+    is_readable_again, unread, open_files, monkeypatch
+):
+    """While it cannot be read, nobody knows whose it is: to read it again costs less."""
     if not is_readable_again:
-        make_unreadable(monkeypatch, parent)
-    assert names_in(files) == {parent, child} | others
+        make_unreadable(monkeypatch, unread.parent)
 
-    n_files, fault = files.forget("", "a")
+    n_files, fault = unread.files.forget("", "a")
 
-    assert (n_files, fault, names_in(files)) == (2, "", others)
+    assert (n_files, fault, names_in(unread.files)) == (2, "", {unread.other})
     assert len(open_files()._files) == 1
 
 
 def test_what_can_be_read_again_is_found_and_kept_when_another_session_is_forgotten(
-    open_files, monkeypatch, rng
+    unread,
 ):
-    files = open_files()
-    prompt = list(rng.integers(0, 9000, 900))
-    parent = write(files, prompt[:600], session="b")
-    child = write(files, prompt, start=600, session="b")
-    with monkeypatch.context() as patch:
-        make_unreadable(patch, parent)
-        files = open_files()
-    assert files.find(key_of(prompt)).depth == 0
+    unread.files.forget("", "c")
 
-    files.forget("", "a")
-
-    assert names_in(files) == {parent, child}
-    assert files.find(key_of(prompt)).depth == 900
+    assert names_in(unread.files) == {unread.parent, unread.child, unread.other}
+    assert unread.files.find(key_of(unread.prompt)).depth == 900
 
 
 def test_file_that_is_written_again_takes_the_place_of_one_that_continues_an_unread_one(
-    open_files, monkeypatch, rng
+    unread,
 ):
     """It has the same name, as it ends after the same tokens."""
-    files = open_files()
-    prompt = list(rng.integers(0, 9000, 900))
-    parent = write(files, prompt[:600])
-    write(files, prompt, start=600)
-    make_unreadable(monkeypatch, parent)
-    files = open_files()
+    write(unread.files, unread.prompt)
 
-    write(files, prompt)
-
-    match = files.find(key_of(prompt))
+    match = unread.files.find(key_of(unread.prompt))
     assert [(part.start, part.end) for part in match.segments] == [(0, 900)]
-    assert files.read(match.segments[0], ("kv.",)) is not None
+    assert unread.files.read(match.segments[0], ("kv.",)) is not None
 
 
-def test_what_could_not_be_read_takes_room(open_files, monkeypatch, rng):
-    files = open_files()
-    prompts = [list(rng.integers(0, 9000, 600)) for _ in range(4)]
-    unread, *others = [write(files, prompt) for prompt in prompts]
-    file_bytes = files.nbytes // 4
-    make_unreadable(monkeypatch, unread)
+def test_file_whose_parent_turns_out_to_be_damaged_is_deleted_with_it(unread):
+    (unread.files.folder / f"{unread.parent}.safetensors").write_bytes(b"damaged")
 
-    files = open_files(max_bytes=file_bytes * 7 // 2)
+    unread.files.forget("", "nobody")
 
-    assert names_in(files) == {unread, *others[1:]}
+    assert names_in(unread.files) == {unread.other}
 
 
-def test_what_could_not_be_read_leaves_half_of_the_room(open_files, monkeypatch, rng):
-    files = open_files()
-    prompts = [list(rng.integers(0, 9000, 600)) for _ in range(6)]
-    names = [write(files, prompt) for prompt in prompts]
-    file_bytes = files.nbytes // 6
-    make_unreadable(monkeypatch, *names[:3])
-
-    files = open_files(max_bytes=file_bytes * 4)
-
-    assert names_in(files) == {*names[:3], *names[4:]}
-
-
-def test_file_whose_parent_turns_out_to_be_damaged_is_deleted_with_it(
-    open_files, monkeypatch, rng
+@pytest.mark.parametrize(
+    ("n_unread", "n_files", "n_room"),
+    [(1, 4, 3.5), (3, 6, 4)],  # half of the room stays for the others
+)
+def test_what_could_not_be_read_takes_room_but_no_more_than_half(
+    n_unread, n_files, n_room, open_files, monkeypatch
 ):
     files = open_files()
-    prompt = list(rng.integers(0, 9000, 900))
-    parent = write(files, prompt[:600])
-    write(files, prompt, start=600)
-    with monkeypatch.context() as patch:
-        make_unreadable(patch, parent)
-        files = open_files()
-    (files.folder / f"{parent}.safetensors").write_bytes(b"damaged")
+    names = [write(files, range(n, n + 600)) for n in range(n_files)]
+    file_bytes = files.nbytes // n_files
+    make_unreadable(monkeypatch, *names[:n_unread])
 
-    files.forget("", "nobody")
+    files = open_files(max_bytes=int(file_bytes * n_room))
 
-    assert names_in(files) == set()
+    assert names_in(files) == {*names} - {names[n_unread]}
 
 
 # -- folders that go while they are opened ----------------------------------------------------
