@@ -495,6 +495,12 @@ def test_a_strict_tool_beside_json_gets_valid_arguments(dense):
             jsonschema.validate(json.loads(call["function"]["arguments"]), NARROW)
 
 
+def allowed_after(constraint: Any, ids: list[int]) -> list[Any]:
+    """What may come first, and after each of these tokens."""
+    steps = constraint()
+    return [next(steps), *(steps.send([token_id]) for token_id in ids)]
+
+
 def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(dense):
     """Random tokens of those that are allowed, once the model has opened a call."""
     tools = [offered(NARROW, strict=True)]
@@ -526,16 +532,18 @@ def test_a_strict_tool_binds_no_text_and_no_call_of_another(dense):
     assert prepare(dense, tools=[offered(NARROW), loose]) == ()
 
     (constraint,) = prepare(dense, tools=[strict, loose])
-
-    steps = constraint()
-    allowed = next(steps)
-    for token_id in dense.scribe.ids("I look. <tool_call>")[:-1]:
-        assert allowed.others and not allowed.flags.size
-        allowed = steps.send([token_id])
     free_call = "<tool_call>\n<function=free>\n<parameter=x>\n1\n</parameter>"
-    for token_id in dense.scribe.ids(free_call):
-        assert allowed.others or allowed.flags[token_id]
-        allowed = steps.send([token_id])
+    ids = dense.scribe.ids("I look. " + free_call)
+
+    *allowed, _ = allowed_after(constraint, ids)
+
+    assert all(
+        step.others or step.flags[token_id]
+        for token_id, step in zip(ids, allowed, strict=True)
+    )
+    (call_id,) = dense.scribe.ids("<tool_call>")
+    for step in allowed[: ids.index(call_id)]:
+        assert step.others and not step.flags.size
 
 
 def test_a_strict_tool_is_bound_after_a_call_of_another(dense):
@@ -544,13 +552,11 @@ def test_a_strict_tool_is_bound_after_a_call_of_another(dense):
     (constraint,) = prepare(dense, tools=[offered(NARROW, strict=True), loose])
     free_call = "<tool_call>\n<function=free>\n</function>\n</tool_call>\n"
     opening = "<tool_call>\n<function=turn>\n"
-    steps = constraint()
-    next(steps)
-    for token_id in dense.scribe.ids(free_call + opening):
-        allowed = steps.send([token_id])
+
+    *_, last = allowed_after(constraint, dense.scribe.ids(free_call + opening))
 
     (wrong_id,) = dense.scribe.ids("</tool_call>")
-    assert not allowed.flags[wrong_id]
+    assert not last.flags[wrong_id]
 
 
 def test_a_call_whose_tag_mlx_lm_does_not_know_is_forbidden_and_bound(
@@ -565,29 +571,26 @@ def test_a_call_whose_tag_mlx_lm_does_not_know_is_forbidden_and_bound(
     (forbidden,) = prepare(dense, tools=tools, tool_choice="none")
     (bound,) = prepare(dense, tools=tools)
 
+    opening = dense.scribe.ids("<tool_call>\n<function=turn>\n")
+    *_, last = allowed_after(bound, opening)
+
     assert not next(forbidden()).flags[call_id]
-    steps = bound()
-    next(steps)
-    for token_id in dense.scribe.ids("<tool_call>\n<function=turn>\n"):
-        allowed = steps.send([token_id])
-    assert not allowed.others and not allowed.flags[call_id]
+    assert not last.others and not last.flags[call_id]
 
 
 @pytest.mark.parametrize("is_thought", [True, False])
 def test_a_strict_tool_makes_no_call_of_a_quoted_tag(dense, is_thought):
     (constraint,) = prepare(dense, tools=[offered(NARROW, strict=True)])
-    steps = constraint()
-    allowed = next(steps)
-
     quotations = "The tag <tool_call> opens a call. <tool_call>\n<function=other>\n"
     text = f"<think>{quotations}</think>" if is_thought else quotations
-    for token_id in dense.scribe.ids(text):
-        allowed = steps.send([token_id])
-        assert allowed.others and not allowed.flags.size
+    ids = dense.scribe.ids(text)
+    call_ids = dense.scribe.ids("<tool_call>\n<function=turn>\n")
 
-    for token_id in dense.scribe.ids("<tool_call>\n<function=turn>\n"):
-        allowed = steps.send([token_id])
-    assert not allowed.others
+    allowed = allowed_after(constraint, ids + call_ids)
+
+    for step in allowed[: len(ids) + 1]:
+        assert step.others and not step.flags.size
+    assert not allowed[-1].others
 
 
 def test_a_forced_value_may_have_closing_tags_in_it(dense):
@@ -600,10 +603,7 @@ def test_a_forced_value_may_have_closing_tags_in_it(dense):
     forms = forms_of({"properties": {"a": TEXT, "b": TEXT}, "required": ["a"]})
     for content in files:
         call = FORMATS["qwen"].text({"a": content, "b": "a.md"}, "f")
-        matcher = compile_forms(dense, forms)
-        for token_id in dense.scribe.ids(call):
-            assert matcher.consume_token(token_id), content
-        assert matcher.is_accepting()
+        assert accepts(dense, forms, call), content
 
 
 TWO_TEXTS = {"properties": {"a": TEXT, "b": TEXT}, "required": ["a", "b"]}
@@ -632,8 +632,7 @@ def test_no_value_ends_a_call_before_its_last_required_argument(dense, syntax, t
     arguments = {"a": text, "b": "a.md"}
     call = FORMATS[syntax].text(arguments, "f")
 
-    matcher = compile_forms(dense, forms_of(TWO_TEXTS, syntax))
-    is_written = all(map(matcher.consume_token, dense.scribe.ids(call)))
+    is_written = accepts(dense, forms_of(TWO_TEXTS, syntax), call)
 
     reply = read(syntax, [call], tools=[tool("f", TWO_TEXTS)], max_calls=1)
     assert is_written == (reply.calls == [("f", arguments)])
@@ -645,13 +644,8 @@ def test_white_space_may_stand_between_a_closing_tag_and_a_tag_that_is_a_token(
 ):
     """Here </arg_value> is several tokens, and </tool_call> is one."""
     forms = forms_of(one_value(TEXT, required=["a"]), "glm")
-    matcher = compile_forms(dense, forms)
-
     call = f"<arg_key>a</arg_key><arg_value>x</arg_value>{blanks}</tool_call>"
-    ids = dense.scribe.ids(f"{forms[0].opening}{call}")
-
-    assert all(map(matcher.consume_token, ids))
-    assert matcher.is_accepting()
+    assert accepts(dense, forms, f"{forms[0].opening}{call}")
 
 
 @pytest.mark.parametrize(
@@ -671,8 +665,7 @@ def test_a_text_is_none_that_would_be_read_as_another_value(dense, union, other,
     accepted = []
     for value in (text, f"{text} and"):
         call = FORMATS["qwen"].text({"a": value}, "f")
-        matcher = compile_forms(dense, forms)
-        accepted.append(all(map(matcher.consume_token, dense.scribe.ids(call))))
+        accepted.append(accepts(dense, forms, call))
 
     assert accepted == [False, text[0] not in "[{"]
 
