@@ -767,32 +767,6 @@ def test_engine_goes_on_if_what_it_does_beside_requests_fails(
     assert n_logged == 1, "the same fault fills the log"
 
 
-def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
-    bench, monkeypatch
-):
-    b = bench("qwen3")
-    prompt = words(np.random.default_rng(10), 100)
-    b.model.before_call = lambda fed: time.sleep(0.01)
-    running = b.submit(prompt, n=4000)
-    wait_until(lambda: b.engine.report["decoding"])
-
-    def fail(_self):
-        raise RuntimeError("planted: /secret/path")
-
-    monkeypatch.setattr(s.Scheduler, "step", fail)
-    _, error = b.outcome(running, 10)
-    assert isinstance(error, s.NotReady)
-    assert error.status == 503
-
-    with pytest.raises(s.NotReady):
-        b.submit(prompt)
-    with pytest.raises(s.NotReady):
-        b.engine.call(lambda scheduler: None)
-
-    assert b.engine.state == "dead"
-    assert "planted" not in str(error)
-
-
 # -- what a request is not told of -----------------------------------------------------------------
 
 

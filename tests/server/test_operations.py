@@ -238,8 +238,9 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
             serving_thread.join()
             assert serving_thread.statuses == [1]
         else:
-            code, _, answer = exchange(port, "GET", "/health")
-            assert code == 503 and json.loads(answer)["error"]
+            for line in (("GET", "/health"), ("POST", "/v1/chat/completions", chat())):
+                code, _, answer = exchange(port, *line)
+                assert code == 503 and json.loads(answer)["error"]
             assert serving_thread.is_alive()
 
     assert not serving_thread.is_alive()

@@ -151,15 +151,6 @@ class Farm:
 
         wait_until(is_so)
 
-    def ask(
-        self, body: Any, path: str = CHAT, **headers: str
-    ) -> tuple[int, dict[str, Any]]:
-        """Status and body of an answer at the port of LiteLLM."""
-        headers["Authorization"] = f"Bearer {KEY}"
-        headers["Content-Type"] = "application/json"
-        status, _, answer = exchange(self.proxy_port, "POST", path, body, **headers)
-        return status, json.loads(answer)
-
     def server_of(self, session: str) -> int:
         """Which one has had requests of a session."""
         for number in range(len(self.servers)):
@@ -199,30 +190,28 @@ def cached_of(answer: dict[str, Any]) -> int:
 
 
 class Talk:
-    """A conversation at port 4000; `cold` is what was read of it that was sent before."""
+    """A conversation at the port of LiteLLM."""
 
-    def __init__(
-        self,
-        farm: Farm,
-        seed: int,
-        *,
-        session: str = "",
-        n_words: int = 60,
-        n_more: int = 20,  # words of each later message
-    ) -> None:
+    def __init__(self, farm: Farm, seed: int, session: str) -> None:
         self.farm = farm
-        self.n_more = n_more
         self.session = session
-        self.texts = [status_client.words(n_words, seed)]
+        self.texts = [status_client.words(600, seed)]
         self.n_before = 0  # tokens of the last prompt
 
     def turn(self) -> int:
         """Ask, and return how many tokens that were sent before were read again."""
-        headers = {"x-session-id": self.session} if self.session else {}
-        status, answer = self.farm.ask(chat_of(*self.texts), **headers)
-        assert status == 200, answer
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        headers["x-session-id"] = self.session
+        body = chat_of(*self.texts)
+        status, _, payload = exchange(
+            self.farm.proxy_port, "POST", CHAT, body, **headers
+        )
+        assert status == 200, payload
+        answer = json.loads(payload)
         content = answer["choices"][0]["message"]["content"] or "-"
-        self.texts += [content, status_client.words(self.n_more, len(self.texts))]
+        # More than MIN_FILE_TOKENS, so it is written whenever a file with the turns
+        # before it was.
+        self.texts += [content, status_client.words(200, len(self.texts))]
         n_again = max(0, self.n_before - cached_of(answer))
         self.n_before = answer["usage"]["prompt_tokens"]
         return n_again
@@ -236,28 +225,12 @@ class Talk:
 MARGIN = 4  # tokens of a generation prompt, which the next request does not begin with
 
 
-@pytest.mark.parametrize("has_id", [True, False])
-def test_every_conversation_stays_where_its_prefix_is(farm, has_id):
-    talks = [
-        Talk(farm, 100 * has_id + seed, session=f"stays{seed}" if has_id else "")
-        for seed in range(6)
-    ]
-    for _ in range(3):
+def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
+    talks = [Talk(farm, 300 + seed, f"killed{seed}") for seed in range(6)]
+    for _ in range(2):
         for talk in talks:
             assert talk.turn() <= MARGIN
     wait_until(lambda: all(replica["sessions"] > 0 for replica in farm.replicas()))
-
-
-def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
-    # Each turn brings more than MIN_FILE_TOKENS, so it is written whenever a file with
-    # the turns before it was.
-    talks = [
-        Talk(farm, 300 + seed, session=f"killed{seed}", n_words=600, n_more=200)
-        for seed in range(6)
-    ]
-    for _ in range(2):
-        for talk in talks:
-            talk.turn()
     places = {talk.session: farm.server_of(talk.session) for talk in talks}
     lost = [talk for talk in talks if places[talk.session] == 1]
     others = [talk for talk in talks if places[talk.session] != 1]
