@@ -355,13 +355,12 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 
 
 @contextmanager
-def proxied(served: Served, *replica_urls: str) -> Iterator[str]:
-    """The same through a LiteLLM of its own; and other servers."""
+def proxied(served: Served) -> Iterator[str]:
+    """The same through a LiteLLM of its own."""
     config = served.state.config
     proxy_settings = {
         "enable_proxy": True,
         "proxy_port": free_port(),
-        "proxy_replicas": ",".join(replica_urls),
         "log_root": f"{config.log_root}-proxy",
     }
     config = config.model_copy(update=proxy_settings)

@@ -818,16 +818,3 @@ def test_the_environment_wins_over_env_and_an_empty_variable_is_none(tmp_path):
     environ = {"MLX_PORT": "9002", "PROXY_PORT": ""}
 
     assert launch.read_settings(env_file, environ) == {"MLX_PORT": "9002"}
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("0.0.0.0", "http://127.0.0.1:8080"),
-        ("::", "http://127.0.0.1:8080"),
-        ("::1", "http://[::1]:8080"),
-        ("10.0.0.7", "http://10.0.0.7:8080"),
-    ],
-)
-def test_an_address_that_listens_everywhere_is_asked_on_loopback(host, url):
-    assert launch.url_of(host, "8080") == url

@@ -768,8 +768,3 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
         object.__setattr__(served.state, "config", config)
 
     wait_until_idle(served.state.engine)
-
-
-def test_head_and_query_are_answered(served):
-    port = served.state.config.mlx_port
-    assert httpx.head(f"http://127.0.0.1:{port}/").status_code == 200

@@ -40,8 +40,11 @@ def on_model_thread(bench, function):
     return bench.engine.call(lambda scheduler: function(scheduler.disk))
 
 
-def save(bench):
-    """Write what rests, as at the end of the program."""
+def save(bench, *prompts, session=""):
+    """Write what rests, as at the end of the program, after each of these prompts."""
+    for prompt in prompts:
+        bench.ask(prompt, n=1, owner=s.RequestOwner("", session))
+        save(bench)
     on_model_thread(bench, lambda disk: disk.save_all(60.0))
     on_model_thread(bench, lambda disk: disk.files.update())
 
@@ -52,8 +55,7 @@ PROMPT = words(np.random.default_rng(1), 600)
 def restart_and_save(restart, **settings):
     """An engine whose only conversation, PROMPT, is in a file."""
     bench = restart(**settings)
-    bench.ask(PROMPT, n=1)
-    save(bench)
+    save(bench, PROMPT)
     return bench
 
 
@@ -276,8 +278,7 @@ def test_conversation_that_replaces_a_saved_one_is_written(restart, rng):
     bench = restart()
     head = words(rng, 700)
     for _ in range(2):  # of the same length, and the second takes over the entry
-        bench.ask(head + words(rng, 300), n=1)
-        save(bench)
+        save(bench, head + words(rng, 300))
 
     assert segments(bench) == [(0, 1001), (700, 1001)]
 
@@ -309,9 +310,7 @@ def test_what_files_have_lost_is_written_again(loss, restart, tmp_path):
 def test_what_is_deleted_for_room_is_not_written_again(restart, rng):
     """Else the files of two conversations, with room for one, would push out each other."""
     bench = restart(cache_disk_max_bytes=400_000)
-    for _ in range(2):
-        bench.ask(words(rng, 700), n=1)
-        save(bench)
+    save(bench, words(rng, 700), words(rng, 700))
     written = on_model_thread(bench, lambda disk: disk.files.report())
     assert written["files"] == 1
 
@@ -325,9 +324,7 @@ def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, rn
     bench = restart()
     head = words(rng, 3)
     for session, n_more in (("a", 900), ("b", 600)):
-        owner = s.RequestOwner("", session)
-        bench.ask(head + words(rng, n_more), n=1, owner=owner)
-        save(bench)
+        save(bench, head + words(rng, n_more), session=session)
     assert segments(bench) == [(0, 604), (0, 904)]
 
     on_model_thread(bench, lambda disk: disk.files.forget("", "a"))
@@ -338,13 +335,11 @@ def test_conversations_that_share_few_tokens_have_files_of_their_own(restart, rn
 def test_parent_of_what_is_used_is_used(restart, rng):
     bench = restart(prompt_cache_ttl_seconds=3600.0)
     prompt = words(rng, 600)
-    bench.ask(prompt, n=1)
-    save(bench)
+    save(bench, prompt)
 
     later = s.time.time() + 3000
     set_time(bench, later)
-    bench.ask(prompt + words(rng, 300), n=1)
-    save(bench)
+    save(bench, prompt + words(rng, 300))
     set_time(bench, later + 3000)
     bench.engine.call(lambda scheduler: scheduler.evict_idle())
 
@@ -383,8 +378,7 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
     bench = restart()
     seen = []  # the files in the order in which they came
     for prompt in prompts:
-        bench.ask(prompt, n=1)
-        save(bench)
+        save(bench, prompt)
         seen += [file for file in files_in(tmp_path / "kv") if file not in seen]
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
@@ -397,9 +391,7 @@ def test_disk_cache_keeps_within_its_bytes_and_drops_what_was_used_first(
 
 def test_records_beside_files_take_of_the_same_space(restart, tmp_path, rng):
     bench = restart()
-    for _ in range(4):
-        bench.ask(words(rng, 700), n=1)
-        save(bench)
+    save(bench, *(words(rng, 700) for _ in range(4)))
     files = files_in(tmp_path / "kv")
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
     (files[0].parent / "records-wal").write_bytes(bytes(n_bytes // 2))
@@ -463,9 +455,7 @@ def test_no_more_is_written_a_day_than_allowed(restart, rng):
     n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
 
     bench = restart(cache_disk_max_bytes_per_day=2 * n_bytes + n_bytes // 2)
-    for _ in range(3):
-        bench.ask(words(rng, 700), n=1)
-        save(bench)
+    save(bench, *(words(rng, 700) for _ in range(3)))
 
     assert len(segments(bench)) == 3, "two of this server, and one of the last"
     set_time(bench, s.time.time() + 86_400)
@@ -598,8 +588,7 @@ def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path, rng):
     bench = restart()
     prompt = words(rng, 600)
     for _ in range(3):
-        bench.ask(prompt, n=1)
-        save(bench)
+        save(bench, prompt)
         prompt += words(rng, 300)
     segment = saved_segments(bench)[0 if lost == "first" else 1]
     bench.engine.stop()
@@ -701,8 +690,7 @@ def test_folder_is_kept_until_the_last_file_is_written(tmp_path, monkeypatch):
 
 def test_second_server_may_write_though_the_first_has_filled_the_space(restart):
     first = restart(mlx_port=8101, cache_disk_max_bytes=400_000)
-    first.ask(words(np.random.default_rng(1), 700), n=1)
-    save(first)
+    save(first, words(np.random.default_rng(1), 700))
     assert first.engine.call(lambda at: at.disk.files.nbytes) > 200_000
 
     second = restart(mlx_port=8102, cache_disk_max_bytes=400_000)
@@ -764,10 +752,8 @@ def test_files_are_for_their_owner_alone(restart, tmp_path):
 def test_others_that_continued_a_forgotten_session_are_written_again(restart, rng):
     bench = restart()
     head = words(rng, 600)
-    bench.ask(head, n=1, owner=s.RequestOwner("", "a"))
-    save(bench)
-    bench.ask(head + words(rng, 300), n=1, owner=s.RequestOwner("", "b"))
-    save(bench)
+    save(bench, head, session="a")
+    save(bench, head + words(rng, 300), session="b")
     assert segments(bench) == [(0, 601), (600, 901)]
 
     bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
@@ -990,8 +976,7 @@ def test_what_is_no_file_does_not_hang_or_switch_the_cache_off(
     assert bench.engine.disk is not None
     assert error == 0.0
     assert (cached > 500) is (name != "a segment")
-    bench.ask(words(np.random.default_rng(2), 600), n=1)
-    save(bench)
+    save(bench, words(np.random.default_rng(2), 600))
     assert len(files_in(tmp_path / "kv")) == 2
 
 

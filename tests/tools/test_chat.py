@@ -68,6 +68,7 @@ def test_a_missing_server_is_one_clear_sentence(tmp_path):
         ({}, "http://127.0.0.1:8080", ""),
         ({"MLX_PORT": "9000", "API_KEY": " , one,two"}, "http://127.0.0.1:9000", "one"),
         ({"MLX_HOST": "0.0.0.0", "MLX_PORT": ""}, "http://127.0.0.1:8080", ""),
+        ({"MLX_HOST": "::"}, "http://127.0.0.1:8080", ""),
         ({"MLX_HOST": "::1", "API_KEY": None}, "http://[::1]:8080", ""),
         ({"MLX_HOST": "10.0.0.7"}, "http://10.0.0.7:8080", ""),
     ],

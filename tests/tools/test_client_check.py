@@ -196,21 +196,6 @@ def test_malformed_requests_are_no_trouble(messages):
     assert max(map(len, talks)) == N_STEPS
 
 
-def test_another_conversation_is_not_held_against_the_cache():
-    title_messages = [
-        {"role": "system", "content": "Make a title."},
-        {"role": "user", "content": "x"},
-    ]
-    first = chat(1, [QUESTION], prompt=100, cached=0)
-    title = chat(2, title_messages, prompt=50, cached=0)
-    second = chat(3, LONGER, prompt=130, cached=110)
-
-    rows = client_check.rows_of([first, title, second])
-
-    assert sorted(row.talk for row in rows) == [1, 1, 2]
-    assert client_check.verdict(rows, [])[1] == 0
-
-
 def test_one_request_is_nothing_to_judge_and_a_failed_one_is_named():
     rows = client_check.rows_of([chat(1, [QUESTION], prompt=100, cached=0)])
     assert client_check.verdict(rows, [])[1] == 2
