@@ -245,12 +245,8 @@ def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, po
             )
         )
 
-    assert served.recorder
-    served.recorder.before_call = look
-    try:
+    with served.holding(look):
         assert read_response(sent(port, QUESTION), method="POST")[0] == 200
-    finally:
-        served.recorder.before_call = lambda _rows: None
     assert is_seen[-1] == (True, True)
 
 

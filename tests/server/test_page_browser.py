@@ -19,7 +19,6 @@ from page_stub import (
     four_agents_body,
     idle_body,
     live,
-    long_prefill_body,
     serving_page,
     whose,
 )
@@ -296,11 +295,14 @@ def test_a_request_that_waited_says_for_what(visit):
 
 
 def test_a_long_prefill_shows_the_time_that_is_left(visit):
-    with serving_page(status=long_prefill_body()) as stub:
-        page = visit(stub)
+    body = four_agents_body()
+    body["requests"] = body["requests"][1:2]
+    body["requests"][0]["prefill_left_seconds"] = 183.0
+    with serving_page(status=body) as stub:
+        row = visit(stub).locator(".request", has_text="PI").first
 
-        expect(page.locator(".reason")).to_contain_text("about 3 min 3 s left")
-        expect(page.locator(".times .left")).to_be_visible()
+        expect(row.locator(".reason")).to_contain_text("about 3 min 3 s left")
+        expect(row.locator(".times .left")).to_be_visible()
 
 
 def test_what_was_read_again_is_explained_at_its_request(visit):

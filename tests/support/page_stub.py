@@ -267,25 +267,6 @@ def _history() -> Iterator[Body]:
         yield ended(f"r{index:03}", **facts, **whose(agent))
 
 
-def long_prefill_body() -> Body:
-    """One agent whose prompt takes minutes."""
-    body = idle_body()
-    request = live(
-        "e5f0",
-        prompt=38_000,
-        cached=0,
-        done=9_500,
-        seconds=61.0,
-        waited_seconds=0.2,
-        waiting_for=None,
-        tokens_per_second=156.0,
-        prefill_left_seconds=183.0,
-        **whose("a"),
-    )
-    body["requests"] = [request]
-    return body
-
-
 def chat_events(
     text: str, *, reasoning: str = "", model: str = "demo", request_id: str = "abcdef12"
 ) -> list[Body]:

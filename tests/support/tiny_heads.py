@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -21,6 +23,14 @@ GEMMA_WRITERS = (
 )
 
 
+def scaled(weights: Iterable[tuple[str, Any]], writers: tuple[str, ...]) -> dict:
+    """Weights of which those that write into the stream are small."""
+    return {
+        name: values * SCALE if name.endswith(writers) else values
+        for name, values in weights
+    }
+
+
 def tiny_pair(kind: str, tmp_root: Path, **size: int) -> tuple[Path, Path]:
     """Folders of a model and of its head."""
     if kind == GEMMA:
@@ -30,10 +40,7 @@ def tiny_pair(kind: str, tmp_root: Path, **size: int) -> tuple[Path, Path]:
     if not folder.exists():
         shutil.copytree(plain_folder, folder)
         file = str(folder / "model.safetensors")
-        weights = {
-            name: values * SCALE if name.endswith(WRITERS) else values
-            for name, values in mx.load(file).items()
-        }
+        weights = scaled(mx.load(file).items(), WRITERS)
         mx.save_safetensors(file, weights, metadata={"format": "mlx"})
     return folder, tiny_head(folder)
 
@@ -45,10 +52,7 @@ def tiny_head(folder: Path) -> Path:
         return head_folder
     config = head_config(folder)
     size = config["text_config"]["hidden_size"]
-    head_weights = {
-        name: values * SCALE if name.endswith(WRITERS) else values
-        for name, values in tree_flatten(new_head(config).parameters())
-    }
+    head_weights = scaled(tree_flatten(new_head(config).parameters()), WRITERS)
     parts = [mx.eye(size), SCALE * mx.random.normal((size, size)) / size**0.5]
     head_weights["fc.weight"] = mx.concatenate(parts, axis=1)
     (weights_file,) = folder.glob("model*.safetensors")
@@ -73,10 +77,7 @@ def tiny_gemma(tmp_root: Path, **size: int) -> tuple[Path, Path]:
         config["text_config"]["tie_word_embeddings"] = True
         (folder / "config.json").write_text(json.dumps(config))
         file = str(folder / "model.safetensors")
-        weights = {
-            name: values * SCALE if name.endswith(GEMMA_WRITERS) else values
-            for name, values in mx.load(file).items()
-        }
+        weights = scaled(mx.load(file).items(), GEMMA_WRITERS)
         mx.random.seed(2)
         for name, values in weights.items():
             if name.endswith("language_model.model.norm.weight"):
