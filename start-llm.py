@@ -22033,8 +22033,8 @@ class ReplyReader:
 # JSON is the grammar compiler's work, also that of a value between tags, unless it may
 # be a text. Between tags the arguments come in the order of the schema, and only those
 # that it names or requires; and a text must be none that would be read as another value.
-# `format` says nothing of a text, and oneOf is anyOf: a text that fits two branches may
-# be generated.
+# `format` and `contentEncoding` say nothing of a text, and oneOf is anyOf: a text that
+# fits two branches may be generated.
 #
 # A strict tool whose schema cannot be enforced is refused. The arguments of another one
 # are free then; but if it is only a keyword (`pattern`, or one that comes twice), that
@@ -22283,11 +22283,14 @@ class _TaggedForm:
         """Any text of its length that is not read as a value of another type."""
         self._refuse(schema, _TEXT_KEYWORDS)
         lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
-        if any(json_type(length) != "integer" or length < 0 for length in lengths):
-            raise _NoForm("'minLength' or 'maxLength' is no integer of 0 or more")
+        for length in lengths:
+            is_number = json_type(length) in ("integer", "number")
+            if not is_number or length < 0 or length % 1:  # 3.0 is an integer, too
+                raise _NoForm("'minLength' or 'maxLength' is no integer of 0 or more")
         if lengths != sorted(lengths):
             raise _NoForm("'minLength' is more than 'maxLength'")
-        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        shortest = int(schema.get("minLength", 0))
+        longest = int(schema["maxLength"]) if "maxLength" in schema else ""
         # If any type is allowed, no text is read as a wrong one.
         other_types = types if types != ALL_TYPES else set()
         excluded = "|".join(

@@ -178,6 +178,7 @@ FORMLESS = [  # a schema of one value
     {"type": "string", "maxLength": None},
     {"type": "string", "maxLength": "0}|x)/ /"},
     {"type": "string", "maxLength": 1.5},
+    {"type": "string", "maxLength": float("inf")},  # 1e999
     {"enum": ["b", f"b{NEXT_ARGUMENT}c"]},
     {"$ref": "#/$defs/wide0"},
     {"$ref": "#/$defs/circles"},
@@ -227,6 +228,12 @@ def test_no_keyword_is_passed_over_if_the_tool_is_strict(schema):
     parameters = one_value(schema, **{"$defs": DEFINITIONS})
     assert has_form(parameters)
     assert not has_form(parameters, strict=True)
+
+
+def test_a_length_of_a_text_may_be_written_as_a_float():
+    floats = one_value({"type": "string", "minLength": 1.0, "maxLength": 3.0})
+    integers = one_value({"type": "string", "minLength": 1, "maxLength": 3})
+    assert forms_of(floats, strict=True) == forms_of(integers, strict=True)
 
 
 @pytest.mark.parametrize("text", ["b\n", "<parameter=a>\nb", "b\n</parameter>"])
