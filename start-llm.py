@@ -16101,12 +16101,9 @@ class ExactChecks:
 # region ENGINE REQUESTS =======================================================
 # What is asked of the model, and what is told of it until it has ended.
 #
-#     waiting ------> prefilling ------> decoding ------> put back into the cache
-#              admit      slice by slice     step by step
-#
 # A request is submitted as an EngineRequest in a RequestHandle. The handle is all that
-# its connection has of it; the SCHEDULER makes a RunningRequest of it, and puts events
-# into the handle.
+# its connection has of it; the SCHEDULER, which draws its path, makes a RunningRequest
+# of it, and puts events into the handle.
 #
 # Uses     ERRORS, API TYPES, PREFIX CACHE, VISION MODEL, SAMPLING
 # Thread   any
@@ -16308,8 +16305,9 @@ class RunningRequest:
 
     The KV is that of exactly the first `num_computed_tokens` of prompt and output:
 
-        prefilling   in `layer_caches`; `batch` is None
-        decoding     in the caches of `batch`; `layer_caches` is empty
+        prefilling     in `layer_caches`; `batch` is None
+        read together  in `joint_caches`, until these requests have their DecodeBatch
+        decoding       in the caches of `batch`; `layer_caches` is empty
     """
 
     def __init__(
@@ -16390,7 +16388,7 @@ class RunningRequest:
         """Whether the model has begun to read for it, in this try."""
         return self.began_at < math.inf
 
-    def remaining_prefill(self) -> TokenIds:
+    def prompt_rest(self) -> TokenIds:
         """The tokens of the prompt that are left, but the last.
 
         A DecodeBatch feeds that one, and samples the first token of the reply (L-11).
@@ -16399,18 +16397,18 @@ class RunningRequest:
         return self.request.key.tokens[offset : self.n_prompt - 1]
 
     @property
-    def n_to_prefill(self) -> int:
-        """How many tokens `remaining_prefill` has."""
+    def n_prompt_rest(self) -> int:
+        """How many tokens `prompt_rest` has."""
         return self.n_prompt - 1 - self.num_computed_tokens
 
     @property
     def seconds_left(self) -> float:
         """How long reading the rest of its prompt takes, by the speed so far."""
-        return self.n_to_prefill / self.prefill_speed
+        return self.n_prompt_rest / self.prefill_speed
 
     @property
     def n_to_stop(self) -> int:
-        """How many tokens are read until it, or who waits for a prefix of it, goes on."""
+        """How many tokens are read until it can decode, or its prefix lets others start."""
         n_computed = self.num_computed_tokens
         ends = [end for end in self.awaited_ends if end > n_computed]
         return min(ends, default=self.n_prompt - 1) - n_computed
@@ -16418,7 +16416,7 @@ class RunningRequest:
     @property
     def needs_slice(self) -> bool:
         """Whether a slice of its prompt must be read before it can decode."""
-        return self.n_to_prefill > MAX_REST_TOKENS or bool(self.slice_ends)
+        return self.n_prompt_rest > MAX_REST_TOKENS or bool(self.slice_ends)
 
     @property
     def can_read_with_others(self) -> bool:
@@ -16428,7 +16426,7 @@ class RunningRequest:
         """
         if self.slice_ends or self.handle.is_second_try:
             return False
-        return 0 < self.n_to_prefill <= SHORT_TOKENS
+        return 0 < self.n_prompt_rest <= SHORT_TOKENS
 
     def add_slice_ends(self, positions: Iterable[int]) -> None:
         """Let prefill slices end at these positions, too, those not reached yet."""
@@ -16546,7 +16544,7 @@ class DecodeBatch:
         self._timer = StepTimer()
         token_rows = [running.request.key.tokens[-1:] for running in requests]
         if joint_caches is None:
-            token_rows = [np.append(requests[0].remaining_prefill(), token_rows[0])]
+            token_rows = [np.append(requests[0].prompt_rest(), token_rows[0])]
         draft_model = loaded.draft_model
         tap = draft_model.head.tap if isinstance(draft_model, LoadedDraftHead) else None
         self._generator = TokenGenerator(
@@ -16563,7 +16561,7 @@ class DecodeBatch:
             running.layer_caches = []
 
         # State before the last step, and the row and position of each request in it.
-        # None: there is none, or it is not known. Of windows none is held.
+        # None: there is none, or it is not known. If a layer has a window, none is held.
         self._held_state: LayerCaches | None = None
         self._held_rows: dict[RunningRequest, tuple[int, int]] = {}
         self._can_hold = hold_recurrent_state(self._generator.layer_caches) is not None
@@ -16592,8 +16590,8 @@ class DecodeBatch:
     def step(self) -> AcceptedTokens:
         """Feed and report the next token of each request, or more of them by a draft.
 
-        Of several only the last may be an end token, one of `checkpoint_ids`, or the last
-        of `max_tokens`, where a state may be kept: it could not be rewound.
+        Of several only the last may be one after which a state is kept, since it could
+        not be rewound: an end token, one of `checkpoint_ids`, the last of `max_tokens`.
         """
         n_pending = len(self._generator.pending_ids)
         if self._can_hold:
@@ -16602,13 +16600,13 @@ class DecodeBatch:
         self._timer.begin_step()
         first = self.requests[0]
         drafters = first.drafters if len(self.requests) == 1 else []
-        found = self._find_draft(first, drafters)
+        proposal = self._find_draft(first, drafters)
         began = time.monotonic()
-        if found is None:
+        if proposal is None:
             rows = [[token] for token in self._generator.step()]
             self._timer.end_plain(drafters, began=began, feeds_again=n_pending > 0)
         else:
-            drafter, draft = found
+            drafter, draft = proposal
             rows = [self._generator.step_with(draft)]
             n_accepted = len(rows[0]) - 1
             first.handle.saved_steps += n_accepted
@@ -16638,7 +16636,7 @@ class DecodeBatch:
     ) -> tuple[Drafter, list[int]] | None:
         """The first drafter that has a draft, and the draft."""
         n_fed = running.num_computed_tokens - running.n_prompt
-        # y, which was sampled last, is not counted yet, nor the token after the draft.
+        # Of 10 tokens 3 are fed: y is the 4th, the 10th is fed alone; a draft has 5.
         n_left = running.request.max_tokens - n_fed - 2
         for drafter in drafters:
             drafter.add_reply(running.output_ids, n_fed)
@@ -16736,8 +16734,8 @@ class StepTimer:
 
         step           launches   waits for   that time is charged to
         with a draft   -          y a b c d   the draft
-        plain          y a x      -           the draft, and the time since it, too
-        plain          a token    y a x       the draft
+        plain          y a x      -           `_drafter`, with the time since the draft
+        plain          a token    y a x       `_launched_for`
         plain          a token    a token     a plain step
     """
 
@@ -16856,8 +16854,8 @@ class MemoryBudget:
         self.shares = shares
         self.spec = spec
         self._cache = cache
-        # What a token takes in opaque layers, and in the copies that are never evicted
-        # while its request runs (L-173).
+        # Of a token in opaque layers, and in the checkpoints of its request that are
+        # never thinned (L-173).
         self.opaque_token_bytes = (1 + SPARED_CHECKPOINTS) * spec.opaque_token_bytes
 
         # The longest prompt whose KV fits, beside what any prompt takes. Without
@@ -16898,8 +16896,8 @@ class MemoryBudget:
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
 
-        # why(L-97): nothing goes if that would be too little all the same, since a few
-        # checkpoints of each running request stay.
+        # why(L-97): if it does not fit even without all that can be evicted, nothing is.
+        # A few checkpoints of each running request stay.
         few_bytes = MIN_CHECKPOINTS * self.spec.state_bytes
         few_token_bytes = SPARED_CHECKPOINTS * self.spec.opaque_token_bytes
         checkpoint_bytes = sum(
@@ -16922,8 +16920,8 @@ class MemoryBudget:
     def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
         """The request that must go: the newest of several that do not fit together.
 
-        None: they fit. why(L-79): room to copy them does not count: batches can go on
-        unmerged, and what rests can be evicted instead.
+        None: they fit. why(L-79): room for copies of batches that merge does not count:
+        they can go on unmerged, and what rests can be evicted instead.
         """
         if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
             return None
@@ -17227,7 +17225,7 @@ class PromptReader:
             stop=min([running.n_prompt - 1, *running.slice_ends]),
             max_tokens=self.max_slice_tokens(running, seconds=seconds),
         )
-        tokens = running.remaining_prefill()[: end - start]
+        tokens = running.prompt_rest()[: end - start]
         # A slice has one at most, and ends with it: it takes a call of its own kind.
         images = (image for place, image in request.images if start <= place < end)
         image = next(images, None)
@@ -17260,7 +17258,7 @@ class PromptReader:
         """Let requests decode in a batch of their own, which reads their rests."""
         first = requests[0]
         joint_caches: LayerCaches | None = None
-        is_worth_a_call = first.n_to_prefill > MAX_REST_TOKENS_ON_CPU
+        is_worth_a_call = first.n_prompt_rest > MAX_REST_TOKENS_ON_CPU
         if len(requests) > 1:
             joint_caches = self.read_together(requests)
         elif is_worth_a_call and mx.default_device() == mx.cpu:
@@ -17283,7 +17281,7 @@ class PromptReader:
         """
         is_cold = not any(running.num_computed_tokens for running in requests)
         with self._measure(requests, is_usual=is_cold):
-            token_rows = [running.remaining_prefill().tolist() for running in requests]
+            token_rows = [running.prompt_rest().tolist() for running in requests]
             joint_caches = to_batch(*(running.layer_caches for running in requests))
             evaluate_caches(joint_caches)
             for running in requests:
@@ -17583,10 +17581,10 @@ def choose_companions(
     """
     group = [chosen]
     for candidate in sorted(
-        candidates, key=lambda other: abs(other.n_to_prefill - chosen.n_to_prefill)
+        candidates, key=lambda other: abs(other.n_prompt_rest - chosen.n_prompt_rest)
     ):
         wider_group = [*group, candidate]
-        rests = [member.n_to_prefill for member in wider_group]
+        rests = [member.n_prompt_rest for member in wider_group]
         n_fed = max(rests) * len(rests)
         if n_fed > max_tokens:
             continue
@@ -17637,19 +17635,19 @@ class ModelResources:
         self._can_draft = config.speculation == "auto" and can_draft(
             make_prompt_cache(loaded.model)
         )
-        self.draft_model: Guesser | None = None
+        self.guesser: Guesser | None = None
         if loaded.draft_model is not None:
             if not self._can_draft:
                 raise ModelError(
                     "DRAFT_MODEL: the model has layers that no draft suits"
                 )
-            self.draft_model = (
+            self.guesser = (
                 DraftHead(loaded.draft_model)
                 if isinstance(loaded.draft_model, LoadedDraftHead)
                 else DraftModel(loaded.draft_model)
             )
 
-        draft_bytes = self.draft_model.nbytes if self.draft_model else 0
+        draft_bytes = self.guesser.nbytes if self.guesser else 0
         shares = divide_memory(
             memory_limit(config),
             model_bytes=loaded.nbytes + draft_bytes,
@@ -17671,10 +17669,10 @@ class ModelResources:
         self.draft_costs = DraftCosts()
         self.exact_checks = ExactChecks(loaded, config, metrics=metrics)
         self.disk: DiskCache | None = None  # ENGINE opens it
-        self.disk_fault = ""  # why a folder that cannot be used forgets nothing
+        self.disk_fault = ""  # why `drop_kv` cannot delete what earlier servers left
 
     def make_drafters(self, request: EngineRequest) -> list[Drafter]:
-        """What drafts for a request, in the order in which it is asked."""
+        """What drafts for a request, asked in this order: copies cost nothing."""
         if not self._can_draft:
             return []
         owner = request.owner
@@ -17697,11 +17695,11 @@ class ModelResources:
                 metrics=metrics,
             )
         ]
-        if self.draft_model is not None:
+        if self.guesser is not None:
             drafters.append(
                 GuessDrafter(
                     prompt,
-                    self.draft_model,
+                    self.guesser,
                     tenant=owner.tenant,
                     end_ids=end_ids,
                     metrics=metrics,
@@ -17729,13 +17727,14 @@ class ModelResources:
         Nothing is loaded.
         """
         match = self.cache.find(key)
-        found = self.disk.find_more(key, match) if self.disk is not None else None
-        if found is None:
+        disk_match = self.disk.find_more(key, match) if self.disk is not None else None
+        if disk_match is None:
             return match
+        depth = disk_match.depth
         return match._replace(
-            cached_tokens=found.depth,
-            matched_tokens=max(match.matched_tokens, found.depth),
-            hit_kind="exact" if found.depth == len(key.tokens) - 1 else "line",
+            cached_tokens=depth,
+            matched_tokens=max(match.matched_tokens, depth),
+            hit_kind="exact" if depth == len(key.tokens) - 1 else "line",
         )
 
     def describe_cache(
@@ -17756,8 +17755,8 @@ class ModelResources:
         ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.loaded.vision is not None and ttl_seconds:
             self.loaded.vision.forget_features(unused_seconds=ttl_seconds)
-        if self.draft_model is not None and not self.cache.entries:
-            self.draft_model.forget()
+        if self.guesser is not None and not self.cache.entries:
+            self.guesser.forget()
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
 
@@ -17787,8 +17786,8 @@ class ModelResources:
         """Drop what was made of anybody's images, and what DRAFT_MODEL has read."""
         if self.loaded.vision is not None:
             self.loaded.vision.forget_features()
-        if self.draft_model is not None:
-            self.draft_model.forget()
+        if self.guesser is not None:
+            self.guesser.forget()
 
 
 # region SCHEDULER =============================================================
@@ -17936,16 +17935,19 @@ class Scheduler(ModelResources):
         *,
         is_cut: bool = False,
     ) -> None:
-        """End a request, unless a failure has; the cache has its KV before it is told.
+        """End a request, unless it has failed; the cache has its KV before it is told.
 
         `is_cut`: by its connection, whose client may have less than was computed.
         """
         if running not in self.running:
             return
 
-        # The spaced state (`_keep_reply_states`) is for a client that sends a part of
-        # the reply back: it may after a cancel, or where its connection has cut the
-        # reply; but not after a call, at whose end a newer state was kept.
+        # The spaced state (`_keep_reply_states`) is for a client that may send a part of
+        # the reply back:
+        #
+        #     cancelled                         it stays
+        #     cut, and no state is newer        it stays
+        #     else: complete, or after a call   it goes
         entry = running.entry
         is_newest = running.spaced_checkpoint == max(entry.checkpoints, default=0)
         may_return_in_part = end == "cancelled" or (is_cut and is_newest)
@@ -17964,10 +17966,10 @@ class Scheduler(ModelResources):
         """
         if running.batch is not None:
             with self._guard(*running.batch.requests):
-                held = running.batch.read_held_state(running)
+                held_state = running.batch.read_held_state(running)
                 running.batch.remove(running)
-                if held is not None:
-                    self.cache.add_checkpoint(running.entry, *held)
+                if held_state is not None:
+                    self.cache.add_checkpoint(running.entry, *held_state)
         return running in self.running
 
     def _put_back(self, running: RunningRequest) -> None:
@@ -18034,14 +18036,12 @@ class Scheduler(ModelResources):
         has_room = self.budget.make_room(
             n_bytes, self.running, keep=match, spares_recent=is_background
         )
-        can_wait = bool(self.running) or is_background
-        if not has_room and not can_wait:  # even its own cached prefix may go
-            has_room = self.budget.make_room(n_bytes, self.running)
-        if not has_room and can_wait:  # smaller ones pass it, but not for ever
-            handle.set_activity(_MEMORY, now)
+        if not has_room and (self.running or is_background):
+            handle.set_activity(_MEMORY, now)  # smaller ones pass it, but not for ever
             return handle.times.seconds(now)[_MEMORY] < MAX_PASSED_SECONDS
 
-        if has_room:
+        # If nobody runs, even its own cached prefix may go.
+        if has_room or self.budget.make_room(n_bytes, self.running):
             self._start_running(handle)
         else:
             handle.end(self.budget.shortage(n_prompt, self.running))
@@ -18163,8 +18163,9 @@ class Scheduler(ModelResources):
                 continue  # `_finish` keeps what is needed then
             position = running.num_computed_tokens
             if token_ids[-1] not in running.request.checkpoint_ids:
+                # Token 130, with 3 of a step: 130 % 64 = 2 < 3, so 128 is one of them.
                 n_since = (position - running.n_prompt) % REPLY_CHECKPOINT_SPACING
-                if n_since >= len(token_ids):  # none of them is at a multiple
+                if n_since >= len(token_ids):
                     continue
                 if self.spec.is_opaque:
                     # why(L-173): a copy would be one of all KV. why(L-172): but what
@@ -18272,14 +18273,14 @@ class Scheduler(ModelResources):
         if self.batches and self.reader.measured_speed is None:
             # Nobody knows for how long they would pause: as for one short prompt.
             max_tokens = min(max_tokens, SHORT_TOKENS)
-        others = [
-            other
-            for other in without_background(self.prefilling, now)
-            if other is not running and other.can_read_with_others
+        candidates = [
+            candidate
+            for candidate in without_background(self.prefilling, now)
+            if candidate is not running and candidate.can_read_with_others
         ]
         companions = choose_companions(
             running,
-            others,
+            candidates,
             max_tokens=max_tokens,
             max_padding=self.config.batch_padding_max,
             # Who is read alone decodes in a batch of its own: that is a call more.
@@ -18305,10 +18306,10 @@ class Scheduler(ModelResources):
 
         None: it decodes alone, since padding or the copies would take too much.
         """
-        others = [other for other in self.batches if other is not batch]
-        if not others or not self.spec.can_batch:
+        hosts = [host for host in self.batches if host is not batch]
+        if not hosts or not self.spec.can_batch:
             return None
-        host = min(others, key=lambda other: other.padding_with(batch))
+        host = min(hosts, key=lambda host: host.padding_with(batch))
         n_bytes = host.nbytes + batch.nbytes
         can_merge = host.padding_with(batch) <= self.config.batch_padding_max
         if can_merge and self.budget.make_room_to_merge(n_bytes, self.running):
@@ -18319,19 +18320,19 @@ class Scheduler(ModelResources):
 
     @contextmanager
     def _guard(self, *requests: RunningRequest) -> Iterator[None]:
-        """If what follows raises, these requests fail, and no others.
+        """If what follows raises, exactly these requests fail: none, if none is given.
 
         An exception may leave KV half written, so it is dropped (L-17). So `requests`
-        are all whose KV is changed: of a batch all that are in it; or none.
+        are all whose KV is changed: of a batch all that are in it.
         """
         try:
             yield
         except Exception as error:
             self._lockstep.end_ranks_on(error)
-            failed = [running for running in self.running if running in requests]
-            logger.exception("a fault costs %d request(s) their KV", len(failed))
+            to_fail = [running for running in self.running if running in requests]
+            logger.exception("a fault costs %d request(s) their KV", len(to_fail))
             self._free_memory(error)
-            for running in reversed(failed):  # each that is tried again comes first
+            for running in reversed(to_fail):  # each that is tried again comes first
                 self._fail(running, _explain_failure(error))
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:
@@ -19176,8 +19177,8 @@ class Engine:
             report["prefill_tokens_per_second"] = round(speed, 1)
         if scheduler.exact_checks.n_checked:
             report["exact_worst"] = scheduler.exact_checks.worst
-        if scheduler.draft_model is not None:
-            gain = scheduler.draft_model.budget.gain
+        if scheduler.guesser is not None:
+            gain = scheduler.guesser.budget.gain
             plain_steps = round(gain["plain_steps"], 1)
             report["draft_model"] = {**gain, "plain_steps": plain_steps}
         self.report = report
@@ -19196,8 +19197,8 @@ class Engine:
             "peak": scheduler.reader.peak_bytes,
         }
         known_bytes = report["model"] + report["cache"] + report["running"]
-        if scheduler.draft_model is not None:
-            draft_bytes = scheduler.draft_model.nbytes
+        if scheduler.guesser is not None:
+            draft_bytes = scheduler.guesser.nbytes
             report["draft_model"] = 0 if self.is_asleep else draft_bytes
             known_bytes += report["draft_model"]
         vision = scheduler.loaded.vision
@@ -19233,8 +19234,8 @@ def _check_room(scheduler: Scheduler) -> None:
         limit = scheduler.budget.shares.limit
         n_bytes = scheduler.loaded.nbytes
         models = "the model takes"
-        if scheduler.draft_model is not None:
-            n_bytes += scheduler.draft_model.nbytes
+        if scheduler.guesser is not None:
+            n_bytes += scheduler.guesser.nbytes
             models = "the model and the one of DRAFT_MODEL take"
         raise ModelError(
             f"{models} {n_bytes:,} bytes of {limit:,}:"

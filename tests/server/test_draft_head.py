@@ -53,7 +53,7 @@ def head_of(make_drafting):
 
 
 def has_failed(bench):
-    return bench.engine.call(lambda scheduler: scheduler.draft_model.budget.balance < 0)
+    return bench.engine.call(lambda scheduler: scheduler.guesser.budget.balance < 0)
 
 
 class Pairs:

@@ -99,7 +99,7 @@ def test_what_was_forgotten_is_not_kept_by_the_draft_model(make_drafting):
     b.ask(words(np.random.default_rng(10), 30), n=20)
 
     def read_ids(scheduler):
-        return len(scheduler.draft_model._read_ids)
+        return len(scheduler.guesser._read_ids)
 
     assert b.engine.call(read_ids) > 30
     b.engine.call(lambda scheduler: scheduler.drop_kv("", None))

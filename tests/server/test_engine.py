@@ -227,7 +227,7 @@ def skipped_token(monkeypatch):
         start = n_computed + 1 if n_computed else 0
         return tokens[start:-1]
 
-    monkeypatch.setattr(s.RunningRequest, "remaining_prefill", skip_one)
+    monkeypatch.setattr(s.RunningRequest, "prompt_rest", skip_one)
 
 
 def shared_state(monkeypatch):

@@ -657,8 +657,7 @@ STEPS = {
     s.PrefillPolicy: "charge_prefill",
     s.MemoryBudget: "make_room make_room_to_merge",
     s.DecodeBatch: "__init__ step merge remove padding_with",
-    s.RunningRequest: "add_token read_span computed_key add_slice_ends"
-    " remaining_prefill",
+    s.RunningRequest: "add_token read_span computed_key add_slice_ends prompt_rest",
     s: "reserve_tokens evaluate_caches load_span take_span copy_span copy_state"
     " restore_state kv_cache_offset extract_row to_batch make_prompt_cache"
     " block_hashes slice_end _find_slice_ends _token_choice make_sampler"

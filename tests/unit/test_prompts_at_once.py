@@ -251,4 +251,4 @@ def test_a_title_does_not_hurry_the_prompt_whose_prefix_it_has():
 
     (running,) = (r for r in desk.scheduler.running if r.handle is long)
     assert running.slice_ends == [100]
-    assert running.n_to_stop == running.n_to_prefill == 5999
+    assert running.n_to_stop == running.n_prompt_rest == 5999

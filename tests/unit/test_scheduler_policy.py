@@ -16,21 +16,21 @@ SPEED = 1000.0  # tokens a second
 @dataclass
 class Prefill:
     submitted_at: float
-    n_to_prefill: int
+    n_prompt_rest: int
     prefill_speed: float = SPEED
     n_cached: int = 0
 
     @property
     def n_prompt(self):
-        return self.n_cached + self.n_to_prefill + 1
+        return self.n_cached + self.n_prompt_rest + 1
 
     @property
     def n_to_stop(self):
-        return self.n_to_prefill
+        return self.n_prompt_rest
 
     @property
     def seconds_left(self):
-        return self.n_to_prefill / self.prefill_speed
+        return self.n_prompt_rest / self.prefill_speed
 
 
 def choose(policy, candidates, *, is_decoding=False, is_background=False):
@@ -52,7 +52,7 @@ def run_slice(policy, candidates, *, seconds, is_decoding=False):
     turn = choose(policy, candidates, is_decoding=is_decoding)
     if turn is None:
         return None
-    turn.chosen.n_to_prefill -= int(seconds * turn.chosen.prefill_speed)
+    turn.chosen.n_prompt_rest -= int(seconds * turn.chosen.prefill_speed)
     policy.charge_prefill(
         turn,
         seconds,
@@ -74,7 +74,7 @@ def companions(chosen, *others, max_tokens=400, max_padding=0.25, free_padding=0
         max_padding=max_padding,
         free_padding=free_padding,
     )
-    return [prompt.n_to_prefill for prompt in found]
+    return [prompt.n_prompt_rest for prompt in found]
 
 
 def test_prompts_of_like_lengths_are_read_together():
@@ -125,7 +125,7 @@ def test_policy_makes_a_prompt_wait_for_shorter_ones_by_its_length(seconds):
     old = Prefill(0.0, int(seconds * SPEED))
     now = 0.0
 
-    while old.n_to_prefill > 0:
+    while old.n_prompt_rest > 0:
         policy.charge_decode(0.03)
         now += 0.03
         candidates = [old, Prefill(now, 100)]
@@ -144,7 +144,7 @@ def test_policy_reads_equal_prompts_one_after_the_other():
 
     while candidates:
         chosen = run_slice(policy, candidates, seconds=0.2)
-        if chosen.n_to_prefill <= 0:
+        if chosen.n_prompt_rest <= 0:
             candidates.remove(chosen)
             order.append(chosen.submitted_at)
 
