@@ -220,6 +220,7 @@ from itertools import (
     pairwise,
     product,
 )
+from keyword import kwlist
 from operator import itemgetter
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -21060,7 +21061,10 @@ def _parse_json_call(call: Any) -> WholeCall:
 # -- 4 Python --------------------------------------------------------------------------
 
 _STRING_OR_WORD: Final = re.compile(
-    rf"{PYTHON_STRING.pattern}|\b(?P<word>true|false|null)\b"
+    rf"""{PYTHON_STRING.pattern}
+      | \b (?P<name> {"|".join(kwlist)} | true | false | null ) (?= \s*=[^=] )
+      | \b (?P<word> true | false | null ) \b""",
+    re.VERBOSE,
 )
 
 
@@ -21094,7 +21098,11 @@ def _as_python(part: re.Match[str]) -> str:
     """A word of JSON in Python; or a string, with \\n and \\r for line breaks.
 
     Those may not stand in it. One after a backslash is no escape: both are text.
+    In send(from="a") the name is a word of the language. With a full-width f it is none,
+    and Python reads the letter as a plain one again (NFKC).
     """
+    if part["name"]:
+        return chr(ord(part[0][0]) + 0xFEE0) + part[0][1:]
     if part["word"]:
         return repr(json.loads(part["word"]))
     if part["raw"]:

@@ -5,6 +5,7 @@ import pkgutil
 import re
 import time
 from itertools import product
+from keyword import kwlist
 from typing import Any
 
 import nights
@@ -660,6 +661,11 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
             ("[read(path=R'''a\n\"b\"\\c''')]", {"path": 'a\n"b"\\c'}),
             ('[read(path="""a\r\n"b" \'c\'""")]', {"path": 'a\r\n"b" \'c\''}),
             ("[read(tree={'a': true}, yes=False)]", {"tree": {"a": True}, "yes": False}),
+            # Arguments that are called like a word of Python or JSON.
+            ('[read(from="a", to="from=b"), read(n=[true], null =null, from_=True)]',
+             [{"from": "a", "to": "from=b"}, {"n": [True], "null": None, "from_": True}]),
+            *((f'[read({word}="a", n=1)]', {word: "a", "n": 1})
+              for word in (*kwlist, "true", "false", "null")),
         )
     ],
 }  # fmt: skip
