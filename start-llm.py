@@ -11288,8 +11288,9 @@ def _take_folder(root: Path, identity: str, *, port: int) -> io.BufferedReader:
     for folder in dict.fromkeys([*own_folders, *folders]):
         # The server that had this port before may still be writing its last files.
         is_own = folder in own_folders
-        # FileNotFoundError: another server deletes it in this moment.
-        with suppress(BlockingIOError, FileNotFoundError):
+        # FileNotFoundError: another server deletes it in this moment; FileExistsError:
+        # it is no folder.
+        with suppress(BlockingIOError, FileNotFoundError, FileExistsError):
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
             lock_file = _take_lock(folder, patience=_LOCK_SECONDS if is_own else 0.0)
@@ -11364,7 +11365,14 @@ def _delete_folder(folder: Path) -> tuple[int, str]:
     try:
         with _take_lock(folder):
             segments = [*folder.glob("*" + _SEGMENT_SUFFIX)]
-            shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
+            for path in folder.iterdir():
+                try:
+                    if path.name != "lock" and not path.is_dir():
+                        path.unlink(missing_ok=True)
+                except OSError as fault:
+                    faults.append(fault)
+            if not faults:  # a folder without its lock would not be found again
+                shutil.rmtree(folder, onexc=lambda *details: faults.append(details[-1]))
     except (BlockingIOError, FileNotFoundError):
         return 0, ""
     except OSError as fault:

@@ -223,3 +223,43 @@ def test_folder_that_goes_by_itself_is_no_fault_of_forgetting(tmp_path, monkeypa
 
     assert s.delete_other_folders(config) == (0, "")
     assert not folder.exists()
+
+
+def test_folder_with_a_file_that_cannot_be_deleted_is_found_again(
+    tmp_path, monkeypatch
+):
+    """Else the second time all would be said to be gone, with the file still there."""
+    config = s.Config(cache_disk_folder=str(tmp_path), cache_disk="on")
+    files = s.open_kv_files(config, IDENTITY)
+    name = write(files, list(range(600)))
+    (files.folder / "records").touch()
+    (files.folder / "inner").mkdir()
+    files.close()
+    unlink = s.os.unlink
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(name + ".safetensors"):
+            raise PermissionError(s.errno.EPERM, "Operation not permitted")
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(s.os, "unlink", refuse)
+
+    for _ in range(2):
+        assert s.delete_other_folders(config) == (0, "Operation not permitted")
+    left = {path.name for path in files.folder.iterdir() if path.is_file()}
+    assert left == {name + ".safetensors", "lock"}
+
+    monkeypatch.undo()
+    assert s.delete_other_folders(config) == (1, "")
+    assert not files.folder.exists()
+
+
+def test_file_in_the_place_of_a_folder_does_not_turn_the_cache_off(tmp_path):
+    (tmp_path / IDENTITY).write_text("not ours")
+    config = s.Config(cache_disk_folder=str(tmp_path), cache_disk="on")
+
+    files = s.open_kv_files(config, IDENTITY)
+
+    assert files.folder == tmp_path / f"{IDENTITY}-2"
+    assert (tmp_path / IDENTITY).read_text() == "not ours"
+    files.close()
