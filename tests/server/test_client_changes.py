@@ -831,9 +831,7 @@ SCENARIOS = {
     "openclaw_2026_2_17": restated(talk(OpenClaw17)),
     "openclaw_2026_9_6": restated(talk(OpenClaw96)),
     "claude_code": restated(talk(ClaudeCode)),
-    "billed": Scenario(talk(Billed)),
     "reminded": Scenario(talk(Reminded, TURNS)),
-    "operator_note": said_otherwise(talk(Transient)),
     "rewritten_arguments": said_otherwise(rewritten_arguments),
     "new_session": restated(two_sessions(OpenClaw17)),
     "late_environment": Scenario(two_sessions(lambda _seed: Late())),
@@ -892,12 +890,7 @@ def oracle(kind, models):
 
 
 # What each does is seen by day in one like it.
-AT_NIGHT = {
-    "as_it_is",
-    "billed",
-    "operator_note",
-    "new_session",
-}
+AT_NIGHT = {"as_it_is", "new_session"}
 
 
 @pytest.mark.covering(1)

@@ -170,16 +170,14 @@ def count_messages(folder, n_requests):
     return lockstep.n_messages
 
 
-def test_waiting_requests_cost_other_ranks_no_messages(tmp_path):
-    model = tiny_model(DENSE, tmp_path)
-
-    assert count_messages(model, 100) == count_messages(model, 1)
+def test_waiting_requests_cost_other_ranks_no_messages(folder):
+    assert count_messages(folder, 100) == count_messages(folder, 1)
 
 
-def test_ranks_compare_the_tokens_that_end_their_replies(tmp_path):
+def test_ranks_compare_the_tokens_that_end_their_replies(folder):
     """They are in a file that need not be the same where the weights are."""
     lockstep = CountedRank()
-    model, _ = load(str(tiny_model(DENSE, tmp_path)))
+    model, _ = load(str(folder))
     loaded = Loaded(model, lockstep=lockstep)
     s.Scheduler(loaded, s.Config(), metrics=s.CacheMetrics())
 

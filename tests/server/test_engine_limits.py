@@ -807,14 +807,10 @@ def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench, r
     check_all_finish(b, [running, large], 60)
 
 
-@pytest.fixture
-def no_prefill(monkeypatch):
-    """Nobody prefills beside requests that decode."""
+def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(
+    bench, monkeypatch, rng
+):
     monkeypatch.setattr(s.PrefillPolicy, "may_interrupt", lambda _, *, is_short: False)
-
-
-@pytest.mark.usefixtures("no_prefill")
-def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench, rng):
     b = bench("qwen3", queue_timeout_seconds=0.2)
     running = b.submit(words(rng, 200), n=100_000)
     wait_until(lambda: b.engine.report["decoding"] == 1)

@@ -432,7 +432,8 @@ def test_a_conversation_is_sent_whole_until_a_new_one_begins(visit):
 
         sent = [
             [message["content"] for message in body["messages"]]
-            for body in stub.bodies("/v1/chat/completions")
+            for _, path, body in stub.asked
+            if path == "/v1/chat/completions"
         ]
         assert sent == [["One"], ["One", "Hello.", "Two"], ["Three"]]
         expect(page.locator(".badge:visible")).to_have_count(0)  # not the demo

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import start_llm
-import status_client
 from http_client import exchange
 from nights import at_night
 from program import CHAT, Program, copy_helpers
 from server_fixture import Served, free_port, wait_until
+from status_client import ask, words
 
 LITELLM = Path(sys.executable).with_name("litellm")
 KEY = "key-of-all"
@@ -45,7 +45,6 @@ def chat_of(*texts: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_drained_server_goes_on_with_known_sessions_and_takes_no_new_ones(served):
-    ask = status_client.ask
     known = {"x-session-id": "known"}
     assert ask(served, "POST", CHAT, chat_of("a b"), **known)[0] == 200
     assert ask(served, "POST", CHAT, chat_of("no id of a session"))[0] == 200
@@ -54,7 +53,7 @@ def test_a_drained_server_goes_on_with_known_sessions_and_takes_no_new_ones(serv
     assert (status, body["status"]) == (200, "draining")
     status, body = ask(served, "GET", "/health")
     assert (status, body["status"]) == (503, "draining")
-    assert status_client.status(served)["status"] == "draining"
+    assert ask(served, "GET", "/v1/status")[1]["status"] == "draining"
 
     assert ask(served, "POST", CHAT, chat_of("c d"), **known)[0] == 200
     again = chat_of("no id of a session", "reply", "next")
@@ -75,15 +74,11 @@ def test_a_session_whose_first_request_runs_is_known_to_a_drained_server(served)
     first = {"x-session-id": "one"}
     with (
         ThreadPoolExecutor() as pool,
-        served.holding(lambda _rows: status_client.ask(served, "POST", "/v1/drain")),
+        served.holding(lambda _rows: ask(served, "POST", "/v1/drain")),
     ):
-        both = [
-            pool.submit(status_client.ask, served, "POST", CHAT, chat_of("a"), **first)
-        ]
-        wait_until(lambda: status_client.ask(served, "GET", "/health")[0] == 503)
-        both.append(
-            pool.submit(status_client.ask, served, "POST", CHAT, chat_of("b"), **first)
-        )
+        both = [pool.submit(ask, served, "POST", CHAT, chat_of("a"), **first)]
+        wait_until(lambda: ask(served, "GET", "/health")[0] == 503)
+        both.append(pool.submit(ask, served, "POST", CHAT, chat_of("b"), **first))
         assert [each.result()[0] for each in both] == [200, 200]
 
 
@@ -91,10 +86,10 @@ def test_one_key_of_several_cannot_drain_what_others_use(folder):
     keys = {"api_key": "one,two", "cache_isolation": "key"}
     with Served(folder, **keys) as served:
         sent = {"Authorization": "Bearer one"}
-        status, body = status_client.ask(served, "POST", "/v1/drain", **sent)
+        status, body = ask(served, "POST", "/v1/drain", **sent)
         assert status == 403
         assert "SIGUSR1" in body["error"]["message"]
-        assert status_client.ask(served, "GET", "/health")[0] == 200
+        assert ask(served, "GET", "/health")[0] == 200
 
 
 # -- the real LiteLLM before three servers -----------------------------------------------------
@@ -195,7 +190,7 @@ class Talk:
     def __init__(self, farm: Farm, seed: int, session: str) -> None:
         self.farm = farm
         self.session = session
-        self.texts = [status_client.words(600, seed)]
+        self.texts = [words(600, seed)]
         self.n_before = 0  # tokens of the last prompt
 
     def turn(self) -> int:
@@ -211,7 +206,7 @@ class Talk:
         content = answer["choices"][0]["message"]["content"] or "-"
         # More than MIN_FILE_TOKENS, so it is written whenever a file with the turns
         # before it was.
-        self.texts += [content, status_client.words(200, len(self.texts))]
+        self.texts += [content, words(200, len(self.texts))]
         n_again = max(0, self.n_before - cached_of(answer))
         self.n_before = answer["usage"]["prompt_tokens"]
         return n_again

@@ -11,7 +11,7 @@ At night, too:
   it goes, a small request beside a large one, a long row beside short ones, four tests of engine
   limits
 - an exception at four of five steps, on the other kind of model, and at the fourth call
-- scenarios of clients that another one is like (as it is, billed, a note, a new session)
+- scenarios of clients that another one is like (as it is, a new session)
 - drafters on other kinds of models, after an image and after a sleep but for one drafter each;
   planted faults of a suite but one or two; families of vision models but three, and opaque ones but
   two; other signals inside MLX

@@ -306,10 +306,6 @@ class StubServer:
     asked: list[tuple[str, str, Body]] = field(default_factory=list)
     url: str = ""
 
-    def bodies(self, path: str) -> list[Body]:
-        """Bodies of requests to a path, in order."""
-        return [body for _, asked_path, body in self.asked if asked_path == path]
-
 
 class _Handler(StubHandler):
     stub: StubServer

@@ -287,6 +287,15 @@ def test_branches_hold_their_prefix_once():
     assert cache.nbytes <= 1.1 * n_unique_bytes
 
 
+def answer(cache, prompt, reply, **how):
+    """A request from its beginning to its end; a state is kept shortly before the reply."""
+    row, _ = begin(cache, prompt, **how)
+    if not row.filled:
+        advance(cache, row, len(prompt) - 5, checkpoint=True)
+    advance(cache, row, len(prompt))
+    end(cache, row, reply)
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize(
     ("n_prompt", "n_reply", "n_entries"),
@@ -300,11 +309,7 @@ def test_a_prompt_that_comes_again_leaves_no_entry_each_time(
     reply = list(range(5000, 5000 + n_reply))
 
     for n in range(5):
-        row, _ = begin(cache, prompt, is_background=n > 2)
-        if not row.filled:
-            advance(cache, row, n_prompt - 5, checkpoint=True)
-        advance(cache, row, n_prompt)
-        end(cache, row, reply)
+        answer(cache, prompt, reply, is_background=n > 2)
         check(cache, [])
 
     assert len(cache.entries) == n_entries
@@ -316,11 +321,7 @@ def test_a_prompt_that_comes_again_leaves_no_entry_each_time(
 def test_a_shorter_reply_that_a_longer_one_begins_with_is_gone_on_with_all_the_same():
     cache = make_cache(has_state=True)
     for n_reply in (20, 50):
-        row, _ = begin(cache, list(range(400)))
-        if not row.filled:
-            advance(cache, row, 395, checkpoint=True)
-        advance(cache, row, 400)
-        end(cache, row, list(range(5000, 5000 + n_reply)))
+        answer(cache, list(range(400)), list(range(5000, 5000 + n_reply)))
 
     assert len(cache.entries) == 1
     assert cached_tokens(cache, [*range(400), *range(5000, 5020), 1]) == 420
