@@ -26,16 +26,16 @@ def count_tokens(fed):
 
 
 class Clock:
-    """What the scheduler takes for the time: each call of the model takes as long as said."""
+    """What the scheduler takes for the time: calls of the model alone move it, as said."""
 
     def __init__(self, b, seconds_of):
-        self._seconds = 0.0
+        self._seconds = time.monotonic()
         self._seconds_of = seconds_of
         b.engine.call(lambda scheduler: setattr(scheduler, "_now", self.now))
         b.model.before_call = self.pass_time
 
     def now(self):
-        return time.monotonic() + self._seconds
+        return self._seconds
 
     def pass_time(self, fed):
         self._seconds += self._seconds_of(fed)
