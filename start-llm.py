@@ -14661,7 +14661,8 @@ class TokenGenerator:
 # on; all else may be cut as it likes. value3 is a text and its closing: the first
 # </parameter> after which the call goes on, as CALL ARGUMENTS reads it, for a file may
 # have such tags in it. So </function> belongs to the closing. The line break before
-# </parameter> is no part of the text; models leave it out.
+# </parameter> is no part of the text, and models leave it out: a text that ends with \n
+# is followed by a second one, any other by one, or none.
 #
 #  1 Calls         What a call consists of. CALL FORMS makes it of a tool's schema.
 #  2 Tags          The tags of a reply, as tokens, and what comes between them.
@@ -14713,9 +14714,9 @@ class ArgumentList(NamedTuple):
     close: str  # </parameter>
     is_on_lines: bool  # a line break before `close` is no part of the value
     call_end: str  # </function>\n</tool_call>
-    # A pattern of what else CALL ARGUMENTS takes for the end of a text or of the call:
-    # </parameter>\n</function>\nDone. If an argument must follow, no text has it, unless
-    # <parameter stands before it, as in a file of XML.
+    # A pattern of text at which CALL ARGUMENTS would end the value or the call, though
+    # arguments must still follow ("</parameter>\n</function>\nDone."). A text that one
+    # must follow does not have it, unless <parameter stands before it, as in XML.
     early_end: str
 
 
@@ -14932,39 +14933,39 @@ class _GrammarText:
             keys0_0: "path>\\n" (value5 "\\n" <[2]> | value7 keys0_1) | keys0_1
         """
         name = f"keys{next(self._numbers)}"
-        # What may come next, by its first tag: the end of the call after the last
-        # argument, the rest of an argument before it.
+        # By each tag that may come next, what follows it: the rest of the call's end, or
+        # of an argument. _follow() writes the tags.
         end_tag, bracket, rest = part.call_end.partition(">")
-        next_rules = {end_tag + bracket: self._spell(rest)}
+        rule_after = {end_tag + bracket: self._spell(rest)}
         for index, argument in reversed([*enumerate(part.arguments)]):
-            value = self._argument_value(argument, part, next_rules)
+            value = self._argument_value(argument, part, rule_after)
             ways = [f"{self._spell(argument.tag)} {value}"]
             if argument.is_required:
-                next_rules = {}
-            elif next_argument := next_rules.get(part.key_start):
+                rule_after = {}
+            elif next_argument := rule_after.get(part.key_start):
                 ways.append(next_argument)  # without this one
-            next_rules = {**next_rules, part.key_start: f"{name}_{index}"}
+            rule_after = {**rule_after, part.key_start: f"{name}_{index}"}
             self._add(f"{name}_{index}", " | ".join(ways))
-        return self._follow(next_rules)
+        return self._follow(rule_after)
 
-    def _follow(self, next_rules: Mapping[str, str]) -> str:
-        """One of these rules, after its tag."""
-        return _one_of(f"{self._spell(tag)} {rule}" for tag, rule in next_rules.items())
+    def _follow(self, rule_after: Mapping[str, str]) -> str:
+        """One of these tags, and the rule after it."""
+        return _one_of(f"{self._spell(tag)} {rule}" for tag, rule in rule_after.items())
 
     def _argument_value(
-        self, argument: Argument, part: ArgumentList, next_rules: Mapping[str, str]
+        self, argument: Argument, part: ArgumentList, rule_after: Mapping[str, str]
     ) -> str:
-        """A value, its closing, and what follows: one of `next_rules`, after its tag.
+        """A value, its closing, and what follows: a tag, and its `rule_after`.
 
         A closing is the closing tag, and if it can be, with the tag that comes next:
 
             value5 "\\n" <[2]> | value7 keys0_1            Qwen
             TEXT1 <[6]> BLANKS? (<[2]> | <[3]> keys0_1)    GLM: these tags are tokens
         """
-        # By its tags, what follows.
-        closings = {f"{part.close}\n{tag}": rule for tag, rule in next_rules.items()}
-        if any(map(self._is_token, next_rules)):  # no token can be a part of a text
-            closings = {part.close: f"BLANKS? {self._follow(next_rules)}"}
+        # By the tags of a closing, the rule after them.
+        closings = {f"{part.close}\n{tag}": rule for tag, rule in rule_after.items()}
+        if any(map(self._is_token, rule_after)):  # no token can be a part of a text
+            closings = {part.close: f"BLANKS? {self._follow(rule_after)}"}
 
         ways: list[str] = []
         for value in argument.values:
@@ -14974,7 +14975,7 @@ class _GrammarText:
                 ends = [f"{self._close(c, line_break)} {closings[c]}" for c in closings]
                 ways.append(f"{content} {_one_of(ends)}")
                 continue
-            if next_rules.keys() == {part.key_start}:
+            if rule_after.keys() == {part.key_start}:
                 content = self._without_early_end(content, part)
             for tags, rule in closings.items():
                 ways.append(f"{self._closed_text(content, tags, part)} {rule}")
@@ -14984,6 +14985,7 @@ class _GrammarText:
         """The rule of a text that an argument must follow (ArgumentList: `early_end`)."""
         element = part.close.strip("</>")
         no_element = self._named("NO_ELEMENT", rf"/(?s:.*)/ & ~/(?s:.*<{element}.*)/")
+        # EARLY_END: a text without <parameter, an early end, and anything.
         rule = f"{no_element} /(?:{part.early_end})(?s:.*)/"
         return self._named("TEXT", f"{text} & ~{self._named('EARLY_END', rule)}")
 
@@ -14992,13 +14994,12 @@ class _GrammarText:
 
         TEXT1 <[6]>                                          GLM
         TEXT1 CLOSING2                                       MiniMax: the shortest of it
-        (TEXT1 /\\n/ | TEXT1 & /(?s:(.*[^\\n])?)/) CLOSING2    Qwen: the same
+        (TEXT1 /\\n/ | TEXT1 & /(?s:(.*[^\\n])?)/) CLOSING2    Qwen: value3 in the banner
         """
         closing_rule = self._close(tags)
         if self._is_token(part.close):
             return f"{text} {closing_rule}"
         if part.is_on_lines:
-            # A text that itself ends with a line break comes with a second one.
             text = rf"({text} /\n/ | {text} & /(?s:(.*[^\n])?)/)"
         return self._named("value", f"{text} {closing_rule}", "[lazy]")
 
@@ -17384,8 +17385,8 @@ class PromptReader:
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
 #     1st step    C is admitted. A gets a token. C is read, since it ends before B, and
-#                 decodes from now on. It took 0.1 s, so decoding is owed 0.2 s.
-#     some steps  A and C get tokens, until decoding has had its 0.2 s
+#                 decodes from now on. It took 0.05 s, so decoding is owed 0.1 s.
+#     some steps  A and C get tokens, until decoding has had its 0.1 s
 #     next step   A and C get a token; B reads a slice of 0.2 s, so 0.4 s are owed
 #     and so on   until B has read its prompt, and decodes, too
 #
@@ -17426,7 +17427,7 @@ DECODE_SHARE: Final = 2.0  # seconds of decoding that a second of reading owes
 MAX_DECODE_DEBT: Final = 3.0  # no more seconds of decoding are ever owed
 BURST_SECONDS: Final = 8.0  # of reading not paid yet: then short prompts wait, too
 
-MAX_OTHERS_SHARE: Final = 8.0  # seconds of others for each one of the oldest
+MAX_OTHERS_SHARE: Final = 8.0  # seconds that others are read for each of the oldest's
 OLDEST_SLICE_COST: Final = SLICE_SECONDS * MAX_OTHERS_SHARE  # of `oldest_credit`
 
 
@@ -17463,9 +17464,9 @@ class PrefillPolicy:
 
     The prompt that ends first is read first. A third account, `oldest_credit`, sees to
     it that a long one is read beside short ones without end, too (L-71). It grows with
-    what is read; above 0 the oldest is read, and pays 8 for each second. For example
-    a short prompt has been read for 0.2 s: the credit is 0.2. The oldest reads a slice
-    of 0.2 s: -1.4. Now short prompts have 1.4 s before the oldest reads again.
+    what is read; above 0 (1.6 while it must wait for decoding) the oldest is next, and
+    pays 8 for each second. For example a short prompt has been read for 0.3 s: 0.3.
+    The oldest is read for 0.2 s: -1.3. Now short prompts have 1.3 s before its next.
     """
 
     def __init__(self) -> None:
@@ -17494,8 +17495,8 @@ class PrefillPolicy:
         can_read_oldest = not is_decoding or self.may_interrupt(
             is_short=_is_short(oldest) and not is_background
         )
-        # If it has to wait for decoding, others pass it until it could pay for a slice;
-        # then they wait with it.
+        # While decoding keeps the oldest from being read, others still go first, until
+        # its credit is worth a slice; from then on nobody is read before it.
         min_credit = 0.0 if can_read_oldest else OLDEST_SLICE_COST
         is_for_oldest = self.oldest_credit > min_credit
 
@@ -17503,11 +17504,11 @@ class PrefillPolicy:
         is_short = _is_short(chosen) and not is_background
         if is_decoding and not self.may_interrupt(is_short=is_short):
             return None
-        # The first read of a step needs only leave; further ones must fit in the pause.
+        # The first turn of a step was allowed above, however long it takes.
         if pause_left is None:
             pause_left = self.pause_seconds
         elif not is_short or _seconds_to_stop(chosen) > pause_left:
-            return None
+            return None  # a further one is short, and ends within the pause
 
         seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
         if is_background:
@@ -17527,9 +17528,9 @@ class PrefillPolicy:
     def pause_seconds(self) -> float:
         """How long short prompts are read before others decode a step again (L-220).
 
-        That step falls into the pause, too, and the first of who was read. For example
-        steps take 0.2 s, and eight prompts come at once that take 0.4 s each: two are
-        read in the 0.9 s, then comes a step, and so on.
+        Their pause also contains that step, and the first one of the prompts just read:
+        hence two steps less. For example steps take 0.2 s, and eight prompts come at
+        once that take 0.4 s each: two are read in 0.9 s, then comes a step, and so on.
         """
         longest = MAX_PAUSE_SECONDS - 2 * self.step_seconds
         return max(SOON_SECONDS, min(longest, self.step_seconds * MAX_PAUSE_STEPS))
@@ -22060,8 +22061,8 @@ class ReplyReader:
 # Uses     API TYPES, REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
-# Keywords that say more of all arguments than which there are: not between tags.
-_UNTAGGED_KEYWORDS: Final = (
+# Keywords of all arguments together: between tags they cannot be enforced.
+_WHOLE_OBJECT_KEYWORDS: Final = (
     *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
     *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
@@ -22074,10 +22075,10 @@ _NEUTRAL_KEYWORDS: Final = {
 }
 # Keywords of a text that are not enforced between tags.
 _TEXT_KEYWORDS: Final = ("pattern", "not", "if")
-# By type, the texts that an argument must not be if it may have this type, too. They are
-# read as a value of it; one that is read as null fits, as null has no other value. Or
-# they begin with one: the end tags after 5 would be more of a text for the grammar
-# compiler, and the call could not end. So after 5 no text goes on with \n or <.
+# By type, the texts that an argument must not be if it may have this type, too: they are
+# read as a value of it. (One that is read as null fits: null has no other value.)
+# Texts such as 5\n... and 5<... are excluded, too: to the grammar compiler the end tags
+# after a 5 would be more of such a text, and the call could not end.
 _OTHER_TYPES: Final = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
@@ -22114,7 +22115,7 @@ def call_forms(
         if name not in (None, tool_name):
             continue
         form = CallForm(
-            # The parts have the tags of all keys, that of the first one, too.
+            # With {} it ends before GLM's first <arg_key>, which the parts write.
             opening=tool_format.opening(tool_name, {}),
             free_opening=tool_format.opening(tool_name, parameters),
             schema_path=strict_tools.get(tool_name, ""),
@@ -22181,7 +22182,7 @@ class _TaggedForm:
         `gap`: next to a key, in this template.
         """
         parameters = self._parameters
-        for keyword in _UNTAGGED_KEYWORDS:
+        for keyword in _WHOLE_OBJECT_KEYWORDS:
             if keyword in parameters:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
         properties = parameters.get("properties") or {}
@@ -22199,9 +22200,8 @@ class _TaggedForm:
             if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
                 raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
             schema = properties.get(key, other_schema)
-            # By these what is written will be read, whichever branch of a union it fits.
-            types = SchemaPart(schema, parameters).types
-            values = self._values(schema, types)
+            argument_types = SchemaPart(schema, parameters).types
+            values = self._values(schema, argument_types)
             if not values:
                 raise _NoForm(f"{key!r:.60} has no values")
             tag = key + key_end.format(gap=gap)
@@ -22230,7 +22230,7 @@ class _TaggedForm:
         return "|".join(ways).replace("/", r"\/")
 
     def _values(
-        self, schema: object, types: set[str], depth: int = 0
+        self, schema: object, argument_types: set[str], depth: int = 0
     ) -> list[ArgumentValue]:
         """The ways to write a value. Raises _NoForm.
 
@@ -22239,11 +22239,12 @@ class _TaggedForm:
         const, enum     these texts
         string          any text of its length
 
-        `types`: of the whole value, of which `schema` may be a branch.
+        `argument_types`: as one of these what is written will be read, whichever branch
+        of a union it fits. `schema` may be a branch.
         """
         part = SchemaPart(schema, self._parameters)
-        own_types = part.types
-        if "string" not in own_types:
+        types = part.types
+        if "string" not in types:
             return [JsonValue(_with_definitions(part), self._is_lenient)]
 
         plain = self._plain_schema(part, depth)
@@ -22251,15 +22252,15 @@ class _TaggedForm:
         values: list[ArgumentValue] = []
         if branches is not None:
             for branch in branches:
-                values += self._values(branch, types, depth + 1)
+                values += self._values(branch, argument_types, depth + 1)
         elif "const" in plain or "enum" in plain:
             self._refuse(plain, (*_TEXT_KEYWORDS, "minLength", "maxLength"))
             for value in as_list(plain.get("enum", [plain.get("const")])):
                 is_const = value == plain.get("const", value)
-                if is_const and json_type(value) in own_types:
-                    values.append(self._constant(value, types))
+                if is_const and json_type(value) in types:
+                    values.append(self._constant(value, argument_types))
         elif plain.get("type") == "string" or not plain:
-            values.append(self._text(plain, types))
+            values.append(self._text(plain, argument_types))
         else:
             raise _NoForm("a property has no type")
         return values
@@ -22296,7 +22297,7 @@ class _TaggedForm:
             if keyword in schema and not self._is_lenient:
                 raise _NoForm(f"{keyword!r} cannot be enforced for these arguments")
 
-    def _text(self, schema: Schema, types: set[str]) -> TextValue:
+    def _text(self, schema: Schema, argument_types: set[str]) -> TextValue:
         """Any text of its length that is not read as a value of another type."""
         self._refuse(schema, _TEXT_KEYWORDS)
         lengths = [schema[key] for key in ("minLength", "maxLength") if key in schema]
@@ -22309,18 +22310,18 @@ class _TaggedForm:
         shortest = int(schema.get("minLength", 0))
         longest = int(schema["maxLength"]) if "maxLength" in schema else ""
         # If any type is allowed, no text is read as a wrong one.
-        other_types = types if types != ALL_TYPES else set()
+        other_types = argument_types if argument_types != ALL_TYPES else set()
         excluded = "|".join(
             pattern for name, pattern in _OTHER_TYPES.items() if name in other_types
         )
         return TextValue(f"(?s:.{{{shortest},{longest}}})", excluded)
 
-    def _constant(self, value: object, types: set[str]) -> str:
+    def _constant(self, value: object, argument_types: set[str]) -> str:
         """This value alone, as a text. Raises _NoForm if it would be read as another."""
         text = value if isinstance(value, str) else to_json(value)
         json_text = None
         with suppress(RepeatedKey):
-            json_text = value_as_json(text, types)
+            json_text = value_as_json(text, argument_types)
         # "5", if 7 may be there, too
         if json_text != to_json(value) or self._constant_end.search(text):
             raise _NoForm(f"{value!r:.60} would be read as another value")
