@@ -20501,14 +20501,14 @@ class TaggedArguments(_Reader):
         self._tags = tags
         self._schema = schema
         self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
-        self._same_tag = self._pattern_of_last_tag(start)
+        self._repeated_tag = self._pattern_of_last_tag(start)
         # What has come:
         self._used_keys: set[str] = set()
         self._has_json = False  # in the place of tags
         self._has_end_tag = False  # one after which the call may end
 
     def _pattern_of_last_tag(self, text: str) -> Any:
-        """Finds the tag that ends this text, which may come twice (L-197)."""
+        """Finds the tag that ends this text, if it comes again (L-197)."""
         tags = regex.findall(r"<[^<>]+>(?=\s*\Z)", text)
         line_break = self._tags.value_start if self._tags.is_on_lines else ""
         return compile_pattern(rf"\s* (?: {any_of(tags)} ) (?: {line_break} )")
@@ -20521,11 +20521,11 @@ class TaggedArguments(_Reader):
         """What more is certain, as JSON without the last bracket."""
         json_text = ""
         while not self.is_done:
-            if self._same_tag is not None:
-                match = self._unread.match_next(self._same_tag)
+            if self._repeated_tag is not None:  # a tag written twice is taken once
+                match = self._unread.match_next(self._repeated_tag)
                 if match is not None and match.partial:
                     break
-                self._same_tag = None
+                self._repeated_tag = None
             if self._value is None:
                 tag_text = self._read_tag()
                 if tag_text is None:  # the next text decides
@@ -20568,7 +20568,7 @@ class TaggedArguments(_Reader):
             return self._break()
         separator = ", " if self._used_keys else ""
         self._used_keys.add(key)
-        self._same_tag = self._pattern_of_last_tag(match[0])
+        self._repeated_tag = self._pattern_of_last_tag(match[0])
         self._value = TaggedValue(
             self._unread,
             self._tags,
@@ -20588,10 +20588,15 @@ class TaggedArguments(_Reader):
 #     unclosed   at the end of the call, or at the tag of another key of the tool
 #
 # Other tags of a call in it are text, or one of them was its true end, damaged or out of
-# place (L-133). Text is what is quoted, stands inside a line, or belongs to an element of
-# XML that begins and ends in the value. So _value_end finds the first end; then the tags
-# before it tell whether the value may have ended there (_inner_tag, _edge_tag). If so,
-# the call is broken.
+# place (L-133). So _value_end finds the first end; then the tags before it tell whether
+# the value may have ended there (_inner_tag, _edge_tag). If so, the call is broken.
+#
+#     say `</function>`     quoted                     text
+#     say </function> so    inside a line              text
+#     <function=f>          a line begins with it      an element of XML opens: text, if it
+#                                                      ends in the value, else broken
+#     a.md</function>       at an edge of a line,      loose: broken
+#                           no such element is open
 
 # Words in these patterns are those of _parts_of(), and END_TAG: OUTER_END, but where it
 # comes as a token its letters are text, so nothing.
@@ -20640,8 +20645,10 @@ def _value_end(
     )
 
 
-# Tags of a call in a value. START and END stand for the edges of a line, UNQUOTED for no
-# quote before the tag, but one after a closing tag.
+# Tags of a call in a value. `loose`: a tag that is not quoted, opens and closes no
+# element, and stands where a true end would: it breaks the call. START and END stand for
+# the edges of a line, CLOSER for a tag that closes an element, UNQUOTED for no quote
+# before the tag, but one after a closing tag.
 #
 # An element of XML begins, where a line does:    <function=f> b
 _ELEMENT_START: Final = r"""
@@ -20737,13 +20744,11 @@ class TaggedValue(_Reader):
         )
 
     def take_end_token(self) -> bool:
-        """False if the value was not closed before it.
-
-        Then it is a part of the value, and its letters are an end from now on.
-        """
-        match = self._end.search(self.unread.text + "\0")
+        """False if the value was not closed before it: then it is a part of the value."""
+        match = self._end.search(self.unread.text + "\0")  # \0 stands for the token
         if match is not None and match.lastgroup == "closed":
             return True
+        # From here on `_end` is another pattern, in which the letters of the tag end a value.
         self.unread.has_tokens = False
         return False
 
@@ -20802,8 +20807,8 @@ class TaggedValue(_Reader):
 
     def _is_whole(self, value: str, *, n_closing: int) -> bool:
         """Whether a value has ended where it seems to, and not before."""
-        if not value.strip():  # of two closing tags the first may be the value
-            return n_closing == 1
+        if not value.strip():
+            return n_closing == 1  # 0: cut off; 2: the first may be the value
         has_tag = "<" in value or value.rstrip().endswith(">")  # or a half of one
         if has_tag and not n_closing:  # it may be the closing tag
             return False
@@ -20832,8 +20837,8 @@ class TaggedValue(_Reader):
 #  5 Gemma      and FunctionGemma
 #
 # A body with one call that cannot be read has none: it becomes text. So no call runs
-# with fewer arguments than were written. Nor has one that calls a tool nobody offered
-# (REPLY READER), or one after whose end an argument follows: the end came too early.
+# with fewer arguments than were written. It is text, too, if one of its calls names an
+# unknown tool (REPLY READER), or an argument follows its end: that came too early.
 #
 # Uses     CALL TEXT, CALL SYNTAXES, CALL ARGUMENTS
 # Thread   any; pure
@@ -20912,7 +20917,7 @@ class BodyReader:
     def take_end_token(self) -> bool:
         """The body ends here, if it has not yet.
 
-        Always False: the caller adds the tag to the unread text; take() cuts it off.
+        False asks the caller to append the tag as text: take() needs it, to cut it off.
         """
         if self._end is None:
             self._end = len(self._unread.text)
@@ -21147,7 +21152,10 @@ _WORD: Final = rf"\s* (?: {NUMBER} | (?i: true | false | null ) ) {_VALUE_ENDS}"
 #     of an item       ,      the next one           ]                 its bracket
 #
 # That is looked for at each letter, so blanks before it are read from the first of them
-# alone: if each were tried, a long row of them would take for ever.
+# alone: if each were tried, a long row of them would take for ever. So are brackets.
+#
+#     call:read{path:a.md }}    path is "a.md", which ends before the blank
+#     call:read{path: }         path is ""
 _BLANKS: Final = r"(?: (?<! \s ) \s++ )?"
 _ARGUMENT_END: Final = rf"""
     {_BLANKS} , \s*+ "? NAMES "? \s* :
@@ -21173,8 +21181,9 @@ class _MarkedCalls:
         self._position = 0
         self._offered = offered
         self._mark = regex.escape(mark)
-        # Two texts seem to be one if a mark between them was damaged: a.md<|,n:5. Then it
-        # has half of a mark in it, or a key of some tool; if it has both its marks, both.
+        # A damaged mark joins two texts: a.md<|,n:5. Suspicious is half a mark in a text,
+        # or a key of some tool. A text with both its marks is refused if it has both of
+        # these; any other, if it has one.
         half = len(mark) // 2
         halves = any_of([mark[:half], mark[-half:]])  # <| and |>
         self._tag_like = regex.compile(rf"{halves}|_function_call>|call:\w+")
