@@ -10636,7 +10636,8 @@ class PrefixCache:
 # A file gets its name once the disk has all of it, so a kill leaves whole files, and
 # new ones that the next start deletes. A file that is damaged, or of another format, is
 # deleted with its children, and their tokens are prefilled again. A file that cannot be
-# read for now is kept, until a session is forgotten: it may be that one's.
+# read for now is kept until any session is forgotten, and deleted if it still cannot
+# be read: it may be part of that one.
 #
 # From another section: a TokenKey has the tokens of a prompt, and a salt that stands
 # for model and tenant.
@@ -10864,7 +10865,9 @@ class KVFiles:
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.failure = ""  # why nothing is written now, in words
-        self.n_lost = 0  # files that left the index so far, but not for room
+        # Files that left the index so far, but not for room. When there are more of
+        # them, DiskCache looks its entries up again.
+        self.n_lost = 0
         self._lock_file = lock_file
         self._clock = time.time
         # The index: by name, a parent before its children; _add() sees to that.
@@ -10936,8 +10939,8 @@ class KVFiles:
     def _add(self, *new_files: _IndexedFile) -> None:
         """Add files to the index, which stays in order; orphans are deleted.
 
-        What continues a file that could not be read is none: that may be read later, or
-        written again.
+        A file whose parent is in `_unread` is no orphan: the parent may be read later,
+        or written again.
         """
         files = self._files | {file.segment.name: file for file in new_files}
         self._files = {}
@@ -11042,7 +11045,8 @@ class KVFiles:
             child                  [700 .. 800 .. end)  800
         """
         self._remove_missing()
-        # By name: where a segment leaves the prompt. No tokens are the parent of roots.
+        # By segment name: how far the prompt is the same as its path. The parent of a
+        # root has the name of no tokens.
         depths = {name_segment(key, 0): 0}
         for name, file in self._files.items():
             start, end = file.segment.start, file.segment.end
@@ -11242,7 +11246,7 @@ def open_kv_files(config: Config, identity: str) -> KVFiles:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         limit_bytes = config.cache_disk_max_bytes
-        if not limit_bytes:  # our own files count as free
+        if not limit_bytes:  # files of start-llm, in all folders, count as free
             free_bytes = shutil.disk_usage(root).free
             free_bytes += sum(_file_bytes(f.rglob("*")) for f in _find_folders(root))
             limit_bytes = min(_DEFAULT_DISK_BYTES, free_bytes // 10)
@@ -11435,17 +11439,18 @@ def find_undeletable(config: Config, fault: DiskError) -> str:
 #     saving     between two steps of the model some arrays of an entry at rest are
 #                copied; once all are, another thread writes them to a file
 #
-# Entries are saved one after the other. One of 256 tokens or more is due if files lack
-# so many of them:
+# Entries are saved one after the other. An entry is endangered if a prompt of 1/4 of
+# the memory would push it out. One of 256 tokens or more is due if files lack so many
+# of them:
 #
-#        16    where memory loses it soon: it would be evicted next, or the server ends
+#        16    where it is endangered, or the server ends
 #       256    where it has rested for 2 s, or for 10 s beside running requests
 #     2,048    where it rests at all: an agent may never rest for so long
 #
-# Those that would be evicted next come first (L-163), then the one that was used last;
-# what an entry continues comes before it. An eviction waits for no file. If a request
-# continues an entry that is being copied, no file comes of that: the entry is due again
-# when it rests.
+# Endangered ones come first (L-163), then the one that was used last; what an entry
+# continues comes before it. An eviction waits for no file. If a request continues an
+# entry that is being copied, no file comes of that: the entry is due again when it
+# rests.
 #
 # From other sections: a CacheEntry is KV [start, end) of a conversation in memory, at
 # rest or held by a request that runs; the KV before it is its parent's. A PrefixMatch
@@ -11456,7 +11461,7 @@ def find_undeletable(config: Config, fault: DiskError) -> str:
 # Thread   model, mlx
 
 MIN_FILE_TOKENS: Final = 256  # due after a rest; fewer are never loaded
-MIN_URGENT_TOKENS: Final = 16  # due where memory loses them soon; else worth no file
+MIN_ENDANGERED_TOKENS: Final = 16  # due of an endangered entry; fewer: worth no file
 MAX_UNSAVED_TOKENS: Final = 2048  # due at any pause
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
 SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside requests
@@ -11464,8 +11469,8 @@ LOOK_SECONDS: Final = 1.0  # between two looks for entries that are due, beside 
 MAX_SEGMENT_BYTES: Final = 128 << 20  # of KV: it is copied before it is written
 SAVE_PIECE_SECONDS: Final = 0.01  # in which arrays are copied between two steps
 SAVE_SHARE: Final = 0.04  # of the time of running requests, for copying
-SPILL_SHARE: Final = 0.25  # the same, for entries that would be evicted next
-SPILL_PART: Final = 4  # next is what a prompt of 1/4 of the memory would push out
+ENDANGERED_SHARE: Final = 0.25  # the same, for endangered entries
+ENDANGERING_PART: Final = 4  # a prompt of 1/4 of the memory: what it would push out
 WRITER_WAIT_SECONDS: Final = 0.02  # for a file, before new requests are looked for
 
 
@@ -11619,9 +11624,10 @@ def _read_kv(
 class DiskCache:
     """Loads KV that only files have, and saves KV that only memory has.
 
-    `saved_end` of an entry is how many of its tokens files have. It is None, to be
-    looked up, after the entry has run, and after files were lost. Where there is no
-    room for its files it is the entry's end, so that this is not due until it has run.
+    `saved_end` of an entry is how many of its tokens files had when they were looked up
+    last. It is None, to be looked up, after the entry has run, and after files were
+    lost. Where there is no room for its files it is the entry's end, so that this is
+    not due until it has run.
     """
 
     def __init__(self, files: KVFiles, cache: PrefixCache, spec: KVSpec) -> None:
@@ -11751,12 +11757,12 @@ class DiskCache:
     ) -> dict[CacheEntry, int]:
         """Entries at rest, in the order in which they are saved.
 
-        Each with how many of its tokens files must lack, so that it is due.
+        By entry: it is due if files lack at least so many of its tokens.
         """
         # why(L-163): what runs takes the place of what rests, too.
-        prompt_bytes = self._cache.max_bytes // SPILL_PART
+        prompt_bytes = self._cache.max_bytes // ENDANGERING_PART
         endangered = self._cache.next_to_go(running_bytes + prompt_bytes)
-        candidates = dict.fromkeys(endangered, MIN_URGENT_TOKENS)
+        candidates = dict.fromkeys(endangered, MIN_ENDANGERED_TOKENS)
 
         now = time.monotonic()
         resting = [entry for entry in self._cache.entries if not entry.is_running]
@@ -11764,7 +11770,7 @@ class DiskCache:
         for entry in resting:
             min_lacking = MAX_UNSAVED_TOKENS
             if is_closing:
-                min_lacking = MIN_URGENT_TOKENS
+                min_lacking = MIN_ENDANGERED_TOKENS
             elif now - entry.last_used >= rest_seconds:
                 min_lacking = MIN_FILE_TOKENS
             candidates.setdefault(entry, min_lacking)
@@ -11783,8 +11789,8 @@ class DiskCache:
         for entry, min_lacking in candidates.items():
             job = self._begin(entry) if self._is_due(entry, min_lacking) else None
             if job is not None:
-                is_urgent = min_lacking == MIN_URGENT_TOKENS
-                self._share = SPILL_SHARE if is_urgent else SAVE_SHARE
+                is_endangered = min_lacking == MIN_ENDANGERED_TOKENS
+                self._share = ENDANGERED_SHARE if is_endangered else SAVE_SHARE
                 return job
         return None
 
@@ -11820,10 +11826,11 @@ class DiskCache:
             path.append(entry)
             match = self._look_up(entry)
         if not entry.start and match.depth < MIN_PREFIX_TOKENS:
-            # why(L-211): a child of another conversation's file would go with that.
+            # why(L-211): so few common tokens are written again, as part of a root: a
+            # child would be deleted with the other conversation.
             match = DiskMatch((), 0)
         end = min(entry.end, match.depth + self._max_tokens)
-        if end <= match.depth:  # what was saved meanwhile has all of it
+        if end <= match.depth:  # files have all, as after each entry's last file
             return None
 
         segment, state_arrays = _describe(entry, match, end)
@@ -11878,7 +11885,7 @@ class DiskCache:
         if self._spec.has_state:
             end = max(entry.checkpoints, default=end)
         n_saved = self._usable_depth(self._look_up(entry))
-        return n_saved > 0 and end - n_saved < MIN_URGENT_TOKENS
+        return n_saved > 0 and end - n_saved < MIN_ENDANGERED_TOKENS
 
     def forget(self, tenant: str, session: str | None) -> tuple[int, str]:
         """KVFiles.forget(), also what is being copied."""

@@ -73,7 +73,7 @@ def test_the_next_request_finds_its_conversation(served):
 
     assert again.said == with_prompt.said
     n_before = before.usage["prompt_tokens"] + before.n_generated - 1
-    assert again.n_cached >= n_before - s.MIN_URGENT_TOKENS
+    assert again.n_cached >= n_before - s.MIN_ENDANGERED_TOKENS
     assert status(served)["engine"]["state"] == "ready"
     longer = [*messages, again.answer, user("And on")]
     assert served.ask(longer).n_cached > again.usage["prompt_tokens"]
@@ -153,7 +153,7 @@ def test_nothing_but_a_request_for_the_model_wakes_it(served):
     code, told = ask(served, "POST", "/v1/cache/explain", body)
     assert code == 200
     if served.state.config.cache_disk == "on":
-        assert told["would_reuse"] >= 0.9 * told["prompt"] - s.MIN_URGENT_TOKENS
+        assert told["would_reuse"] >= 0.9 * told["prompt"] - s.MIN_ENDANGERED_TOKENS
     assert ask(served, "DELETE", "/v1/cache?session=nobody")[0] == 200
     assert served.is_asleep()
 
