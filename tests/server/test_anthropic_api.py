@@ -33,7 +33,6 @@ from start_llm import (
     BadRequest,
     ReplyEnd,
     Usage,
-    anthropic_error_body,
     parse_anthropic_request,
 )
 from tiny_models import DENSE, HYBRID, TOOLS
@@ -312,11 +311,6 @@ def test_a_reply_of_no_tokens_may_be_asked_for_in_any_other_way():
         {"tools": [READ], "tool_choice": {"type": "auto"}, "stream": False},
     ):
         assert parsed(max_tokens=0, **fields).max_tokens == 0
-
-
-def test_a_prompt_too_long_says_so_in_the_words_agents_look_for():
-    error = anthropic_error_body(s.ContextTooLong(2000, 1000))["error"]
-    assert error["message"] == "prompt is too long: 2000 tokens > 1000 maximum"
 
 
 def test_with_anthropics_own_search_deferred_tools_are_there_at_once():
@@ -687,9 +681,10 @@ def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
         ask(sdk, [user({"type": "hologram"})], stream=True)
     assert refusal.value.body["error"]["type"] == "invalid_request_error"
 
-    with pytest.raises(anthropic.BadRequestError) as too_long:
+    # in the words that agents look for
+    words = r"prompt is too long: \d+ tokens > \d+ maximum"
+    with pytest.raises(anthropic.BadRequestError, match=words):
         ask(sdk, [user(text("word " * 6_000))], stream=False)
-    assert "prompt is too long" in str(too_long.value)
 
     with pytest.raises(anthropic.NotFoundError):
         sdk.get("/v1/messages/nothing", cast_to=httpx.Response)

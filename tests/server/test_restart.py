@@ -61,16 +61,17 @@ def start(tmp_path):
         server.served.close()
 
 
-def long_system(talk):
-    """An agent's instructions: too long to be read again for nothing."""
-    return {"role": "system", "content": talk.words(400)}
+def begin(server, seed):
+    """A talk with an agent's instructions: too long to be read again for nothing."""
+    talk = Talk(server.served, seed)
+    talk.messages[0] = {"role": "system", "content": talk.words(400)}
+    return talk
 
 
 @pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID, at_night(SLIDING)))
 def test_restart_between_any_two_requests_costs_no_prefill(kind, start):
     server = start(kind)
-    talk = Talk(server.served, 1)
-    talk.messages[0] = long_system(talk)
+    talk = begin(server, 1)
     fed, requests = [], []
     for _ in range(6):
         served = server.restart()
@@ -87,8 +88,7 @@ def test_restart_between_any_two_requests_costs_no_prefill(kind, start):
 @pytest.mark.parametrize("kind", (at_night(DENSE), HYBRID))
 def test_dropped_thinking_is_still_there_after_a_restart(kind, start):
     server = start(kind)
-    talk = Talk(server.served, 2)
-    talk.messages[0] = long_system(talk)
+    talk = begin(server, 2)
     n_known = 0
 
     for _ in range(3):
@@ -120,8 +120,7 @@ def test_changed_id_in_the_system_prompt_is_no_reason_to_read_it_again(start):
 def test_another_conversation_on_a_known_prefix_is_warm_the_next_day(start):
     """And an explanation counts what a request would load from the disk."""
     server = start(DENSE)
-    talk = Talk(server.served, 4)
-    talk.messages[0] = long_system(talk)
+    talk = begin(server, 4)
     first = talk.step()
     served = server.restart()
     other = Talk(served, 5, [talk.messages[0], user("A new day has begun.")])
@@ -136,8 +135,7 @@ def test_another_conversation_on_a_known_prefix_is_warm_the_next_day(start):
 
 def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
     server = start(DENSE)
-    talk = Talk(server.served, 6)
-    talk.messages[0] = long_system(talk)
+    talk = begin(server, 6)
     talk.step()
     s.drop_cache(server.served.state, None)
     files = [

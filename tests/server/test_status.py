@@ -353,16 +353,3 @@ def test_what_a_session_sent_before_and_is_prefilled_again_is_told_once(served, 
     # nothing is prefilled again
     served.ask(opening(900, 77), extra_body=in_session)
     assert len(status(served)["divergences"]) == 1
-
-
-ODD_TOOLS = [
-    {"messages": [user("Hello.")], "tools": odd}
-    for odd in (3, True, [1], [None], {"a": 1})
-]
-
-
-@pytest.mark.parametrize("body", [{"messages": 7}, {"messages": []}, [], *ODD_TOOLS])
-def test_what_cannot_be_explained_is_a_400(served, body):
-    code, answer = ask(served, "POST", "/v1/cache/explain", body)
-    assert code == 400
-    assert answer["error"]["message"]

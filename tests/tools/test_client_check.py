@@ -217,20 +217,3 @@ def test_a_client_that_is_missing_is_told_in_one_line(monkeypatch, tmp_path, cap
     monkeypatch.setattr(drive, "CLIENTS", tmp_path)
     assert client_check.main(["pi"]) == 2
     assert "install.sh node24 pi" in capsys.readouterr().err
-
-
-def test_calls_of_a_reply_are_counted_streamed_or_whole():
-    deltas = [{"index": 0, "id": "a"}, {"index": 0}, {"index": 1, "id": "b"}]
-    streamed = [{"choices": [{"delta": {"tool_calls": [delta]}}]} for delta in deltas]
-    whole = {"choices": [{"message": {"tool_calls": [{"id": "a"}, {"id": "b"}]}}]}
-    use = {"type": "tool_use", "id": "t", "name": "Bash"}
-    blocks = [{"type": "text"}, use, use]
-    replies = [
-        "".join(f"data: {json.dumps(event)}\n\n" for event in streamed),
-        json.dumps(whole),
-        json.dumps({"content": blocks}),
-    ]
-    for reply in replies:
-        ask = anthropic if "content" in reply[:10] else chat
-        exchange = replace(ask(1, [QUESTION], prompt=2, cached=0), reply=reply)
-        assert len(client_check.read_reply(exchange).calls) == 2

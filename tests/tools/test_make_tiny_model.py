@@ -16,7 +16,6 @@ from tiny_models import (
     TOOLS,
     WORDS,
     load_script,
-    tiny_model,
 )
 
 CALL = (
@@ -100,8 +99,3 @@ def test_what_is_stale_is_made_again(tmp_path):
 
     assert (folder / "model.safetensors").read_bytes() == weights
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-
-
-def test_a_kind_that_is_none_is_named(tmp_path):
-    with pytest.raises(ValueError, match="kind"):
-        tiny_model("qwen9", tmp_path)
