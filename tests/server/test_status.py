@@ -353,3 +353,9 @@ def test_what_a_session_sent_before_and_is_prefilled_again_is_told_once(served, 
     # nothing is prefilled again
     served.ask(opening(900, 77), extra_body=in_session)
     assert len(status(served)["divergences"]) == 1
+
+
+@pytest.mark.parametrize("tools", [3, True, [1], [None], {"a": 1}])
+def test_odd_tools_cannot_be_explained_and_are_a_400(served, tools):
+    body = {"messages": [user("Hello.")], "tools": tools}
+    assert ask(served, "POST", "/v1/cache/explain", body)[0] == 400
