@@ -996,11 +996,12 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_later(
         else:
             folder.rename(tmp_path / "gone")
         dropped = bench.engine.drop_kv("", None)
+        # Later, the model thread may have tried again before this looks.
+        assert len([*tmp_path.rglob("*.safetensors")]) == 1
     if fault == "No such file":
         (tmp_path / "gone").rename(folder)
 
     assert fault in dropped.fault
-    assert len(files_in(tmp_path / "kv")) == 1
     save(bench)
     assert files_in(tmp_path / "kv") == []
 
