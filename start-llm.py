@@ -19853,8 +19853,8 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             key=r"""<parameter (?: = | [ ]name= ) ["']? KEY_NAME ["']? >""",
             key_start=r"<parameter[=\x20]",
             key_spelling="<parameter={key}>\n",
-            # It waits for the next letter: a line break may come.
-            value_start=r"\n | (?=.)",
+            # It waits for the next letters: a line break may come.
+            value_start=r"\r?\n | (?= [^\r] | \r [^\n] )",
             is_on_lines=True,
             element_names="function|parameter",
             before_close=r"\n?",
@@ -20576,13 +20576,18 @@ class TaggedArguments(_Reader):
         separator = ", " if self._used_keys else ""
         self._used_keys.add(key)
         self._repeated_tag = self._pattern_of_last_tag(match[0])
+        tags = self._tags
+        is_on_lines = tags.is_on_lines and match[0].endswith("\n")
+        if is_on_lines and match[0].endswith("\r\n"):
+            tags = replace(tags, before_close=r"(?: \r?\n )?")
+            is_on_lines = False  # its tags are looked at more strictly: lines end in \r
         self._value = TaggedValue(
             self._unread,
-            self._tags,
+            tags,
             tuple(self._schema.properties),
             self._schema.member(key).types,
             is_cdata=match.groupdict().get("cdata") is not None,
-            is_on_lines=self._tags.is_on_lines and match[0].endswith("\n"),
+            is_on_lines=is_on_lines,
         )
         return f"{separator}{to_json(key)}: "
 

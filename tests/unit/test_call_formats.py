@@ -487,6 +487,13 @@ RUNS: dict[str, list[tuple[str, Any]]] = {
     "qwen": [
         ("<tool_call><function=read><parameter=n>5</parameter></function></tool_call>", {"n": 5}),
         (qwen(p("text", "\n a \n")), {"text": "\n a \n"}),
+        # Windows' line breaks are no part of a value, where its tag has one; else they are.
+        (qwen(p("path", "a.md"), p("n", 5), p("text", "\n a\n\n")).replace("\n", "\r\n"),
+         {"path": "a.md", "n": 5, "text": "\r\n a\r\n\r\n"}),
+        ("<function=read>\r\n<parameter=path>\r\n<parameter=path>\r\na.md\r\n</function>",
+         {"path": "a.md"}),
+        (qwen(p("text", "\r\na\r"), "<parameter=path>\ra\r</parameter>"),
+         {"text": "\r\na\r", "path": "\ra\r"}),
         # Tags that were forgotten.
         (qwen(p("n", 5), after="</tool_call>"), {"n": 5}),
         (qwen(p("n", 5), after="</function>"), {"n": 5}),
@@ -745,6 +752,7 @@ STAYS_OPEN: dict[str, list[str]] = {
         qwen(p("path", "x"), "<paramter=text>\ny\n</parameter>\n"),
         qwen(p("n", 5), p("path", "x", "\n"), p("n", 6)),
         qwen("<parameter=path>\nx</function>\n</parameter>\n"),
+        qwen("<parameter=path>\r\nx<parameter=n>\r\n5\r\n</parameter>\r\n"),
         qwen(p("path", "x\njunk", "</parameter>\n"), "<paramete=n>\n5\n</parameter>\n"),
         qwen(p("text", "a", "\n"), p("zz", 5)),
         qwen(p("path", "x"), "'", p("n", 5), p("text", "y")),
