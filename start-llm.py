@@ -20711,8 +20711,8 @@ def _inner_tag(tags: ArgumentTags, keys: tuple[str, ...], *, is_on_lines: bool) 
 def _edge_tag(tags: ArgumentTags, *, reads_end_token: bool) -> Any:
     """A tag at the edge of a value, which may be no part of it.
 
-        </parameter>\\nx    may close it
-        x\\n<function=f>    may be the next tag, out of place
+        may close it                           </parameter>\\nx
+        may be the next tag, out of place      x\\n<function=f>
 
     The tags around the call may be out of place at both edges.
     """
